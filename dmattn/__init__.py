@@ -1,0 +1,8 @@
+"""dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
+
+from . import reference
+from .functional import attention, merge_attention, scaled_dot_product_attention
+from .masks import IntervalMask
+
+__version__ = "0.1.0"
+__all__ = ["IntervalMask", "attention", "merge_attention", "reference", "scaled_dot_product_attention"]

@@ -1,0 +1,92 @@
+"""The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, memory O(chunk * Sk).
+
+Half precision is computed in float32 and rounded once, as the kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+from .reference import attend, fold_groups, masked_scores
+
+CHUNK_SCORES = 1 << 22  # scores alive at a time: 16 MiB in float32, a few times over in temporaries
+MIN_ROWS = 16
+
+
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
+    """Write (out, lse) of `problem`."""
+    dtype = _compute_dtype(problem)
+    problem = replace(problem, key=problem.key.to(dtype), value=problem.value.to(dtype))
+    for rows, chunk in _chunks(problem):
+        out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, problem.query.shape[2])
+
+
+def backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
+    dtype = _compute_dtype(problem)
+    kv_heads = problem.key.shape[1]
+    key, value = problem.key.to(dtype), problem.value.to(dtype)
+    key_sum, value_sum, bias_sum = (
+        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias)
+    )
+    for rows, chunk in _chunks(replace(problem, key=key, value=value)):
+        scores, tanh = masked_scores(chunk, dtype, rows.start, problem.query.shape[2])
+        lse_rows = lse[:, :, rows, None]
+        p = (scores - lse_rows.masked_fill(lse_rows == float("-inf"), float("inf"))).exp()
+        d_out_rows = d_out[:, :, rows].to(dtype)
+        if value_sum is not None:
+            value_sum += fold_groups(p, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
+        delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
+        if d_lse is not None:
+            delta = delta - d_lse[:, :, rows, None]
+        d_p = (fold_groups(d_out_rows, kv_heads) @ value.transpose(-1, -2)).view(p.shape)
+        d_scores = p * (d_p - delta)
+        if bias_sum is not None:
+            bias_rows = rows if bias_sum.shape[2] > 1 else slice(None)
+            bias_sum[:, :, bias_rows] += _sum_to(d_scores, bias_sum[:, :, bias_rows].shape)
+        if tanh is not None:
+            d_scores = d_scores * (1 - tanh * tanh)
+        d_scores = fold_groups(d_scores * problem.scale, kv_heads)
+        if d_query is not None:
+            d_query[:, :, rows] = (d_scores @ key).view(*p.shape[:3], key.shape[3])
+        if key_sum is not None:
+            key_sum += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
+    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias, bias_sum)):
+        if grad is not None and total is not None:
+            grad.copy_(total)
+
+
+def _sum_to(d_scores: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient (B, H, rows, Sk) summed over the axes that a bias of `shape` was broadcast on."""
+    if shape[1] not in (1, d_scores.shape[1]):  # Hk heads, each serving its group
+        d_scores = d_scores.unflatten(1, (shape[1], -1)).sum(2)
+    return d_scores.sum_to_size(shape)
+
+
+def _chunks(problem: Problem) -> Iterator[tuple[slice, Problem]]:
+    """(row slice, `problem` restricted to those query rows)."""
+    batch, heads, len_q, _ = problem.query.shape
+    step = max(MIN_ROWS, CHUNK_SCORES // max(1, batch * heads * problem.key.shape[2]))
+    for start in range(0, len_q, step):
+        rows = slice(start, min(start + step, len_q))
+        mask, bias = (x[:, :, rows] if x is not None and x.shape[2] > 1 else x for x in (problem.mask, problem.bias))
+        yield rows, replace(problem, query=problem.query[:, :, rows], mask=mask, bias=bias)
+
+
+def _compute_dtype(problem: Problem) -> torch.dtype:
+    return torch.float64 if problem.query.dtype == torch.float64 else torch.float32

@@ -1,0 +1,219 @@
+"""How a result is judged: named cases, their inputs, and the one tolerance rule that tests, benchmarks and `dmattn verify` share.
+
+Truth is :mod:`dmattn.reference` in float64 on the already rounded inputs. A tensor passes when its largest error is at most twice that
+of the plain PyTorch computation in the input dtype, plus a band of a few roundings of the largest true value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .functional import attention
+from .masks import IntervalMask
+
+PLAIN_FACTOR = 2.0
+BAND_ROUNDINGS = 4.0
+RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem by name.
+
+    `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
+    ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
+    ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``; ``"random-empty-rows"`` hides every third query's
+    row too. `intervals` names an IntervalMask instead: documents, prefix, padding or random.
+    """
+
+    name: str
+    len_q: int
+    len_k: int | None = None
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int | None = None
+    head_dim: int = 32
+    value_dim: int | None = None
+    mask: str | None = None
+    keep: str = "random"
+    intervals: str | None = None
+    bias: str | None = None
+    bias_dtype: torch.dtype | None = None
+    causal: bool = False
+    window: Any = None
+    scale: float | None = None
+    softcap: float | None = None
+    transposed: bool = False  # (B, S, H, D) in memory
+    reason: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of each axis letter."""
+        return {
+            "b": self.batch,
+            "h": self.heads,
+            "g": self.kv_heads or self.heads,
+            "q": self.len_q,
+            "k": self.len_q if self.len_k is None else self.len_k,
+            "1": 1,
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `attention` other than tensors."""
+        return dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+        """Random tensors, the same for a seed on every device."""
+        random = torch.Generator().manual_seed(seed)
+        size, kv = self.sizes, "g"
+
+        def normal(axes: str, dim: int | None = None) -> Tensor:
+            shape = [size[a] for a in axes] + ([] if dim is None else [dim])
+            return torch.randn(shape, generator=random)
+
+        def place(x: Tensor, to: torch.dtype) -> Tensor:
+            if self.transposed:
+                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            return x.to(device, to)
+
+        value_dim = self.value_dim or self.head_dim
+        query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
+        key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
+        bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
+        mask: Tensor | IntervalMask | None = None
+        if self.mask is not None:
+            mask = self._mask(random).to(device)
+        elif self.intervals is not None:
+            mask = self._intervals(random, device)
+        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device))
+
+    def _mask(self, random: torch.Generator) -> Tensor:
+        assert self.mask is not None
+        shape = [self.sizes[a] for a in self.mask]
+        noise = torch.rand(shape, generator=random)
+        if self.keep == "topk":
+            keep = max(1, shape[-1] // 4)
+            return torch.zeros(shape, dtype=torch.bool).scatter(-1, noise.topk(keep, -1).indices, True)
+        if self.keep == "blocks":
+            rows, cols = (torch.arange(n) // 32 for n in shape[-2:])
+            return ((rows[:, None] * 5 + cols * 3) % 4 == 0).expand(shape).contiguous()
+        mask = noise < 0.6
+        if self.keep == "random-empty-rows":
+            mask[..., ::3, :] = False
+        return mask
+
+    def _intervals(self, random: torch.Generator, device: torch.device | str) -> IntervalMask:
+        size = self.sizes
+        batch, len_q, len_k = size["b"], size["q"], size["k"]
+        if self.intervals == "documents":
+            cuts = torch.rand((batch, len_k), generator=random) < 3 / max(1, len_k)
+            mask = IntervalMask.documents(cuts.cumsum(-1))
+        elif self.intervals == "prefix":
+            mask = IntervalMask.prefix_lm(torch.randint(0, len_k + 1, (batch,), generator=random), len_q, len_k)
+        elif self.intervals == "padding":
+            lengths = torch.randint(1, len_k + 1, (batch, 1), generator=random)
+            mask = IntervalMask.padding(torch.arange(len_k) < lengths, len_q)
+        else:  # an interval of its own for every batch row, key-value head and key
+            first = torch.randint(0, len_q + 1, (batch, size["g"], len_k), generator=random, dtype=torch.int32)
+            last = first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32)
+            mask = IntervalMask(first, last)
+        return IntervalMask(mask.first.to(device), mask.last.to(device))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case, with the incoming gradients."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | IntervalMask | None
+    bias: Tensor | None
+    d_out: Tensor
+    d_lse: Tensor
+
+
+def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
+    leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
+    out, lse = function(leaves["query"], leaves["key"], leaves["value"], mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
+    named = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def truth(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The results in float64."""
+    wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
+    return results(reference.attention, wide, options)
+
+
+def plain(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The results of plain PyTorch operations in the inputs' own dtype: what one would write without this library."""
+    return results(reference.attention, inputs, options)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one tensor compares with the truth."""
+
+    name: str
+    error: float  # largest absolute error
+    relative: float  # error / largest true value
+    plain_error: float
+    budget: float
+    passed: bool
+    worst: tuple[int, ...]
+    got: float
+    wanted: float
+
+    def __str__(self) -> str:
+        mark = "ok" if self.passed else "FAILED"
+        place = f"at {self.worst}: got {self.got:.9g}, wanted {self.wanted:.9g}"
+        return f"{self.name}: error {self.error:.3g}, budget {self.budget:.3g}, plain {self.plain_error:.3g} {mark}, {place}"
+
+
+def judge(ours: Mapping[str, Tensor], true: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> list[Verdict]:
+    """One verdict per tensor of `ours` by the budget rule; infinities must stand exactly where the truth has them."""
+    return [_verdict(name, ours[name], true[name], usual[name]) for name in RESULTS if name in ours]
+
+
+def check(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> list[Verdict]:
+    """Run `attention` on a case and judge it."""
+    inputs = case.inputs(dtype, device, seed)
+    return judge(results(attention, inputs, case.options), truth(inputs, case.options), plain(inputs, case.options))
+
+
+def _verdict(name: str, ours: Tensor, true: Tensor, usual: Tensor) -> Verdict:
+    assert ours.shape == true.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(true.shape)}"
+    error, plain_error = _error(ours, true), _error(usual, true)
+    if error.numel() == 0:
+        return Verdict(name, 0.0, 0.0, 0.0, 0.0, True, (), 0.0, 0.0)
+    finite = true[true.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    plain_finite = plain_error[plain_error.isfinite()]
+    plain_max = plain_finite.max().item() if plain_finite.numel() else 0.0
+    budget = PLAIN_FACTOR * plain_max + BAND_ROUNDINGS * torch.finfo(ours.dtype).eps * largest
+    place = int(error.argmax())
+    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), error.shape))
+    most = error.flatten()[place].item()
+    got, wanted = ours.flatten()[place].item(), true.flatten()[place].item()
+    return Verdict(name, most, most / largest if largest else most, plain_max, budget, most <= budget, worst, got, wanted)
+
+
+def _error(x: Tensor, true: Tensor) -> Tensor:
+    """|x - true|; 0 where both are the same infinity, infinite where x is NaN or only one of them is finite."""
+    error = (x.double() - true.double()).abs()
+    return error.masked_fill(x.double() == true.double(), 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

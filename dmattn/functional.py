@@ -1,0 +1,233 @@
+"""The public functions. Each docstring is the specification of its function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import ops  # noqa: F401  (registers torch.ops.dmattn)
+from .masks import IntervalMask
+from .problem import Problem, Window
+
+__all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | IntervalMask | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | IntervalMask | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | IntervalMask | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Exact attention with a mask and a differentiable additive bias.
+
+    For query i, key j, and G = H / Hk query heads per key-value head::
+
+        s_ij  = scale * q_i . k_j
+        s_ij  = softcap * tanh(s_ij / softcap)          only with softcap
+        s_ij += bias_ij
+        s_ij  = -inf  where the mask, causal or the window hides key j from query i
+        lse_i = log sum_j exp(s_ij)        o_i = sum_j exp(s_ij - lse_i) v_j
+
+    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. What is masked cannot leak:
+    NaN or infinity in the bias at a hidden place changes nothing. Results and gradients are bitwise deterministic.
+
+    Args:
+        query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
+        key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
+        value: (B, Hk, Sk, Dv), likewise. Differentiable.
+        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
+        bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk.
+            -inf masks. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once.
+        causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
+        window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
+            Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
+        scale: factor on q . k, by default D ** -0.5.
+        softcap: positive bound on the scaled score before the bias, as in Gemma 2; None for none.
+        return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
+
+    Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
+    bias keeps its own. float32 products follow ``torch.get_float32_matmul_precision()``. CPU and float64 tensors take a PyTorch path with
+    the same semantics. Second derivatives, forward-mode AD and vmap are not supported and raise.
+
+    Returns:
+        out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
+        lse: (B, H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value; the message names it, what was expected
+            and what was received. Raised before anything runs.
+        RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for that does not exist.
+
+    Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
+    """
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
+    out, lse = _run(problem)
+    return (out, lse) if return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    r"""``torch.nn.functional.scaled_dot_product_attention``, argument for argument, with a gradient for a float `attn_mask`.
+
+    ``softmax(scale * Q K^T + attn_mask) V``, with torch's conventions: `is_causal` is aligned top-left (query i sees keys j <= i even
+    where the lengths differ), a bool `attn_mask` is True where a query attends, a float one is added.
+
+    Args:
+        query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with equal leading axes. Differentiable.
+        attn_mask: bool or float, broadcastable to (..., H, L, S). A float mask may have another dtype than the query and is differentiable.
+        dropout_p: must be 0.
+        is_causal: top-left causal mask; excludes `attn_mask`.
+        scale: factor on Q K^T, by default E ** -0.5.
+        enable_gqa: allow Hk < H, Hk dividing H.
+
+    Returns:
+        (..., H, L, Ev) in the query's dtype. A query with nothing to attend gives 0, where torch may give NaN.
+
+    Raises:
+        TypeError, ValueError: as :func:`attention`; also for a nonzero `dropout_p`, for `is_causal` together with `attn_mask`, and for
+            Hk != H without `enable_gqa`.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dmattn: dropout_p: expected a number, received {type(dropout_p).__name__}")
+    if dropout_p != 0.0:
+        raise ValueError(f"dmattn: dropout_p: expected 0.0, as dropout is not supported, received {dropout_p}")
+    if is_causal and attn_mask is not None:
+        raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"dmattn: {name}: expected a torch.Tensor, received {type(tensor).__name__}")
+        if tensor.ndim < 2 or tensor.ndim != query.ndim or tensor.shape[:-3] != query.shape[:-3]:
+            expected = f"at least 2 axes, with query's leading axes {tuple(query.shape[:-3])}"
+            raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(tensor.shape)}")
+    if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
+        expected = f"query's {query.shape[-3]} heads (or enable_gqa=True)"
+        raise ValueError(f"dmattn: key: expected {expected}, received {key.shape[-3]} heads")
+    leading = query.shape[:-3]
+    if attn_mask is not None:
+        attn_mask = _four_axes_mask(attn_mask, leading)
+    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    problem = Problem.canonical(
+        _four_axes(query),
+        _four_axes(key),
+        _four_axes(value),
+        mask=attn_mask if is_bool else None,
+        bias=None if is_bool else attn_mask,
+        causal=is_causal,
+        window=None,
+        scale=scale,
+        softcap=None,
+        top_left=True,
+    )
+    out, _ = _run(problem)
+    return out.view(*query.shape[:-1], value.shape[-1]) if query.ndim < 4 else out.unflatten(0, leading) if query.ndim > 4 else out
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    r"""Combine attention over disjoint sets of keys into attention over their union.
+
+    ``lse = log sum_n exp(lse_n)``, ``out = sum_n exp(lse_n - lse) out_n``, exact and differentiable, as the softmax is a weighted mean.
+
+    Args:
+        outs: tensors (B, H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.
+        lses: as many tensors (B, H, Sq), each share's logsumexp. Differentiable.
+
+    Returns:
+        out: (B, H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
+
+    Raises:
+        ValueError: no share, or as many outs as lses are not given, or shapes do not match.
+
+    Source: Rabe and Staats, 2021 (arXiv:2112.05682).
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(f"dmattn: lses: expected as many tensors as outs and at least one, received {len(outs)} outs and {len(lses)} lses")
+    for position, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != outs[0].shape:
+            raise ValueError(f"dmattn: outs[{position}]: expected shape {tuple(outs[0].shape)}, received {tuple(out.shape)}")
+        if lse.shape != out.shape[:-1]:
+            raise ValueError(f"dmattn: lses[{position}]: expected shape {tuple(out.shape[:-1])}, received {tuple(lse.shape)}")
+    stacked = torch.stack(tuple(lses))
+    empty = (stacked == float("-inf")).all(0)
+    lse = torch.logsumexp(stacked.masked_fill(empty, 0.0), 0)
+    weights = (stacked - lse).exp().masked_fill(empty, 0.0)
+    merged = (torch.stack(tuple(outs)) * weights[..., None]).sum(0)
+    return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
+
+
+def _run(problem: Problem) -> tuple[Tensor, Tensor]:
+    if not torch.compiler.is_compiling():
+        for tensor in (problem.query, problem.key, problem.value, problem.bias):
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
+    return torch.ops.dmattn.forward(*problem.operands)
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    """(..., H, L, E) as (batch, H, L, E)."""
+    return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, -4)
+
+
+def _four_axes_mask(attn_mask: Tensor, leading: torch.Size) -> Tensor:
+    """`attn_mask` with at most four axes; leading axes are merged only where the mask has its own values for each."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"dmattn: attn_mask: expected a bool or float tensor or None, received {type(attn_mask).__name__}")
+    extra = attn_mask.shape[:-3]
+    if len(extra) <= 1 and len(leading) <= 1:
+        return attn_mask
+    if all(size == 1 for size in extra):
+        return attn_mask.reshape(attn_mask.shape[-3:])
+    try:
+        return attn_mask.expand(*leading, *attn_mask.shape[-3:]).flatten(0, len(leading) - 1)
+    except RuntimeError:
+        raise ValueError(
+            f"dmattn: attn_mask: expected leading axes broadcastable to {tuple(leading)}, received shape {tuple(attn_mask.shape)}"
+        ) from None

@@ -1,0 +1,141 @@
+"""Interval masks: for every key one interval of queries that may attend it, O(N) memory instead of N x N."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["IntervalMask"]
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """A mask given by one query interval per key: query i attends key j iff ``first[..., j] <= i < last[..., j]``.
+
+    Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
+    (``last <= first``) hides the key from every query. Two masks intersect with ``&``.
+
+    Args:
+        first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
+            The first query that attends the key.
+        last: int32, same rule and same device as ``first``. One past the last query that attends the key.
+
+    Raises:
+        TypeError: ``first`` or ``last`` is not an int32 tensor.
+        ValueError: devices differ, a tensor has no axis or more than 3, or the shapes do not broadcast together.
+
+    The column-wise representation was made known by FlashMask (Wang et al., 2024, arXiv:2410.01359).
+    """
+
+    first: Tensor
+    last: Tensor
+
+    def __post_init__(self) -> None:
+        for name, bound in (("first", self.first), ("last", self.last)):
+            if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
+                raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {_what(bound)}")
+            if not 1 <= bound.ndim <= 3:
+                raise ValueError(f"IntervalMask: {name}: expected 1 to 3 axes (B, H, Sk), received shape {tuple(bound.shape)}")
+        if self.first.device != self.last.device:
+            raise ValueError(f"IntervalMask: last: expected device {self.first.device} as first has, received {self.last.device}")
+        try:
+            torch.broadcast_shapes(self.first.shape, self.last.shape)
+        except RuntimeError:
+            expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
+            raise ValueError(f"IntervalMask: last: expected {expected}, received {tuple(self.last.shape)}") from None
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        """The pairs that both masks allow: intervals intersect key by key."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last))
+
+    def to_dense(self, len_q: int) -> Tensor:
+        """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
+        query = torch.arange(len_q, device=self.first.device)[:, None]
+        return (self.first[..., None, :] <= query) & (query < self.last[..., None, :])
+
+    @classmethod
+    def causal(cls, len_q: int, len_k: int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Query i attends key j iff ``j <= i + len_k - len_q`` (bottom-right aligned). Shape (Sk,)."""
+        return cls.window(len_q, len_k, left=None, right=0, device=device)
+
+    @classmethod
+    def window(cls, len_q: int, len_k: int, *, left: int | None, right: int | None, device: torch.device | str | None = None) -> IntervalMask:
+        """Query i attends key j iff ``-left <= j - (i + len_k - len_q) <= right``; None leaves a side unbounded. Shape (Sk,)."""
+        for name, size in (("left", left), ("right", right)):
+            if size is not None and size < 0:
+                raise ValueError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {size}")
+        diagonal = torch.arange(len_k, dtype=torch.int32, device=device) - (len_k - len_q)
+        first = torch.zeros_like(diagonal) if right is None else (diagonal - right).clamp(min=0)
+        last = torch.full_like(diagonal, len_q) if left is None else (diagonal + left + 1).clamp(max=len_q)
+        return cls(first, last)
+
+    @classmethod
+    def documents(cls, segment_ids: Tensor) -> IntervalMask:
+        """Tokens attend only within their own document; self-attention (Sq = Sk) over packed sequences.
+
+        Args:
+            segment_ids: integer, (B, S) or (S,). A document is a maximal run of equal ids, so an id that comes back
+                later starts a new document. Shape of the mask (B, 1, S) or (S,).
+        """
+        if not isinstance(segment_ids, Tensor) or segment_ids.is_floating_point() or segment_ids.is_complex():
+            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {_what(segment_ids)}")
+        if segment_ids.ndim not in (1, 2):
+            received = tuple(segment_ids.shape)
+            raise ValueError(f"IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")
+        length = segment_ids.shape[-1]
+        position = torch.arange(length, dtype=torch.int32, device=segment_ids.device).expand(segment_ids.shape)
+        starts = torch.ones_like(segment_ids, dtype=torch.bool)
+        starts[..., 1:] = segment_ids[..., 1:] != segment_ids[..., :-1]
+        if length == 0:
+            return _with_head_axis(position, position)
+        first = position.masked_fill(~starts, 0).cummax(-1).values
+        ends = torch.ones_like(starts)
+        ends[..., :-1] = starts[..., 1:]
+        last = (position + 1).masked_fill(~ends, length).flip(-1).cummin(-1).values.flip(-1)
+        return _with_head_axis(first, last)
+
+    @classmethod
+    def prefix_lm(cls, prefix_lengths: Tensor, len_q: int, len_k: int) -> IntervalMask:
+        """Causal, but every query also sees the prefix: key j iff ``j < prefix_lengths[b]`` or ``j <= i + len_k - len_q``.
+
+        Args:
+            prefix_lengths: integer, (B,): length of the bidirectional prefix of each batch row. Mask shape (B, 1, Sk).
+        """
+        if not isinstance(prefix_lengths, Tensor) or prefix_lengths.is_floating_point() or prefix_lengths.is_complex():
+            raise TypeError(f"IntervalMask.prefix_lm: prefix_lengths: expected an integer tensor, received {_what(prefix_lengths)}")
+        if prefix_lengths.ndim != 1:
+            received = tuple(prefix_lengths.shape)
+            raise ValueError(f"IntervalMask.prefix_lm: prefix_lengths: expected shape (B,), received {received}")
+        causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
+        inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
+        return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape))
+
+    @classmethod
+    def padding(cls, key_padding_mask: Tensor, len_q: int) -> IntervalMask:
+        """Every query attends the real keys and none of the padded ones.
+
+        Args:
+            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
+        """
+        if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+            raise TypeError(f"IntervalMask.padding: key_padding_mask: expected a bool tensor, received {_what(key_padding_mask)}")
+        if key_padding_mask.ndim != 2:
+            received = tuple(key_padding_mask.shape)
+            raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
+        last = key_padding_mask.to(torch.int32) * len_q
+        return _with_head_axis(torch.zeros_like(last), last)
+
+
+def _with_head_axis(first: Tensor, last: Tensor) -> IntervalMask:
+    """(B, Sk) bounds as (B, 1, Sk); (Sk,) bounds as they are."""
+    if first.ndim == 2:
+        first, last = first[:, None], last[:, None]
+    return IntervalMask(first.contiguous(), last.contiguous())
+
+
+def _what(value: object) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__

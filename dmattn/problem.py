@@ -1,0 +1,195 @@
+"""One attention call in canonical form: every rule on the arguments, and every error a user can meet, lives here."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masks import IntervalMask
+
+MAX_HEAD_DIM = 256
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Validated arguments of one call, in the form that the operators take.
+
+    ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
+    have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
+    only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    bias: Tensor | None
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+
+    @property
+    def operands(self) -> tuple:
+        """The fields in order, as the operators take them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @classmethod
+    def canonical(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | IntervalMask | None,
+        bias: Tensor | None,
+        causal: bool,
+        window: Window,
+        scale: float | None,
+        softcap: float | None,
+        top_left: bool = False,
+    ) -> Problem:
+        """Check everything, change nothing: views only. `top_left` aligns causal and window as torch's SDPA does.
+
+        Raises TypeError or ValueError naming the argument.
+        """
+        query, key, value = _autocast(query, key, value)
+        _check_qkv(query, key, value)
+        batch, heads, len_q, head_dim = query.shape
+        kv_heads, len_k = key.shape[1], key.shape[2]
+        pairs = (batch, heads, len_q, len_k)
+        first = last = None
+        if isinstance(mask, IntervalMask):
+            first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), kv_heads, query.device)
+            last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), kv_heads, query.device)
+            mask = None
+        elif mask is not None:
+            _check_mask(mask)
+            mask = _broadcastable("mask", mask, pairs, kv_heads, query.device)
+        if bias is not None:
+            _tensor("bias", bias)
+            if bias.dtype not in FLOATS:
+                _fail("bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
+            bias = _broadcastable("bias", bias, pairs, kv_heads, query.device)
+        left, right = _window(causal, window)
+        if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
+            left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
+        if scale is None:
+            scale = head_dim**-0.5
+        elif not _real(scale):
+            _fail("scale", "a real number", _kind(scale), TypeError)
+        elif not math.isfinite(scale):
+            _fail("scale", "a finite number", scale)
+        if softcap is not None:
+            if not _real(softcap):
+                _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
+            if not (math.isfinite(softcap) and softcap > 0):
+                _fail("softcap", "a positive finite number or None", softcap)
+        return cls(query, key, value, mask, first, last, bias, left, right, scale, softcap)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the operator runs in the autocast dtype, as torch's own attention does; float64 is left alone there too."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[:3] else t for t in tensors)
+
+
+def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+    named = (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
+        _tensor(name, tensor)
+        if tensor.ndim != 4:
+            _fail(name, "4 axes (batch, heads, length, head dim)", f"shape {tuple(tensor.shape)}")
+        if tensor.dtype not in FLOATS:
+            _fail(name, "a dtype of float16, bfloat16, float32 or float64", tensor.dtype)
+        if tensor.dtype != query.dtype:
+            _fail(name, f"query's dtype {query.dtype}", tensor.dtype)
+        if tensor.device != query.device:
+            _fail(name, f"query's device {query.device}", tensor.device)
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        _fail("query", "a tensor on a cpu or cuda device", query.device)
+    batch, heads, _, head_dim = query.shape
+    kv_heads, len_k = key.shape[1:3]
+    for name, tensor in named[1:]:
+        if tensor.shape[0] != batch:
+            _fail(name, f"query's batch size {batch}", tensor.shape[0])
+    if value.shape[1] != kv_heads:
+        _fail("value", f"key's {kv_heads} heads", value.shape[1])
+    if value.shape[2] != len_k:
+        _fail("value", f"key's length {len_k}", value.shape[2])
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        _fail("key", f"a number of heads that divides query's {heads}", kv_heads)
+    if key.shape[3] != head_dim:
+        _fail("key", f"query's head dim {head_dim}", key.shape[3])
+    for name, tensor in (named[0], named[2]):
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            _fail(name, f"a head dim from 1 to {MAX_HEAD_DIM}", tensor.shape[3])
+
+
+def _check_mask(mask: Any) -> None:
+    if not isinstance(mask, Tensor):
+        _fail("mask", "a bool tensor, an IntervalMask or None", _kind(mask), TypeError)
+    if mask.requires_grad:
+        _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
+    if mask.dtype != torch.bool:
+        _fail("mask", "dtype torch.bool, True where query attends key (an additive mask is the argument bias)", mask.dtype)
+
+
+def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
+    """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1."""
+    if tensor.device != device:
+        _fail(name, f"query's device {device}", tensor.device)
+    axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
+    heads = full[1]
+    choices = " or ".join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))
+    if tensor.ndim <= len(full):
+        view = tensor[(None,) * (len(full) - tensor.ndim)]
+        if all(n in ((heads, kv_heads, 1) if axis == 1 else (full[axis], 1)) for axis, n in enumerate(view.shape)):
+            return view
+    _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
+    raise AssertionError("unreachable")
+
+
+def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:
+    if not isinstance(causal, bool):
+        _fail("causal", "True or False", _kind(causal), TypeError)
+    sides = (window, window) if window is None or isinstance(window, int) else window
+    if not isinstance(sides, tuple) or len(sides) != 2:
+        received = f"{len(window)} values" if isinstance(window, (tuple, list)) else _kind(window)
+        _fail("window", "an integer, a tuple (left, right) or None", received, TypeError)
+    for side in sides:
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            _fail("window", "integers or None", _kind(side), TypeError)
+        if side is not None and side < 0:
+            _fail("window", "non-negative integers", window)
+    left, right = sides
+    return left, 0 if causal else right
+
+
+def _tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        _fail(name, "a torch.Tensor", _kind(value), TypeError)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _fail(name: str, expected: str, received: object, error: type[Exception] = ValueError) -> None:
+    raise error(f"dmattn: {name}: expected {expected}, received {received}")

@@ -1,0 +1,99 @@
+"""The oracle: attention as the specification writes it, in plain PyTorch with ordinary autograd, any dtype and device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masks import IntervalMask
+from .problem import Problem, Window
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | IntervalMask | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same function as :func:`dmattn.attention`, materialising (B, H, Sq, Sk), computed and returned in `dtype`.
+
+    Args are those of :func:`dmattn.attention`; `dtype` defaults to the query's. ``dtype=torch.float64`` on inputs already rounded to
+    their own dtype is the truth against which the library is tested. Gradients come from autograd, of any order.
+    """
+    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
+    out, lse = attend(problem, dtype or query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries in `problem`, computed in `dtype`; for `row_start` and `len_q` see :func:`masked_scores`."""
+    scores, _ = masked_scores(problem, dtype, row_start, len_q)
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    probabilities = (scores - lse).exp().masked_fill(empty, 0.0)
+    kv_heads = problem.value.shape[1]
+    out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:3], problem.value.shape[3])
+    return out, lse.masked_fill(empty, float("-inf")).squeeze(-1)
+
+
+def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """(scores, -inf where hidden; tanh of the capped score, or None without softcap), both (B, H, rows, Sk) in `dtype`.
+
+    The queries in `problem` stand at `row_start` of a sequence of `len_q`, by default they are the whole of it. Positions are taken in
+    the whole sequence, so a slice of the rows gives that slice of the answer: :mod:`dmattn.chunked` bounds its memory this way.
+    """
+    query, key = problem.query.to(dtype), problem.key.to(dtype)
+    batch, heads, rows, _ = query.shape
+    kv_heads, len_k = key.shape[1:3]
+    scores = (fold_groups(query, kv_heads) @ key.transpose(-1, -2)).view(batch, heads, rows, len_k) * problem.scale
+    tanh = None
+    if problem.softcap is not None:
+        tanh = torch.tanh(scores / problem.softcap)
+        scores = problem.softcap * tanh
+    if problem.bias is not None:
+        scores = scores + per_query_head(problem.bias, heads).to(dtype)
+    hidden = _hidden(problem, row_start, rows, rows if len_q is None else len_q)
+    return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
+
+
+def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, rows, n) as (B, Hk, G * rows, n): the query heads of a group stacked, so that K and V are not repeated."""
+    batch, heads, rows, n = x.shape
+    return x.reshape(batch, kv_heads, heads // kv_heads * rows if kv_heads else 0, n)
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """A tensor with H, Hk or 1 heads as one that broadcasts to H heads."""
+    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _hidden(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
+    """True where the mask, the intervals or the window keep a query from a key; None when nothing does."""
+    heads, len_k, device = problem.query.shape[1], problem.key.shape[2], problem.query.device
+    query = torch.arange(row_start, row_start + rows, device=device)[:, None]
+    distance = torch.arange(len_k, device=device) - (query + len_k - len_q)
+    hidden = []
+    if problem.right is not None:
+        hidden.append(distance > problem.right)
+    if problem.left is not None:
+        hidden.append(distance < -problem.left)
+    if problem.mask is not None:
+        hidden.append(~per_query_head(problem.mask, heads))
+    if problem.first is not None and problem.last is not None:
+        first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
+        hidden.append((query < first) | (query >= last))
+    union = None
+    for condition in hidden:
+        union = condition if union is None else union | condition
+    return union
