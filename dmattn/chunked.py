@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .broadcast import sum_to
 from .problem import Problem
 from .reference import attend, fold_groups, masked_scores
 
@@ -58,7 +59,7 @@ def backward(
         d_scores = p * (d_p - delta)
         if bias_sum is not None:
             bias_rows = rows if bias_sum.shape[2] > 1 else slice(None)
-            bias_sum[:, :, bias_rows] += _sum_to(d_scores, bias_sum[:, :, bias_rows].shape)
+            bias_sum[:, :, bias_rows] += sum_to(d_scores, bias_sum[:, :, bias_rows].shape)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
@@ -69,13 +70,6 @@ def backward(
     for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
-
-
-def _sum_to(d_scores: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient (B, H, rows, Sk) summed over the axes that a bias of `shape` was broadcast on."""
-    if shape[1] not in (1, d_scores.shape[1]):  # Hk heads, each serving its group
-        d_scores = d_scores.unflatten(1, (shape[1], -1)).sum(2)
-    return d_scores.sum_to_size(shape)
 
 
 def _chunks(problem: Problem) -> Iterator[tuple[slice, Problem]]:

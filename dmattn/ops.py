@@ -30,11 +30,8 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     problem = Problem(*inputs)
     out, lse = allocate_forward(problem)
     if out.numel() or lse.numel():
-        if uses_kernels(problem.query):
-            _kernels(problem.query.device).forward(*inputs, out, lse)
-        else:
-            with torch.autocast(problem.query.device.type, enabled=False):
-                chunked.forward(problem, out, lse)
+        with torch.autocast(problem.query.device.type, enabled=False):
+            _path(problem.query).forward(problem, out, lse)
     return out, lse
 
 
@@ -50,11 +47,8 @@ def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, need
     gradients = allocate_backward(problem, needs)
     wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
     if any(gradient is not None and gradient.numel() for gradient in wanted):
-        if uses_kernels(problem.query):
-            _kernels(problem.query.device).backward(*inputs, out, lse, d_out, d_lse, *wanted)
-        else:
-            with torch.autocast(problem.query.device.type, enabled=False):
-                chunked.backward(problem, out, lse, d_out, d_lse, *wanted)
+        with torch.autocast(problem.query.device.type, enabled=False):
+            _path(problem.query).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
 
 
@@ -111,9 +105,13 @@ forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(_refuse)
 
 
-def uses_kernels(query: Tensor) -> bool:
-    """Whether the Triton kernels serve `query`: CUDA or interpreted, and not float64."""
-    return query.dtype != torch.float64 and (query.is_cuda or interpreting())
+def _path(query: Tensor) -> ModuleType:
+    """The module whose `forward` and `backward` serve `query`."""
+    if query.dtype == torch.float64 or not (query.is_cuda or interpreting()):
+        return chunked
+    if query.dtype == torch.bfloat16 and interpreting():
+        raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
+    return _kernels(query.device)
 
 
 def interpreting() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
 
@@ -71,11 +72,6 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     """(B, H, rows, n) as (B, Hk, G * rows, n): the query heads of a group stacked, so that K and V are not repeated."""
     batch, heads, rows, n = x.shape
     return x.reshape(batch, kv_heads, heads // kv_heads * rows if kv_heads else 0, n)
-
-
-def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """A tensor with H, Hk or 1 heads as one that broadcasts to H heads."""
-    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _hidden(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:

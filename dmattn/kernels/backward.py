@@ -1,0 +1,82 @@
+"""The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .bias_grad import BiasGradient, per_query_gradient, shared_gradient, sum_of_key_sums
+from .key_grad import key_gradients
+from .layout import at, load_rows, load_tile, span, store_rows, strided
+from .query_grad import query_gradients
+from .sequence import place
+from .tiles import block_dim, on_device
+
+DELTA_ROWS = 32
+
+
+def backward(
+    problem: Any,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out` and `lse` are its results."""
+    kind = None if d_bias is None else BiasGradient.of(d_bias, problem)
+    dense = d_bias if kind is BiasGradient.DENSE else None
+    key_sums = None
+    if kind is BiasGradient.PER_KEY:
+        key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2]))
+    with on_device(problem.query):
+        delta = _delta(out, d_out, d_lse, lse)
+        incoming = (d_out, lse, delta)
+        if d_key is not None or d_value is not None or key_sums is not None:
+            key_gradients(problem, incoming, d_key, d_value, key_sums)
+        if d_query is not None or dense is not None:
+            query_gradients(problem, incoming, d_query, dense)
+        if kind is BiasGradient.SHARED:
+            shared_gradient(problem, incoming, d_bias)
+        elif kind is BiasGradient.PER_KEY:
+            sum_of_key_sums(key_sums, d_bias)
+        elif kind is BiasGradient.PER_QUERY:
+            per_query_gradient(lse, d_lse, d_bias)
+
+
+def _delta(out: Tensor, d_out: Tensor, d_lse: Tensor | None, lse: Tensor) -> Tensor:
+    """delta = rowsum(dO * O) - dLSE, (B, H, Sq) float32."""
+    batch, heads, len_q, value_dim = out.shape
+    delta = lse.new_empty(lse.shape)
+    _delta_kernel[(triton.cdiv(len_q, DELTA_ROWS) * heads * batch,)](
+        out=strided(out, heads),
+        d_out=strided(d_out, heads),
+        d_lse=strided(d_lse, heads),
+        delta=strided(delta, heads),
+        heads=heads,
+        len_q=len_q,
+        VALUE_DIM=value_dim,
+        BLOCK_M=DELTA_ROWS,
+        BLOCK_DV=block_dim(value_dim),
+    )
+    return delta
+
+
+@triton.jit
+def _delta_kernel(
+    out, d_out, d_lse, delta, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """One program: delta of BLOCK_M queries of one (batch, head), from a grid of one axis."""
+    block, head, batch = place(len_q, heads, BLOCK_M)
+    rows = span(block * BLOCK_M, len_q, BLOCK_M, True)
+    dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, True)
+    out_tile = load_tile(at(out, batch, head), rows, dims).to(tl.float32)
+    d_out_tile = load_tile(at(d_out, batch, head), rows, dims).to(tl.float32)
+    total = tl.sum(out_tile * d_out_tile, 1)
+    if d_lse is not None:
+        total -= load_rows(at(d_lse, batch, head), rows, 0.0)
+    store_rows(at(delta, batch, head), rows, total)

@@ -1,0 +1,152 @@
+"""Where the gradient of the bias is made, by the axes on which it was broadcast; and the kernel for one shared by several (batch, head)."""
+
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..broadcast import sum_to
+from .layout import at, load_rows, load_tile, span, store_tile, strided
+from .scores import is_live, rules_at, rules_of
+from .sequence import in_window
+from .softmax import score_gradient
+from .tiles import device_family, launch_options, on_device, pick
+
+PROGRAMS_PER_PROCESSOR = 4
+
+
+class BiasGradient(Enum):
+    """Where dBias comes from."""
+
+    DENSE = auto()  # (B, H, Sq, Sk): the dQ kernel stores dS
+    SHARED = auto()  # batch or heads broadcast: a kernel that keeps a tile of dBias and walks the members that share it
+    PER_KEY = auto()  # (..., 1, Sk): the dK/dV kernel sums dS over the queries
+    PER_QUERY = auto()  # (..., Sq or 1, 1): the sum of dS over the keys is dLSE, no kernel
+
+    @classmethod
+    def of(cls, bias: Tensor, problem: Any) -> "BiasGradient":
+        """The kind for a bias with four axes, each full or 1."""
+        if bias.shape[3] == 1:
+            return cls.PER_QUERY
+        if bias.shape[2] == 1:
+            return cls.PER_KEY
+        return cls.DENSE if bias.shape[:2] == problem.query.shape[:2] else cls.SHARED
+
+
+def per_query_gradient(lse: Tensor, d_lse: Tensor | None, d_bias: Tensor) -> None:
+    """sum_j dS_ij = dLSE_i, and 0 for an empty row."""
+    if d_lse is None:
+        d_bias.zero_()
+    else:
+        d_bias.copy_(sum_to(d_lse.masked_fill(lse == float("-inf"), 0.0)[..., None], d_bias.shape))
+
+
+def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
+    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
+    d_bias.copy_(sum_to(key_sums, d_bias.shape))
+
+
+def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
+    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk); `incoming` is (d_out, lse, delta).
+
+    Members are split over programs only as far as is needed to fill the GPU; the parts are summed in order afterwards.
+    """
+    batch, heads, len_q, _ = problem.query.shape
+    bias_batch, bias_heads, _, len_k = d_bias.shape
+    tile = pick("bias", problem)
+    tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
+    members = batch // bias_batch * (heads // bias_heads)
+    splits = max(1, min(members, PROGRAMS_PER_PROCESSOR * _processors(problem.query.device) // tiles))
+    parts = d_bias
+    if splits > 1:
+        parts = torch.empty((splits * bias_batch, bias_heads, len_q, len_k), dtype=torch.float32, device=d_bias.device)
+    d_out, lse, delta = (strided(x, heads) for x in incoming)
+    with on_device(problem.query):
+        _shared_gradient_kernel[(tiles * splits,)](
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, tile.block_n),
+            d_out=d_out,
+            lse=lse,
+            delta=delta,
+            parts=strided(parts, bias_heads),
+            bias_batch=bias_batch,
+            sharing_heads=heads // bias_heads,
+            members=members,
+            members_per_part=triton.cdiv(members, splits),
+            **launch_options(problem, tile, incoming[0], parts),
+        )
+        if splits > 1:
+            d_bias.copy_(parts.view(splits, *d_bias.shape).sum(0))
+
+
+@triton.jit
+def _shared_gradient_kernel(
+    q, k, v, rules, d_out, lse, delta, parts, bias_batch, sharing_heads, members, members_per_part, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
+
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts.
+    """
+    program = tl.program_id(0)
+    blocks_m = tl.cdiv(len_q, BLOCK_M)
+    blocks_n = tl.cdiv(len_k, BLOCK_N)
+    bias_heads = heads // sharing_heads
+    rows = span(program % blocks_m * BLOCK_M, None if EVEN_M else len_q, BLOCK_M, WIDE)
+    cols = span(program // blocks_m % blocks_n * BLOCK_N, None if EVEN_N else len_k, BLOCK_N, WIDE)
+    bias_head = program // (blocks_m * blocks_n) % bias_heads
+    part_entry = program // (blocks_m * blocks_n) // bias_heads
+    entry = part_entry % bias_batch
+    part = part_entry // bias_batch
+    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
+    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    begin = part * members_per_part
+    end = tl.minimum(begin + members_per_part, members)
+    if not in_window(rules, rows, cols, len_q, len_k, BLOCK_M, BLOCK_N):
+        end = begin
+    for member in tl.range(begin, end):
+        batch = entry + member // sharing_heads
+        head = bias_head * sharing_heads + member % sharing_heads
+        member_rules = rules_at(rules, batch, head)
+        loads = (
+            at(q, batch, head),
+            at(k, batch, head),
+            at(v, batch, head),
+            at(d_out, batch, head),
+            at(lse, batch, head),
+            at(delta, batch, head),
+        )
+        if rules.mask is None and rules.first is None:
+            total += _member(loads, member_rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+        else:
+            if is_live(member_rules, rows, cols, BLOCK_M, BLOCK_N):
+                total += _member(loads, member_rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+    store_tile(at(parts, part_entry, bias_head), rows, cols, total)
+
+
+@triton.jit
+def _member(loads, rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
+    """dS of the tile in one member."""
+    q, k, v, d_out, lse, delta = loads
+    lse_rows = load_rows(lse, rows, float("-inf"))
+    delta_rows = load_rows(delta, rows, 0.0)
+    tiles = (load_tile(q, rows, dims), load_tile(k, cols, dims), load_tile(v, cols, value_dims), load_tile(d_out, rows, value_dims))
+    _, ds, _ = score_gradient(tiles[0], tiles[1], tiles[2], tiles[3], lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION)
+    return ds
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device_family(device) == "interpreter":
+        return 4
+    if device.type == "meta":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

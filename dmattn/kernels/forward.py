@@ -1,0 +1,69 @@
+"""The forward pass: out and lse by online softmax over tiles of keys."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import at, load_tile, span, store_rows, store_tile, strided
+from .scores import is_live, rules_at, rules_of, scores
+from .sequence import key_range, place
+from .softmax import softmax_finish, softmax_start, softmax_step
+from .tiles import launch_options, on_device, pick
+
+
+def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`)."""
+    batch, heads, len_q, _ = problem.query.shape
+    tile = pick("forward", problem)
+    with on_device(problem.query):
+        _forward_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, tile.block_n),
+            out=strided(out, heads),
+            lse=strided(lse, heads),
+            **launch_options(problem, tile, out),
+        )
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, rules, out, lse, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
+    block, head, batch = place(len_q, heads, BLOCK_M)
+    rows = span(block * BLOCK_M, None if EVEN_M else len_q, BLOCK_M, WIDE)
+    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
+    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
+    rules = rules_at(rules, batch, head)
+    k = at(k, batch, head)
+    v = at(v, batch, head)
+    q_tile = load_tile(at(q, batch, head), rows, dims)  # [BLOCK_M, BLOCK_D]
+    m, l = softmax_start(BLOCK_M)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    begin, end = key_range(rules, rows, len_q, len_k, BLOCK_M, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        cols = span(start, None if EVEN_N else len_k, BLOCK_N, WIDE)
+        if rules.mask is None and rules.first is None:
+            acc, m, l = _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+        else:
+            if is_live(rules, rows, cols, BLOCK_M, BLOCK_N):
+                acc, m, l = _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+    acc, lse_rows = softmax_finish(acc, m, l)
+    store_tile(at(out, batch, head), rows, value_dims, acc)
+    store_rows(at(lse, batch, head), rows, lse_rows)
+
+
+@triton.jit
+def _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
+    """One tile of keys added to (acc, m, l)."""
+    s, _ = scores(q_tile, load_tile(k, cols, dims), rules, rows, cols, len_q, len_k, PRECISION)
+    p, alpha, m, l = softmax_step(s, m, l)
+    v_tile = load_tile(v, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m, l

@@ -1,0 +1,113 @@
+"""dK and dV, and the per-key dBias as column sums: a program owns a block of keys and walks the queries that may attend them."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import at, load_rows, load_tile, span, store_rows, store_tile, strided
+from .scores import is_live, rules_at, rules_of, through_softcap
+from .sequence import place, query_range
+from .softmax import score_gradient
+from .tiles import launch_options, on_device, pick
+
+
+def key_gradients(
+    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_key: Tensor | None, d_value: Tensor | None, key_sums: Tensor | None
+) -> None:
+    """Fill those that are not None; `incoming` is (d_out, lse, delta), `key_sums` (B, H, 1, Sk) float32 the sums of dS over the queries."""
+    heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
+    batch, len_k = problem.key.shape[0], problem.key.shape[2]
+    tile = pick("keys", problem)
+    d_out, lse, delta = (strided(x, heads) for x in incoming)
+    with on_device(problem.query):
+        _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, tile.block_n),
+            d_out=d_out,
+            lse=lse,
+            delta=delta,
+            d_k=strided(d_key, heads),
+            d_v=strided(d_value, heads),
+            key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+            groups=heads // kv_heads,
+            **launch_options(problem, tile, incoming[0], d_key, d_value),
+        )
+
+
+@triton.jit
+def _key_gradients_kernel(
+    q, k, v, rules, d_out, lse, delta, d_k, d_v, key_sums, groups, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
+    block, kv_head, batch = place(len_k, heads // groups, BLOCK_N)
+    cols = span(block * BLOCK_N, None if EVEN_N else len_k, BLOCK_N, WIDE)
+    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
+    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
+    k_tile = load_tile(at(k, batch, kv_head * groups), cols, dims)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(at(v, batch, kv_head * groups), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
+    for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
+        head_rules = rules_at(rules, batch, head)
+        loads = (at(q, batch, head), at(d_out, batch, head), at(lse, batch, head), at(delta, batch, head))
+        sums = tl.full([BLOCK_N], 0.0, tl.float32)
+        begin, end = query_range(head_rules, cols, len_q, len_k, BLOCK_M, BLOCK_N)
+        for start in tl.range(begin, end, BLOCK_M):
+            rows = span(start, None if EVEN_M else len_q, BLOCK_M, WIDE)
+            if rules.mask is None:
+                dk, dv, sums = _accumulate(
+                    loads, k_tile, v_tile, head_rules, d_k, d_v, key_sums, dk, dv, sums, rows, cols, dims, value_dims, len_q, len_k, PRECISION
+                )
+            else:
+                if is_live(head_rules, rows, cols, BLOCK_M, BLOCK_N):
+                    dk, dv, sums = _accumulate(
+                        loads,
+                        k_tile,
+                        v_tile,
+                        head_rules,
+                        d_k,
+                        d_v,
+                        key_sums,
+                        dk,
+                        dv,
+                        sums,
+                        rows,
+                        cols,
+                        dims,
+                        value_dims,
+                        len_q,
+                        len_k,
+                        PRECISION,
+                    )
+        if key_sums is not None:
+            store_rows(at(key_sums, batch, head), cols, sums)
+    if d_k is not None:
+        store_tile(at(d_k, batch, kv_head * groups), cols, dims, dk * rules.scale)
+    if d_v is not None:
+        store_tile(at(d_v, batch, kv_head * groups), cols, value_dims, dv)
+
+
+@triton.jit
+def _accumulate(
+    loads, k_tile, v_tile, rules, d_k, d_v, key_sums, dk, dv, sums, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
+    q, d_out, lse, delta = loads
+    q_tile = load_tile(q, rows, dims)  # [BLOCK_M, BLOCK_D]
+    d_out_tile = load_tile(d_out, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    lse_rows = load_rows(lse, rows, float("-inf"))
+    delta_rows = load_rows(delta, rows, 0.0)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION)
+    if d_v is not None:
+        dv = tl.dot(tl.trans(p.to(d_out_tile.dtype)), d_out_tile, dv, input_precision=PRECISION)
+    if key_sums is not None:
+        sums += tl.sum(ds, 0)
+    if d_k is not None:
+        dk = tl.dot(tl.trans(through_softcap(ds, tanh, rules).to(q_tile.dtype)), q_tile, dk, input_precision=PRECISION)
+    return dk, dv, sums

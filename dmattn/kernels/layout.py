@@ -1,0 +1,116 @@
+"""How tensors arrive in kernels: a pointer with one stride per axis, positions on an axis, and tiles loaded and stored with them."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A (batch, head, row, col) tensor: base pointer and element strides, 0 where the axis is broadcast.
+
+    `group` query heads share one entry of the head axis. A vector per row has col = 0.
+    """
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+
+
+class Span(NamedTuple):
+    """BLOCK consecutive positions on one axis, `start + index`, real below `length`; no bound is needed where `length` is None."""
+
+    start: Any
+    index: Any
+    length: Any
+
+
+def strided(x: Tensor | None, heads: int) -> Strided | None:
+    """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads."""
+    if x is None:
+        return None
+    batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return Strided(x, batch, head, row, col[0] if col else 0, heads // x.shape[1])
+
+
+@triton.jit
+def span(start, length, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The positions start .. start + BLOCK."""
+    index = tl.arange(0, BLOCK)
+    if WIDE:
+        index = index.to(tl.int64)
+    return Span(start, index, length)
+
+
+@triton.jit
+def at(t, batch, head):
+    """The (row, col) slice of one batch entry and query head; None stays None."""
+    if t is None:
+        return t
+    else:
+        base = t.ptr + tl.cast(batch, tl.int64) * t.batch + tl.cast(head // t.group, tl.int64) * t.head
+        return Strided(base, 0, 0, t.row, t.col, 1)
+
+
+@triton.jit
+def load_tile(t, rows, cols):
+    """[rows, cols] of a slice, 0 beyond the bounds."""
+    pointers = _tile_pointers(t, rows, cols)
+    if rows.length is None and cols.length is None:
+        return tl.load(pointers)
+    elif cols.length is None:
+        return tl.load(pointers, mask=_inside(rows)[:, None], other=0)
+    elif rows.length is None:
+        return tl.load(pointers, mask=_inside(cols)[None, :], other=0)
+    else:
+        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
+
+
+@triton.jit
+def store_tile(t, rows, cols, x):
+    """Write [rows, cols] of a slice inside the bounds, in the tensor's dtype."""
+    pointers = _tile_pointers(t, rows, cols)
+    x = x.to(t.ptr.dtype.element_ty)
+    if rows.length is None and cols.length is None:
+        tl.store(pointers, x)
+    elif cols.length is None:
+        tl.store(pointers, x, mask=_inside(rows)[:, None])
+    elif rows.length is None:
+        tl.store(pointers, x, mask=_inside(cols)[None, :])
+    else:
+        tl.store(pointers, x, mask=_inside(rows)[:, None] & _inside(cols)[None, :])
+
+
+@triton.jit
+def load_rows(t, rows, other):
+    """A vector per row, `other` beyond the bounds."""
+    pointers = t.ptr + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
+    if rows.length is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=_inside(rows), other=other)
+
+
+@triton.jit
+def store_rows(t, rows, x):
+    """Write a vector per row inside the bounds."""
+    pointers = t.ptr + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
+    if rows.length is None:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=_inside(rows))
+
+
+@triton.jit
+def _tile_pointers(t, rows, cols):
+    corner = t.ptr + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
+    return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
+
+
+@triton.jit
+def _inside(positions):
+    return positions.start + positions.index < positions.length

@@ -1,0 +1,114 @@
+"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. The only place where a rule on pairs lives."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .intervals import block_bounds
+from .layout import at, load_rows, load_tile, strided
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Rules(NamedTuple):
+    """What happens to q . k. Tensors are Strided or None.
+
+    `first`, `last`: one query interval per key. `blocks`: for every block of keys the smallest first and the largest last. Query i may attend
+    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+    """
+
+    mask: Any
+    bias: Any
+    first: Any
+    last: Any
+    blocks: Any
+    left: Any
+    right: Any
+    scale: Any
+    softcap: Any
+
+
+def rules_of(problem: Any, block_n: int) -> Rules:
+    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, for blocks of `block_n` keys."""
+    blocks = block_bounds(problem.first, problem.last, problem.key.shape[2], block_n)
+    tensors = (problem.mask, problem.bias, problem.first, problem.last, blocks)
+    heads = problem.query.shape[1]
+    return Rules(*(strided(x, heads) for x in tensors), problem.left, problem.right, problem.scale, problem.softcap)
+
+
+@triton.jit
+def rules_at(rules, batch, head):
+    """The rules of one batch entry and query head."""
+    return Rules(
+        at(rules.mask, batch, head),
+        at(rules.bias, batch, head),
+        at(rules.first, batch, head),
+        at(rules.last, batch, head),
+        at(rules.blocks, batch, head),
+        rules.left,
+        rules.right,
+        rules.scale,
+        rules.softcap,
+    )
+
+
+@triton.jit
+def scores(q_tile, k_tile, rules, rows, cols, len_q, len_k, PRECISION: tl.constexpr):
+    """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N]."""
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    tanh = 0.0
+    if rules.softcap is None:
+        s *= rules.scale * LOG2E
+    else:
+        tanh = _tanh(s * (rules.scale / rules.softcap))
+        s = tanh * (rules.softcap * LOG2E)
+    if rules.bias is not None:
+        s += load_tile(rules.bias, rows, cols).to(tl.float32) * LOG2E
+    i = (rows.start + rows.index)[:, None]
+    j = (cols.start + cols.index)[None, :]
+    if cols.length is not None:
+        s = tl.where(j < cols.length, s, float("-inf"))
+    if rules.mask is not None:
+        s = tl.where(load_tile(rules.mask, rows, cols) != 0, s, float("-inf"))
+    if rules.first is not None:
+        first = load_rows(rules.first, cols, 0)[None, :]
+        last = load_rows(rules.last, cols, 0)[None, :]
+        s = tl.where((first <= i) & (i < last), s, float("-inf"))
+    if rules.right is not None:
+        s = tl.where(j - i <= rules.right + (len_k - len_q), s, float("-inf"))
+    if rules.left is not None:
+        s = tl.where(j - i >= (len_k - len_q) - rules.left, s, float("-inf"))
+    return s, tanh
+
+
+@triton.jit
+def through_softcap(d_scores, tanh, rules):
+    """The gradient of the scaled product, from that of the capped one."""
+    if rules.softcap is None:
+        return d_scores
+    else:
+        return d_scores * (1.0 - tanh * tanh)
+
+
+@triton.jit
+def is_live(rules, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether the mask or the intervals leave any pair of the tile."""
+    live = True
+    if rules.mask is not None:
+        live = tl.max(load_tile(rules.mask, rows, cols).to(tl.int32)) != 0
+    if rules.blocks is not None:
+        block = rules.blocks.ptr + tl.cast(cols.start // BLOCK_N, tl.int64) * rules.blocks.row
+        first = tl.load(block)
+        last = tl.load(block + rules.blocks.col)
+        live = live & (first < rows.start + BLOCK_M) & (last > rows.start)
+    return live
+
+
+@triton.jit
+def _tanh(x):
+    """tanh from exp2, which every backend and the interpreter have; its Taylor series near 0, where the quotient would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    quotient = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    return tl.where(square < 0.04, series, quotient)

@@ -1,0 +1,48 @@
+"""The online softmax in base 2. Rows with nothing to attend are handled here and nowhere else."""
+
+import triton
+import triton.language as tl
+
+from .scores import LOG2E, scores
+
+
+@triton.jit
+def softmax_start(BLOCK_M: tl.constexpr):
+    """(running maximum, running sum) of no scores yet."""
+    return tl.full([BLOCK_M], float("-inf"), tl.float32), tl.full([BLOCK_M], 0.0, tl.float32)
+
+
+@triton.jit
+def softmax_step(s, m, l):
+    """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum)."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - pivot[:, None])
+    alpha = tl.exp2(m - pivot)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_finish(acc, m, l):
+    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row."""
+    divisor = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(divisor)) / LOG2E)
+    return acc / divisor[:, None], lse
+
+
+@triton.jit
+def probabilities(s, lse_rows):
+    """exp of the scores less their logsumexp; 0 throughout an empty row."""
+    lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
+    return tl.exp2(s - lse2[:, None])
+
+
+@triton.jit
+def score_gradient(
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(p, dS, tanh of the capped score) of one tile: dS = p * (dO V^T - delta), the gradient of the scores and so of the bias."""
+    s, tanh = scores(q_tile, k_tile, rules, rows, cols, len_q, len_k, PRECISION)
+    p = probabilities(s, lse_rows)
+    d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
+    return p, p * (d_p - delta_rows[:, None]), tanh

@@ -1,0 +1,113 @@
+"""Tile sizes: a frozen table, a rule to pick from it, and the launch options that follow."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """Queries and keys per tile, warps per program, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (kernel, device family) -> rows of (largest padded head dim, tile) for 16-bit inputs. Chosen against spills and shared memory by the
+# compile-only report (tests/test_compile_targets.py), not yet tuned.
+_DEFAULT = {
+    "forward": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    "keys": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 1)), (256, Tile(32, 32, 4, 1))),
+}
+_TABLE = {
+    "sm_90": {
+        "forward": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 4, 2))),
+        "keys": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+        "queries": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+        "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    },
+    "hip": {
+        kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
+        for kernel in ("forward", "keys", "queries", "bias")
+    },
+}
+_WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
+_INTERPRETED = Tile(32, 32, 4, 1)
+
+
+def pick(kernel: str, problem: Any) -> Tile:
+    """The tile of `kernel` ("forward", "keys", "queries" or "bias") for a problem's head dims, dtype and device."""
+    query = problem.query
+    family = device_family(query.device)
+    if family == "interpreter":
+        return _INTERPRETED
+    dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
+    rows = _WIDE_FLOATS if query.dtype == torch.float32 else _TABLE.get(family, _DEFAULT)[kernel]
+    return next(tile for largest, tile in rows if dim <= largest)
+
+
+def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
+    """Keyword arguments that every attention kernel takes, from the problem's lengths and head dims and the tile."""
+    query, key, value = problem.query, problem.key, problem.value
+    (_, heads, len_q, head_dim), len_k, value_dim = query.shape, key.shape[2], value.shape[3]
+    return dict(
+        heads=heads,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=block_dim(head_dim),
+        BLOCK_DV=block_dim(value_dim),
+        EVEN_M=len_q % tile.block_m == 0,
+        EVEN_N=len_k % tile.block_n == 0,
+        WIDE=_needs_wide_index(query, key, value, problem.mask, problem.bias, *outputs),
+        PRECISION=_dot_precision(query),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def block_dim(dim: int) -> int:
+    """A head dim padded to what a matrix product takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch on the device of `x`, which need not be the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@cache
+def device_family(device: torch.device) -> str:
+    """The key into the table: sm_NN, hip, or interpreter."""
+    if device.type == "cpu":
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target() if device.type == "meta" else None
+    if torch.version.hip is not None or (target is not None and target.backend == "hip"):
+        return "hip"
+    if target is not None:
+        return f"sm_{target.arch}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _needs_wide_index(*tensors: Tensor | None) -> bool:
+    """Whether an offset inside one tile may pass 2**31 elements, so that indices must be 64-bit."""
+    return any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in tensors)
+
+
+def _dot_precision(x: Tensor) -> str:
+    """torch's float32 matmul precision as Triton calls it."""
+    exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
+    return "ieee" if exact else "tf32"
