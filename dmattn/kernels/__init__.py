@@ -4,7 +4,7 @@ Reading order: `layout` (how tensors arrive), `sequence` (which program works wh
 `tiles` (sizes), then `forward`, `backward`, `key_grad`, `query_grad`, `bias_grad`.
 
 Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; `_tile` is a block on chip, `_rows` a vector with one value
-per row; `m`, `l`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.
+per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.
 """
 
 from .backward import backward

@@ -44,26 +44,28 @@ def _forward_kernel(
     k = at(k, batch, head)
     v = at(v, batch, head)
     q_tile = load_tile(at(q, batch, head), rows, dims)  # [BLOCK_M, BLOCK_D]
-    m, l = softmax_start(BLOCK_M)
+    row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, rows, len_q, len_k, BLOCK_M, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         cols = span(start, None if EVEN_N else len_k, BLOCK_N, WIDE)
+        state = (acc, row_max, row_sum)
         if rules.mask is None and rules.first is None:
-            acc, m, l = _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+            acc, row_max, row_sum = _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
         else:
             if is_live(rules, rows, cols, BLOCK_M, BLOCK_N):
-                acc, m, l = _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
-    acc, lse_rows = softmax_finish(acc, m, l)
+                acc, row_max, row_sum = _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum)
     store_tile(at(out, batch, head), rows, value_dims, acc)
     store_rows(at(lse, batch, head), rows, lse_rows)
 
 
 @triton.jit
-def _attend(q_tile, k, v, rules, acc, m, l, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
-    """One tile of keys added to (acc, m, l)."""
+def _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
+    """One tile of keys added to `state`, (acc, row_max, row_sum)."""
+    acc, row_max, row_sum = state
     s, _ = scores(q_tile, load_tile(k, cols, dims), rules, rows, cols, len_q, len_k, PRECISION)
-    p, alpha, m, l = softmax_step(s, m, l)
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     v_tile = load_tile(v, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m, l
+    return acc, row_max, row_sum

@@ -32,9 +32,18 @@ class Rules(NamedTuple):
 def rules_of(problem: Any, block_n: int) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, for blocks of `block_n` keys."""
     blocks = block_bounds(problem.first, problem.last, problem.key.shape[2], block_n)
-    tensors = (problem.mask, problem.bias, problem.first, problem.last, blocks)
     heads = problem.query.shape[1]
-    return Rules(*(strided(x, heads) for x in tensors), problem.left, problem.right, problem.scale, problem.softcap)
+    return Rules(
+        mask=strided(problem.mask, heads),
+        bias=strided(problem.bias, heads),
+        first=strided(problem.first, heads),
+        last=strided(problem.last, heads),
+        blocks=strided(blocks, heads),
+        left=problem.left,
+        right=problem.right,
+        scale=problem.scale,
+        softcap=problem.softcap,
+    )
 
 
 @triton.jit

@@ -13,20 +13,20 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, m, l):
+def softmax_step(s, row_max, row_sum):
     """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum)."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(s - pivot[:, None])
-    alpha = tl.exp2(m - pivot)
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+    alpha = tl.exp2(row_max - pivot)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def softmax_finish(acc, m, l):
+def softmax_finish(acc, row_max, row_sum):
     """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row."""
-    divisor = tl.where(l == 0.0, 1.0, l)
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(divisor)) / LOG2E)
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) / LOG2E)
     return acc / divisor[:, None], lse
 
 
