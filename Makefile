@@ -1,0 +1,59 @@
+# make demo, make test: everything from a bare machine with Python 3.10 to 3.13 and make.
+# make ... PYTHON=python3 VENV=    uses that interpreter with the packages it has, and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+
+ifeq ($(strip $(VENV)),)
+python := $(PYTHON)
+installed :=
+else
+python := $(VENV)/bin/python
+installed := $(VENV)/installed
+
+$(VENV)/installed: setup.py constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+endif
+
+# One thread a worker: small operations on several threads wait for each other more than they compute. Plugins are used where they are installed.
+pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.util import find_spec as has; \
+	print('-n $(WORKERS)' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-pytorch test-kernels gpu lint bench
+
+help:
+	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
+	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
+	@echo "make test-pytorch  the first half of make test"
+	@echo "make test-kernels  the second half of make test"
+	@echo "make gpu           the tests that need a GPU"
+	@echo "make lint          ruff and mypy"
+	@echo "make bench         equivalence and speed of this machine, written to benchmarks/results/"
+
+demo: $(installed)
+	$(python) -m dmattn verify
+
+test: test-pytorch test-kernels
+
+test-pytorch: $(installed)
+	TRITON_INTERPRET=0 $(pytest)
+
+test-kernels: $(installed)
+	TRITON_INTERPRET=1 $(pytest)
+
+gpu: $(installed)
+	TRITON_INTERPRET=0 $(pytest) -m gpu
+
+lint: $(installed)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+bench: $(installed)
+	$(python) benchmarks/forward_equivalence.py --json benchmarks/results/forward_equivalence.json
+	$(python) benchmarks/backward_equivalence.py --json benchmarks/results/backward_equivalence.json
+	$(python) benchmarks/speed.py

@@ -1,0 +1,217 @@
+"""``dmattn verify``: is attention exact on this machine, and does a model trained with it learn what it learns with eager attention?
+
+First a short table of cases against float64, judged by :mod:`dmattn.equivalence`. Then a small T5 (relative position bias, learned through
+attention) and a small Llama (grouped-query, causal) with random weights, trained on the text of this package with eager attention and
+with dmattn from the same seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .equivalence import Case, check
+from .report import show_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CASES = (
+    Case("plain", 129),
+    Case("causal-gqa", 127, heads=4, kv_heads=2, causal=True),
+    Case("bias-per-batch-row", 100, bias="bhqk"),
+    Case("bias-shared-by-the-batch", 65, 97, batch=3, bias="1hqk"),
+    Case("bias-per-key-causal-mqa", 96, heads=4, kv_heads=1, bias="bg1k", causal=True),
+    Case("topk-mask-and-bias", 127, mask="bhqk", keep="topk", bias="1hqk"),
+    Case("documents-in-a-window", 130, intervals="documents", causal=True, window=(48, 0)),
+    Case("softcap-with-empty-rows", 77, head_dim=64, mask="b1qk", keep="random-empty-rows", bias="11qk", softcap=20.0),
+)
+STEPS = 24
+BATCH = 8
+SOURCE_BYTES, TARGET_BYTES, WINDOW_BYTES = 64, 48, 112
+VOCABULARY = 256 + 2  # the bytes, padding and end
+LOSS_TOLERANCE = 2e-3  # of two loss curves in float32, relative, where rounding differs and Adam amplifies it
+GRADIENT_TOLERANCE = 1e-3  # of every parameter's gradient at the first step, relative to the largest of that parameter
+
+
+@dataclass(frozen=True)
+class Training:
+    """Loss of every step, and every parameter's gradient at the first."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+def run(device: torch.device, *, steps: int = STEPS, models: bool = True) -> bool:
+    """Print the comparison; whether everything agreed."""
+    start = time.perf_counter()
+    agreed = [show_equivalence(device)]
+    if models:
+        agreed += [show_models(device, steps)]
+    word = "agrees" if all(agreed) else "DISAGREES"
+    print(f"\ndmattn {word} on {device} ({time.perf_counter() - start:.0f} s).")
+    return all(agreed)
+
+
+def show_equivalence(device: torch.device) -> bool:
+    """Print the largest error of each tensor of each case, and its share of the budget; whether all are within."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows, passed = [], True
+    for case in CASES:
+        verdicts = {verdict.name: verdict for verdict in check(case, dtype, device)}
+        share = max(v.error / v.budget if v.budget else float(v.error > 0) for v in verdicts.values())
+        errors = [
+            f"{verdicts[name].error:.1e}" if name in verdicts else "-" for name in ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
+        ]
+        case_passed = all(v.passed for v in verdicts.values())
+        passed &= case_passed
+        rows.append([case.name, *errors, f"{100 * share:.0f} %", "ok" if case_passed else "FAILED"])
+    title = f"Largest error against float64, {str(dtype).removeprefix('torch.')} on {device}"
+    show_table(("case", "out", "lse", "dQ", "dK", "dV", "dBias", "of budget", ""), rows, title)
+    return passed
+
+
+def show_models(device: torch.device, steps: int) -> bool:
+    """Train both models with eager attention and with dmattn; print the loss curves side by side; whether they agree."""
+    try:
+        from .integrations import transformers as integration
+    except ImportError as error:
+        print(f"\nThe models were not trained: {error}")
+        return False
+    integration.register()
+    text, source = corpus()
+    batches = sample(text, steps, device)
+    print(f"\nTraining on {source}: {steps} steps of {BATCH} windows of {WINDOW_BYTES} bytes, float32, Adam, the same seed.")
+    curves, agreed, remarks = {}, True, []
+    for name, build, loss in (("T5", build_t5, t5_loss), ("Llama", build_llama, llama_loss)):
+        eager, ours = (train(lambda kind=kind: build(kind), loss, batches, device) for kind in ("eager", integration.NAME))
+        curves[name] = (eager.losses, ours.losses)
+        apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
+        worst, gradient_apart = compare_gradients(eager, ours)
+        good = apart <= LOSS_TOLERANCE and gradient_apart <= GRADIENT_TOLERANCE
+        agreed &= good
+        remarks.append(
+            f"{name}: losses differ by {apart:.1e} at most (tolerance {LOSS_TOLERANCE:.0e}), first gradients by {gradient_apart:.1e} "
+            f"in {worst} (tolerance {GRADIENT_TOLERANCE:.0e}): {'ok' if good else 'FAILED'}"
+        )
+    shown = sorted({*range(0, steps, max(1, steps // 12)), steps - 1})
+    rows = [[str(step + 1), *(f"{losses[step]:.5f}" for pair in curves.values() for losses in pair)] for step in shown]
+    columns = ("step", *(f"{name} {kind}" for name in curves for kind in ("eager", "dmattn")))
+    show_table(columns, rows, "Loss in nats a byte")
+    print("\n".join(remarks))
+    return agreed
+
+
+def corpus() -> tuple[bytes, str]:
+    """Real text: the README and the Python files of the repository, or of the package where it is installed without one; and its name."""
+    package = Path(__file__).parent
+    root = package.parent
+    if (root / "README.md").exists() and (root / "setup.py").exists():
+        files = [root / "README.md", *sorted(p for name in ("dmattn", "tests", "benchmarks", "examples") for p in (root / name).rglob("*.py"))]
+    else:
+        files = sorted(package.rglob("*.py"))
+    text = b"\n".join(path.read_bytes() for path in files)
+    return text, f"{len(text):,} bytes of {len(files)} files of {'the repository' if files[0].suffix == '.md' else 'the package'}"
+
+
+def sample(text: bytes, steps: int, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """A batch for each step: random windows of bytes (BATCH, WINDOW_BYTES), int64."""
+    random = torch.Generator().manual_seed(seed)
+    symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    starts = torch.randint(0, len(text) - WINDOW_BYTES, (steps, BATCH, 1), generator=random)
+    return list(symbols[starts + torch.arange(WINDOW_BYTES)].long().to(device))
+
+
+def build_t5(attention: str) -> PreTrainedModel:
+    """A T5 of two layers, float32, without dropout."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=256,
+        eos_token_id=257,
+        decoder_start_token_id=256,
+        attn_implementation=attention,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def build_llama(attention: str) -> PreTrainedModel:
+    """A Llama of two layers with grouped queries, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW_BYTES,
+        pad_token_id=256,
+        bos_token_id=257,
+        eos_token_id=257,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)
+
+
+def t5_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    """Continue a text: the encoder reads its first bytes, padded to different lengths, and the decoder writes the rest."""
+    source, target = batch.split([SOURCE_BYTES, TARGET_BYTES], dim=1)
+    lengths = SOURCE_BYTES - torch.arange(len(batch), device=batch.device)[:, None]
+    real = torch.arange(SOURCE_BYTES, device=batch.device) < lengths
+    return model(input_ids=source.masked_fill(~real, 256), attention_mask=real.long(), labels=target.contiguous()).loss
+
+
+def llama_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    """Predict each byte from those before it."""
+    return model(input_ids=batch, labels=batch).loss
+
+
+def train(
+    build: Callable[[], PreTrainedModel],
+    loss: Callable[[PreTrainedModel, Tensor], Tensor],
+    batches: list[Tensor],
+    device: torch.device,
+    seed: int = 0,
+) -> Training:
+    """Train a freshly built model, a step a batch."""
+    torch.manual_seed(seed)
+    model = build().to(device).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        step_loss = loss(model, batch)
+        step_loss.backward()
+        if not losses:
+            gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(step_loss.item())
+    return Training(losses, gradients)
+
+
+def compare_gradients(eager: Training, ours: Training) -> tuple[str, float]:
+    """The parameter whose first gradients differ most, and by how much, relative to the largest entry; infinite where one has none."""
+    apart = {}
+    for name in eager.gradients.keys() | ours.gradients.keys():
+        if name in eager.gradients and name in ours.gradients:
+            largest = eager.gradients[name].abs().max().item()
+            apart[name] = (eager.gradients[name] - ours.gradients[name]).abs().max().item() / max(largest, torch.finfo(torch.float32).tiny)
+        else:
+            apart[name] = float("inf")
+    return max(apart.items(), key=lambda item: item[1])
