@@ -22,6 +22,8 @@ from .report import show_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    Loss = Callable[[PreTrainedModel, Tensor], Tensor]
+
 CASES = (
     Case("plain", 129),
     Case("causal-gqa", 127, heads=4, kv_heads=2, causal=True),
@@ -90,7 +92,7 @@ def show_models(device: torch.device, steps: int) -> bool:
     print(f"\nTraining on {source}: {steps} steps of {BATCH} windows of {WINDOW_BYTES} bytes, float32, Adam, the same seed.")
     curves, agreed, remarks = {}, True, []
     for name, build, loss in (("T5", build_t5, t5_loss), ("Llama", build_llama, llama_loss)):
-        eager, ours = (train(lambda kind=kind: build(kind), loss, batches, device) for kind in ("eager", integration.NAME))
+        eager, ours = (train(build(kind), loss, batches, device) for kind in ("eager", integration.NAME))
         curves[name] = (eager.losses, ours.losses)
         apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
         worst, gradient_apart = compare_gradients(eager, ours)
@@ -129,9 +131,10 @@ def sample(text: bytes, steps: int, device: torch.device, seed: int = 0) -> list
 
 
 def build_t5(attention: str) -> PreTrainedModel:
-    """A T5 of two layers, float32, without dropout."""
+    """A T5 of two layers, float32, without dropout, the same weights each time."""
     from transformers import T5Config, T5ForConditionalGeneration
 
+    torch.manual_seed(0)
     config = T5Config(
         vocab_size=VOCABULARY,
         d_model=64,
@@ -149,9 +152,10 @@ def build_t5(attention: str) -> PreTrainedModel:
 
 
 def build_llama(attention: str) -> PreTrainedModel:
-    """A Llama of two layers with grouped queries, float32."""
+    """A Llama of two layers with grouped queries, float32, the same weights each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -181,16 +185,9 @@ def llama_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
     return model(input_ids=batch, labels=batch).loss
 
 
-def train(
-    build: Callable[[], PreTrainedModel],
-    loss: Callable[[PreTrainedModel, Tensor], Tensor],
-    batches: list[Tensor],
-    device: torch.device,
-    seed: int = 0,
-) -> Training:
-    """Train a freshly built model, a step a batch."""
-    torch.manual_seed(seed)
-    model = build().to(device).train()
+def train(model: PreTrainedModel, loss: Loss, batches: list[Tensor], device: torch.device) -> Training:
+    """Train `model`, a step a batch."""
+    model.to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
