@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, per_query_gradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
-from .layout import at, load_rows, load_tile, span, store_rows, strided
+from .layout import Sequence, Span, at, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .sequence import place
 from .tiles import block_dim, on_device
@@ -72,11 +72,12 @@ def _delta_kernel(
 ):  # fmt: skip
     """One program: delta of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     block, head, batch = place(len_q, heads, BLOCK_M)
-    rows = span(block * BLOCK_M, len_q, BLOCK_M, True)
-    dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, True)
-    out_tile = load_tile(at(out, batch, head), rows, dims).to(tl.float32)
-    d_out_tile = load_tile(at(d_out, batch, head), rows, dims).to(tl.float32)
+    seq = Sequence(batch, head, len_q, 0)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    out_tile = load_tile(at(out, seq), rows, dims).to(tl.float32)
+    d_out_tile = load_tile(at(d_out, seq), rows, dims).to(tl.float32)
     total = tl.sum(out_tile * d_out_tile, 1)
     if d_lse is not None:
-        total -= load_rows(at(d_lse, batch, head), rows, 0.0)
-    store_rows(at(delta, batch, head), rows, total)
+        total -= load_rows(at(d_lse, seq), rows, 0.0)
+    store_rows(at(delta, seq), rows, total)

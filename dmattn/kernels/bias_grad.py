@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import sum_to
-from .layout import at, load_rows, load_tile, span, store_tile, strided
-from .scores import is_live, rules_at, rules_of
+from .layout import Sequence, Span, at, load_rows, load_tile, store_tile, strided
+from .scores import is_live, rules_of
 from .sequence import in_window
 from .softmax import score_gradient
 from .tiles import device_family, launch_options, on_device, pick
@@ -89,7 +89,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
 def _shared_gradient_kernel(
     q, k, v, rules, d_out, lse, delta, parts, bias_batch, sharing_heads, members, members_per_part, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
@@ -99,47 +99,41 @@ def _shared_gradient_kernel(
     blocks_m = tl.cdiv(len_q, BLOCK_M)
     blocks_n = tl.cdiv(len_k, BLOCK_N)
     bias_heads = heads // sharing_heads
-    rows = span(program % blocks_m * BLOCK_M, None if EVEN_M else len_q, BLOCK_M, WIDE)
-    cols = span(program // blocks_m % blocks_n * BLOCK_N, None if EVEN_N else len_k, BLOCK_N, WIDE)
+    rows = Span(program % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    cols = Span(program // blocks_m % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     bias_head = program // (blocks_m * blocks_n) % bias_heads
     part_entry = program // (blocks_m * blocks_n) // bias_heads
     entry = part_entry % bias_batch
     part = part_entry // bias_batch
-    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
-    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
-    if not in_window(rules, rows, cols, len_q, len_k, BLOCK_M, BLOCK_N):
+    if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), rows, cols, BLOCK_M, BLOCK_N):
         end = begin
     for member in tl.range(begin, end):
-        batch = entry + member // sharing_heads
-        head = bias_head * sharing_heads + member % sharing_heads
-        member_rules = rules_at(rules, batch, head)
-        loads = (
-            at(q, batch, head),
-            at(k, batch, head),
-            at(v, batch, head),
-            at(d_out, batch, head),
-            at(lse, batch, head),
-            at(delta, batch, head),
-        )
+        seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        loads = (at(q, seq), at(k, seq), at(v, seq), at(d_out, seq), at(lse, seq), at(delta, seq))
         if rules.mask is None and rules.first is None:
-            total += _member(loads, member_rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+            total += _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION)
         else:
-            if is_live(member_rules, rows, cols, BLOCK_M, BLOCK_N):
-                total += _member(loads, member_rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
-    store_tile(at(parts, part_entry, bias_head), rows, cols, total)
+            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+                total += _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION)
+    store_tile(at(parts, Sequence(part_entry, bias_head, len_q, len_k)), rows, cols, total)
 
 
 @triton.jit
-def _member(loads, rules, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
+def _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = loads
+    q_tile = load_tile(q, rows, dims)
+    k_tile = load_tile(k, cols, dims)
+    v_tile = load_tile(v, cols, value_dims)
+    d_out_tile = load_tile(d_out, rows, value_dims)
     lse_rows = load_rows(lse, rows, float("-inf"))
     delta_rows = load_rows(delta, rows, 0.0)
-    tiles = (load_tile(q, rows, dims), load_tile(k, cols, dims), load_tile(v, cols, value_dims), load_tile(d_out, rows, value_dims))
-    _, ds, _ = score_gradient(tiles[0], tiles[1], tiles[2], tiles[3], lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION)
+    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     return ds
 
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import at, load_tile, span, store_rows, store_tile, strided
-from .scores import is_live, rules_at, rules_of, scores
+from .layout import Sequence, Span, at, load_tile, store_rows, store_tile, strided
+from .scores import is_live, rules_of, scores
 from .sequence import key_range, place
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, on_device, pick
@@ -33,39 +33,36 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 def _forward_kernel(
     q, k, v, rules, out, lse, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
     block, head, batch = place(len_q, heads, BLOCK_M)
-    rows = span(block * BLOCK_M, None if EVEN_M else len_q, BLOCK_M, WIDE)
-    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
-    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
-    rules = rules_at(rules, batch, head)
-    k = at(k, batch, head)
-    v = at(v, batch, head)
-    q_tile = load_tile(at(q, batch, head), rows, dims)  # [BLOCK_M, BLOCK_D]
+    seq = Sequence(batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    q_tile = load_tile(at(q, seq), rows, dims)  # [BLOCK_M, BLOCK_D]
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-    begin, end = key_range(rules, rows, len_q, len_k, BLOCK_M, BLOCK_N)
+    begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
-        cols = span(start, None if EVEN_N else len_k, BLOCK_N, WIDE)
-        state = (acc, row_max, row_sum)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         if rules.mask is None and rules.first is None:
-            acc, row_max, row_sum = _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+            acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
         else:
-            if is_live(rules, rows, cols, BLOCK_M, BLOCK_N):
-                acc, row_max, row_sum = _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+                acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
-    store_tile(at(out, batch, head), rows, value_dims, acc)
-    store_rows(at(lse, batch, head), rows, lse_rows)
+    store_tile(at(out, seq), rows, value_dims, acc)
+    store_rows(at(lse, seq), rows, lse_rows)
 
 
 @triton.jit
-def _attend(q_tile, k, v, rules, state, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr):
-    """One tile of keys added to `state`, (acc, row_max, row_sum)."""
-    acc, row_max, row_sum = state
-    s, _ = scores(q_tile, load_tile(k, cols, dims), rules, rows, cols, len_q, len_k, PRECISION)
+def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+    """One tile of keys added to (acc, row_max, row_sum)."""
+    k_tile = load_tile(at(k, seq), cols, dims)  # [BLOCK_N, BLOCK_D]
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
-    v_tile = load_tile(v, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    v_tile = load_tile(at(v, seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import at, load_rows, span, strided
+from .layout import Sequence, Span, at, load_rows, strided
 from .sequence import LARGEST, place
 
 
@@ -34,11 +34,12 @@ def block_bounds(first: Tensor | None, last: Tensor | None, len_k: int, block_n:
 def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexpr):
     """One program: one block of keys of one (batch, head). Reads first and last, writes their two bounds."""
     block, head, batch = place(len_k, heads, BLOCK_N)
-    cols = span(block * BLOCK_N, len_k, BLOCK_N, False)
-    first_cols = load_rows(at(first, batch, head), cols, LARGEST)
-    last_cols = load_rows(at(last, batch, head), cols, 0)
+    seq = Sequence(batch, head, 0, len_k)
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N), len_k)
+    first_cols = load_rows(at(first, seq), cols, LARGEST)
+    last_cols = load_rows(at(last, seq), cols, 0)
     alive = first_cols < last_cols
-    target = at(bounds, batch, head)
+    target = at(bounds, seq)
     pointer = target.ptr + tl.cast(block, tl.int64) * target.row
     tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
     tl.store(pointer + target.col, tl.max(tl.where(alive, last_cols, 0)))

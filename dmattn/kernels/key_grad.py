@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import at, load_rows, load_tile, span, store_rows, store_tile, strided
-from .scores import is_live, rules_at, rules_of, through_softcap
+from .layout import Sequence, Span, at, load_rows, load_tile, store_rows, store_tile, strided
+from .scores import is_live, rules_of, through_softcap
 from .sequence import place, query_range
 from .softmax import score_gradient
 from .tiles import launch_options, on_device, pick
@@ -42,68 +42,49 @@ def key_gradients(
 def _key_gradients_kernel(
     q, k, v, rules, d_out, lse, delta, d_k, d_v, key_sums, groups, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
     block, kv_head, batch = place(len_k, heads // groups, BLOCK_N)
-    cols = span(block * BLOCK_N, None if EVEN_N else len_k, BLOCK_N, WIDE)
-    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
-    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
-    k_tile = load_tile(at(k, batch, kv_head * groups), cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(at(v, batch, kv_head * groups), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    k_tile = load_tile(at(k, first_seq), cols, dims)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(at(v, first_seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
+    wanted = (d_k, d_v, key_sums)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
-        head_rules = rules_at(rules, batch, head)
-        loads = (at(q, batch, head), at(d_out, batch, head), at(lse, batch, head), at(delta, batch, head))
+        seq = Sequence(batch, head, len_q, len_k)
+        loads = (at(q, seq), at(d_out, seq), at(lse, seq), at(delta, seq))
         sums = tl.full([BLOCK_N], 0.0, tl.float32)
-        begin, end = query_range(head_rules, cols, len_q, len_k, BLOCK_M, BLOCK_N)
+        begin, end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for start in tl.range(begin, end, BLOCK_M):
-            rows = span(start, None if EVEN_M else len_q, BLOCK_M, WIDE)
+            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
             if rules.mask is None:
-                dk, dv, sums = _accumulate(
-                    loads, k_tile, v_tile, head_rules, d_k, d_v, key_sums, dk, dv, sums, rows, cols, dims, value_dims, len_q, len_k, PRECISION
-                )
+                dk, dv, sums = _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
             else:
-                if is_live(head_rules, rows, cols, BLOCK_M, BLOCK_N):
-                    dk, dv, sums = _accumulate(
-                        loads,
-                        k_tile,
-                        v_tile,
-                        head_rules,
-                        d_k,
-                        d_v,
-                        key_sums,
-                        dk,
-                        dv,
-                        sums,
-                        rows,
-                        cols,
-                        dims,
-                        value_dims,
-                        len_q,
-                        len_k,
-                        PRECISION,
-                    )
+                if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+                    dk, dv, sums = _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
         if key_sums is not None:
-            store_rows(at(key_sums, batch, head), cols, sums)
+            store_rows(at(key_sums, seq), cols, sums)
     if d_k is not None:
-        store_tile(at(d_k, batch, kv_head * groups), cols, dims, dk * rules.scale)
+        store_tile(at(d_k, first_seq), cols, dims, dk * rules.scale)
     if d_v is not None:
-        store_tile(at(d_v, batch, kv_head * groups), cols, value_dims, dv)
+        store_tile(at(d_v, first_seq), cols, value_dims, dv)
 
 
 @triton.jit
-def _accumulate(
-    loads, k_tile, v_tile, rules, d_k, d_v, key_sums, dk, dv, sums, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr
-):  # fmt: skip
+def _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = loads
+    d_k, d_v, key_sums = wanted
     q_tile = load_tile(q, rows, dims)  # [BLOCK_M, BLOCK_D]
     d_out_tile = load_tile(d_out, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, rows, float("-inf"))
     delta_rows = load_rows(delta, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     if d_v is not None:
         dv = tl.dot(tl.trans(p.to(d_out_tile.dtype)), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

@@ -22,11 +22,23 @@ class Strided(NamedTuple):
 
 
 class Span(NamedTuple):
-    """BLOCK consecutive positions on one axis, `start + index`, real below `length`; no bound is needed where `length` is None."""
+    """BLOCK consecutive positions on one axis, `start + index`, real below `length`; no bound is needed where `length` is None.
+
+    Made in place, not by a helper: up to Triton 3.7 a helper cannot return a None.
+    """
 
     start: Any
     index: Any
     length: Any
+
+
+class Sequence(NamedTuple):
+    """One sequence under one query head: its batch entry, the head, and the numbers of queries and keys."""
+
+    batch: Any
+    head: Any
+    len_q: Any
+    len_k: Any
 
 
 def strided(x: Tensor | None, heads: int) -> Strided | None:
@@ -38,22 +50,10 @@ def strided(x: Tensor | None, heads: int) -> Strided | None:
 
 
 @triton.jit
-def span(start, length, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The positions start .. start + BLOCK."""
-    index = tl.arange(0, BLOCK)
-    if WIDE:
-        index = index.to(tl.int64)
-    return Span(start, index, length)
-
-
-@triton.jit
-def at(t, batch, head):
-    """The (row, col) slice of one batch entry and query head; None stays None."""
-    if t is None:
-        return t
-    else:
-        base = t.ptr + tl.cast(batch, tl.int64) * t.batch + tl.cast(head // t.group, tl.int64) * t.head
-        return Strided(base, 0, 0, t.row, t.col, 1)
+def at(t, seq):
+    """The (row, col) slice of one sequence."""
+    base = t.ptr + tl.cast(seq.batch, tl.int64) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+    return Strided(base, 0, 0, t.row, t.col, 1)
 
 
 @triton.jit

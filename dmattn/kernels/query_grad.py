@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import at, load_rows, load_tile, span, store_tile, strided
-from .scores import is_live, rules_at, rules_of, through_softcap
+from .layout import Sequence, Span, at, load_rows, load_tile, store_tile, strided
+from .scores import is_live, rules_of, through_softcap
 from .sequence import key_range, place
 from .softmax import score_gradient
 from .tiles import launch_options, on_device, pick
@@ -37,58 +37,52 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
 def _query_gradients_kernel(
     q, k, v, rules, d_out, lse, delta, d_q, d_bias, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias."""
     block, head, batch = place(len_q, heads, BLOCK_M)
-    rows = span(block * BLOCK_M, None if EVEN_M else len_q, BLOCK_M, WIDE)
-    dims = span(0, None if HEAD_DIM == BLOCK_D else HEAD_DIM, BLOCK_D, WIDE)
-    value_dims = span(0, None if VALUE_DIM == BLOCK_DV else VALUE_DIM, BLOCK_DV, WIDE)
-    rules = rules_at(rules, batch, head)
-    loads = (at(k, batch, head), at(v, batch, head))
-    d_bias = at(d_bias, batch, head)
-    q_tile = load_tile(at(q, batch, head), rows, dims)  # [BLOCK_M, BLOCK_D]
-    d_out_tile = load_tile(at(d_out, batch, head), rows, value_dims)  # [BLOCK_M, BLOCK_DV]
-    stats = (load_rows(at(lse, batch, head), rows, float("-inf")), load_rows(at(delta, batch, head), rows, 0.0))
+    seq = Sequence(batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    q_tile = load_tile(at(q, seq), rows, dims)  # [BLOCK_M, BLOCK_D]
+    d_out_tile = load_tile(at(d_out, seq), rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    stats = (load_rows(at(lse, seq), rows, float("-inf")), load_rows(at(delta, seq), rows, 0.0))
     dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    begin, end = key_range(rules, rows, len_q, len_k, BLOCK_M, BLOCK_N)
+    begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
-        cols = span(start, None if EVEN_N else len_k, BLOCK_N, WIDE)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         if rules.mask is None and rules.first is None:
-            dq = _accumulate(loads, q_tile, d_out_tile, stats, rules, d_q, d_bias, dq, rows, cols, dims, value_dims, len_q, len_k, PRECISION)
+            dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
         else:
-            if is_live(rules, rows, cols, BLOCK_M, BLOCK_N):
-                dq = _accumulate(
-                    loads, q_tile, d_out_tile, stats, rules, d_q, d_bias, dq, rows, cols, dims, value_dims, len_q, len_k, PRECISION
-                )
+            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+                dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
             else:
-                _store_zeros(d_bias, rows, start, start + 1, len_k, BLOCK_M, BLOCK_N, WIDE)
-    _store_zeros(d_bias, rows, 0, begin, len_k, BLOCK_M, BLOCK_N, WIDE)
-    _store_zeros(d_bias, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, len_k, BLOCK_M, BLOCK_N, WIDE)
+                _store_zeros(d_bias, seq, rows, start, start + 1, BLOCK_M, BLOCK_N, INDEX)
+    _store_zeros(d_bias, seq, rows, 0, begin, BLOCK_M, BLOCK_N, INDEX)
+    _store_zeros(d_bias, seq, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_M, BLOCK_N, INDEX)
     if d_q is not None:
-        store_tile(at(d_q, batch, head), rows, dims, dq * rules.scale)
+        store_tile(at(d_q, seq), rows, dims, dq * rules.scale)
 
 
 @triton.jit
-def _accumulate(
-    loads, q_tile, d_out_tile, stats, rules, d_q, d_bias, dq, rows, cols, dims, value_dims, len_q, len_k, PRECISION: tl.constexpr
-):  # fmt: skip
+def _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys: dS stored if dBias is wanted, and added to dq if dQ is."""
-    k, v = loads
     lse_rows, delta_rows = stats
-    k_tile = load_tile(k, cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(v, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-    _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION)
+    k_tile = load_tile(at(k, seq), cols, dims)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(at(v, seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     if d_bias is not None:
-        store_tile(d_bias, rows, cols, ds)
+        store_tile(at(d_bias, seq), rows, cols, ds)
     if d_q is not None:
         dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
 
 @triton.jit
-def _store_zeros(d_bias, rows, begin, end, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
+def _store_zeros(d_bias, seq, rows, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INDEX: tl.constexpr):
     """The dBias of the tiles from key `begin` to `end`, which nothing attends; nothing if no dBias is wanted."""
     if d_bias is not None:
         for start in tl.range(begin, end, BLOCK_N):
-            store_tile(d_bias, rows, span(start, len_k, BLOCK_N, WIDE), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), seq.len_k)
+            store_tile(at(d_bias, seq), rows, cols, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))

@@ -47,23 +47,7 @@ def rules_of(problem: Any, block_n: int) -> Rules:
 
 
 @triton.jit
-def rules_at(rules, batch, head):
-    """The rules of one batch entry and query head."""
-    return Rules(
-        at(rules.mask, batch, head),
-        at(rules.bias, batch, head),
-        at(rules.first, batch, head),
-        at(rules.last, batch, head),
-        at(rules.blocks, batch, head),
-        rules.left,
-        rules.right,
-        rules.scale,
-        rules.softcap,
-    )
-
-
-@triton.jit
-def scores(q_tile, k_tile, rules, rows, cols, len_q, len_k, PRECISION: tl.constexpr):
+def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N]."""
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     tanh = 0.0
@@ -73,21 +57,21 @@ def scores(q_tile, k_tile, rules, rows, cols, len_q, len_k, PRECISION: tl.conste
         tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
     if rules.bias is not None:
-        s += load_tile(rules.bias, rows, cols).to(tl.float32) * LOG2E
+        s += load_tile(at(rules.bias, seq), rows, cols).to(tl.float32) * LOG2E
     i = (rows.start + rows.index)[:, None]
     j = (cols.start + cols.index)[None, :]
     if cols.length is not None:
         s = tl.where(j < cols.length, s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(load_tile(rules.mask, rows, cols) != 0, s, float("-inf"))
+        s = tl.where(load_tile(at(rules.mask, seq), rows, cols) != 0, s, float("-inf"))
     if rules.first is not None:
-        first = load_rows(rules.first, cols, 0)[None, :]
-        last = load_rows(rules.last, cols, 0)[None, :]
+        first = load_rows(at(rules.first, seq), cols, 0)[None, :]
+        last = load_rows(at(rules.last, seq), cols, 0)[None, :]
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
     if rules.right is not None:
-        s = tl.where(j - i <= rules.right + (len_k - len_q), s, float("-inf"))
+        s = tl.where(j - i <= rules.right + (seq.len_k - seq.len_q), s, float("-inf"))
     if rules.left is not None:
-        s = tl.where(j - i >= (len_k - len_q) - rules.left, s, float("-inf"))
+        s = tl.where(j - i >= (seq.len_k - seq.len_q) - rules.left, s, float("-inf"))
     return s, tanh
 
 
@@ -101,15 +85,16 @@ def through_softcap(d_scores, tanh, rules):
 
 
 @triton.jit
-def is_live(rules, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def is_live(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Whether the mask or the intervals leave any pair of the tile."""
     live = True
     if rules.mask is not None:
-        live = tl.max(load_tile(rules.mask, rows, cols).to(tl.int32)) != 0
+        live = tl.max(load_tile(at(rules.mask, seq), rows, cols).to(tl.int32)) != 0
     if rules.blocks is not None:
-        block = rules.blocks.ptr + tl.cast(cols.start // BLOCK_N, tl.int64) * rules.blocks.row
+        bounds = at(rules.blocks, seq)
+        block = bounds.ptr + tl.cast(cols.start // BLOCK_N, tl.int64) * bounds.row
         first = tl.load(block)
-        last = tl.load(block + rules.blocks.col)
+        last = tl.load(block + bounds.col)
         live = live & (first < rows.start + BLOCK_M) & (last > rows.start)
     return live
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import load_rows
+from .layout import at, load_rows
 
 LARGEST = tl.constexpr(2147483647)
 BOUNDS_AT_ONCE = tl.constexpr(128)
@@ -18,25 +18,26 @@ def place(length, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_range(rules, rows, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end): the keys, from a block's edge, that window and intervals leave to a block of queries."""
     begin = 0
-    end = len_k
-    row_end = tl.minimum(rows.start + BLOCK_M, len_q)
-    offset = len_k - len_q
+    end = seq.len_k
+    row_end = tl.minimum(rows.start + BLOCK_M, seq.len_q)
+    offset = seq.len_k - seq.len_q
     if rules.right is not None:
         end = tl.minimum(end, row_end + offset + rules.right)
     if rules.left is not None:
         begin = tl.maximum(begin, rows.start + offset - rules.left)
     if rules.blocks is not None:
-        n_blocks = tl.cdiv(len_k, BLOCK_N)
+        bounds = at(rules.blocks, seq)
+        n_blocks = tl.cdiv(seq.len_k, BLOCK_N)
         low = n_blocks
         high = 0
         for chunk in range(0, n_blocks, BOUNDS_AT_ONCE):
             block = chunk + tl.arange(0, BOUNDS_AT_ONCE)
-            pointers = rules.blocks.ptr + tl.cast(block, tl.int64) * rules.blocks.row
+            pointers = bounds.ptr + tl.cast(block, tl.int64) * bounds.row
             first = tl.load(pointers, mask=block < n_blocks, other=LARGEST)
-            last = tl.load(pointers + rules.blocks.col, mask=block < n_blocks, other=0)
+            last = tl.load(pointers + bounds.col, mask=block < n_blocks, other=0)
             live = (first < row_end) & (last > rows.start)
             low = tl.minimum(low, tl.min(tl.where(live, block, n_blocks)))
             high = tl.maximum(high, tl.max(tl.where(live, block + 1, 0)))
@@ -47,19 +48,19 @@ def key_range(rules, rows, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def query_range(rules, cols, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end): the queries, from a block's edge, that window and intervals leave to a block of keys."""
     begin = 0
-    end = len_q
-    col_end = tl.minimum(cols.start + BLOCK_N, len_k)
-    offset = len_k - len_q
+    end = seq.len_q
+    col_end = tl.minimum(cols.start + BLOCK_N, seq.len_k)
+    offset = seq.len_k - seq.len_q
     if rules.right is not None:
         begin = tl.maximum(begin, cols.start - offset - rules.right)
     if rules.left is not None:
         end = tl.minimum(end, col_end - offset + rules.left)
     if rules.first is not None:
-        first = load_rows(rules.first, cols, LARGEST)
-        last = load_rows(rules.last, cols, 0)
+        first = load_rows(at(rules.first, seq), cols, LARGEST)
+        last = load_rows(at(rules.last, seq), cols, 0)
         begin = tl.maximum(begin, tl.min(tl.where(first < last, first, LARGEST)))
         end = tl.minimum(end, tl.max(tl.where(first < last, last, 0)))
     end = tl.maximum(end, 0)
@@ -67,12 +68,12 @@ def query_range(rules, cols, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def in_window(rules, rows, cols, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def in_window(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Whether the window leaves any pair of the tile."""
     inside = True
-    offset = len_k - len_q
+    offset = seq.len_k - seq.len_q
     if rules.right is not None:
-        inside = inside & (cols.start < tl.minimum(rows.start + BLOCK_M, len_q) + offset + rules.right)
+        inside = inside & (cols.start < tl.minimum(rows.start + BLOCK_M, seq.len_q) + offset + rules.right)
     if rules.left is not None:
-        inside = inside & (tl.minimum(cols.start + BLOCK_N, len_k) > rows.start + offset - rules.left)
+        inside = inside & (tl.minimum(cols.start + BLOCK_N, seq.len_k) > rows.start + offset - rules.left)
     return inside

@@ -38,11 +38,9 @@ def probabilities(s, lse_rows):
 
 
 @triton.jit
-def score_gradient(
-    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, rows, cols, len_q, len_k, PRECISION: tl.constexpr
-):  # fmt: skip
+def score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION: tl.constexpr):
     """(p, dS, tanh of the capped score) of one tile: dS = p * (dO V^T - delta), the gradient of the scores and so of the bias."""
-    s, tanh = scores(q_tile, k_tile, rules, rows, cols, len_q, len_k, PRECISION)
+    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION)
     p = probabilities(s, lse_rows)
     d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
     return p, p * (d_p - delta_rows[:, None]), tanh

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -71,7 +72,7 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
         BLOCK_DV=block_dim(value_dim),
         EVEN_M=len_q % tile.block_m == 0,
         EVEN_N=len_k % tile.block_n == 0,
-        WIDE=_needs_wide_index(query, key, value, problem.mask, problem.bias, *outputs),
+        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, *outputs) else tl.int32,
         PRECISION=_dot_precision(query),
         num_warps=tile.warps,
         num_stages=tile.stages,
