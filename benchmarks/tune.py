@@ -1,0 +1,122 @@
+"""Time the tiles of one kernel at a time on the speed workloads, and print them as rows for dmattn/kernels/tiles.py.
+
+python benchmarks/tune.py --json benchmarks/results/tune.json       needs a CUDA device
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import describe, environment, measure, reason, write_json
+from benchmarks.workloads import WORKLOADS, Workload
+from dmattn import ops
+from dmattn.kernels import tiles
+from dmattn.kernels.backward import _delta
+from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
+from dmattn.kernels.forward import forward
+from dmattn.kernels.key_grad import key_gradients
+from dmattn.kernels.query_grad import query_gradients
+from dmattn.kernels.tiles import Tile
+from dmattn.problem import Problem
+
+CANDIDATES = {
+    "forward": ((128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 64, 4, 2)),
+    "keys": (
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (32, 128, 4, 2), (32, 128, 8, 3),
+        (128, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 3),
+    ),
+    "queries": (
+        (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (64, 32, 4, 3),
+        (128, 32, 4, 2), (128, 32, 8, 3),
+    ),
+    "bias": ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2), (128, 64, 4, 2)),
+}  # fmt: skip
+
+
+def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.Tensor]:
+    """The problem and the gradient that comes in."""
+    tensors = workload.tensors(torch.bfloat16, device)
+    given = {name: None if x is None else x.detach() for name, x in tensors.items()}
+    problem = Problem.canonical(
+        given["query"], given["key"], given["value"], mask=given["mask"], bias=given["bias"],
+        causal=workload.causal, window=None, scale=None, softcap=None,
+    )  # fmt: skip
+    return problem, given["d_out"]
+
+
+def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """Each kernel of the problem's forward and backward pass as a call of its own."""
+    out, lse = ops.allocate_forward(problem)
+    forward(problem, out, lse)
+    incoming = (d_out, lse, _delta(out, d_out, None, lse))
+    needs = [True, True, True, problem.bias is not None]
+    d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
+    kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None
+    key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2])) if kind is BiasGradient.PER_KEY else None
+    dense = d_bias if kind is BiasGradient.DENSE else None
+    calls = {
+        "forward": lambda: forward(problem, out, lse),
+        "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums),
+        "queries": lambda: query_gradients(problem, incoming, d_query, dense),
+    }
+    if kind is BiasGradient.SHARED:
+        calls["bias"] = lambda: shared_gradient(problem, incoming, d_bias)
+    return calls
+
+
+def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[dict[str, Any]]:
+    """One row per kernel and tile, the time or why there is none."""
+    problem, d_out = canonical(workload, device)
+    table = tiles._TABLE.setdefault(tiles.device_family(device), dict(tiles._DEFAULT))
+    rows = []
+    for kernel, call in launches(problem, d_out).items():
+        if kernel not in kernels:
+            continue
+        usual = table[kernel]
+        for candidate in CANDIDATES[kernel]:
+            table[kernel] = ((256, Tile(*candidate)),)
+            row = {"workload": workload.name, "kernel": kernel, "tile": candidate, "ms": None, "refused": None}
+            try:
+                row["ms"] = measure(call, device).median
+            except Exception as error:
+                row["refused"] = reason(error)
+            rows.append(row)
+        table[kernel] = usual
+    return rows
+
+
+def main() -> int:
+    """Sweep, print the best tiles of each kernel and workload, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="biasbh_d128,biasbh_d128_causal,bias1h_d64,bias1h_d128,plain_d128,biaskey_gqa_causal,t5_window")
+    parser.add_argument("--kernels", default="forward,keys,queries,bias")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    where = environment(device)
+    print(describe(where))
+    rows = []
+    for workload in WORKLOADS:
+        if workload.name not in arguments.workloads.split(","):
+            continue
+        found = sweep(workload, arguments.kernels.split(","), device)
+        rows += found
+        for kernel in CANDIDATES:
+            timed = sorted((row for row in found if row["kernel"] == kernel and row["ms"]), key=lambda row: row["ms"])
+            if timed:
+                print(f"{workload.name:20s} {kernel:8s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
+        if arguments.json:
+            write_json(arguments.json, {"environment": where, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
