@@ -1,0 +1,140 @@
+"""How exact attention is: the shared half of forward_equivalence.py and backward_equivalence.py.
+
+Every contender computes the same cases in the same dtype, and its largest error against float64 is shown. dmattn passes a case when all
+its tensors are within the budget of :mod:`dmattn.equivalence`: twice the error of the plain PyTorch computation plus a rounding band.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, peers
+from benchmarks.workloads import EXACTNESS, EXACTNESS_ON_GPU, LSE_GRADIENT, QUICK_LENGTH
+from dmattn import attention, equivalence
+from dmattn.equivalence import Case, Inputs
+from dmattn.report import show_table
+
+FORWARD, BACKWARD = ("out", "lse"), ("d_query", "d_key", "d_value", "d_bias")
+PEERS: dict[str, Callable[..., Any]] = {"sdpa": peers.sdpa, "flex": peers.flex}
+COLUMNS = ("case", "dtype", "tensor", "error", "relative", "budget", "eager", *PEERS, "")
+SHORT = {"d_query": "dQ", "d_key": "dK", "d_value": "dV", "d_bias": "dBias"}
+
+
+def main(title: str, names: Sequence[str], arguments: Sequence[str] | None = None) -> int:
+    """Compare the tensors in `names` over all cases; the exit code is 0 when every case passed."""
+    options = _options(title, arguments)
+    device = harness.pick_device(options.device)
+    dtypes = options.dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
+    cases = [
+        case
+        for case in EXACTNESS + (EXACTNESS_ON_GPU if device.type == "cuda" else ())
+        if options.cases in case.name and not (options.quick and max(case.sizes["q"], case.sizes["k"]) > QUICK_LENGTH)
+    ]
+    where = harness.environment(device)
+    print(harness.describe(where), end="\n\n")
+    wanted = [name for name in PEERS if name in options.peers.split(",")]
+    work = [(case, dtype) for dtype in dtypes for case in cases]
+    compared = [compare(case, dtype, device, names, wanted, options.budget) for case, dtype in harness.progress(work, "cases")]
+    show_table(COLUMNS, [row for record in compared for row in _rows(record)], title)
+    for record in compared:
+        for problem in record["problems"]:
+            print(f"{record['case']} {record['dtype']}: {problem}")
+    passed = sum(record["passed"] for record in compared)
+    failed = len(compared) - passed
+    if options.json:
+        harness.write_json(options.json, {"environment": where, "title": title, "cases": compared, "passed": passed, "failed": failed})
+    print(f"{passed} passed, {failed} failed")
+    return 0 if passed and not failed else 1
+
+
+def compare(
+    case: Case, dtype: str, device: torch.device, names: Sequence[str], wanted: Sequence[str], budget_factor: float = 1.0
+) -> dict[str, Any]:
+    """Errors of ours, eager and the `wanted` peers on one case, as the result file records them."""
+    record: dict[str, Any] = {"case": case.name, "dtype": dtype, "passed": False, "tensors": {}, "not_run": {}, "problems": []}
+    try:
+        inputs = case.inputs(harness.DTYPES[dtype], device)
+        if LSE_GRADIENT not in case.name:
+            inputs = replace(inputs, d_lse=torch.zeros_like(inputs.d_lse))
+        true, usual = (function(inputs, case.options) for function in (equivalence.truth, equivalence.plain))
+        ours = equivalence.judge(_run(_ours, inputs, case.options, names), true, usual)
+    except Exception as error:
+        record["problems"].append(harness.reason(error))
+        harness.release(device)
+        return record
+    for verdict in ours:
+        budget = verdict.budget * budget_factor
+        record["tensors"][verdict.name] = {
+            "error": verdict.error,
+            "relative": verdict.relative,
+            "budget": budget,
+            "eager": verdict.plain_error,
+            "passed": verdict.error <= budget,
+        }
+        if verdict.error > budget:
+            record["problems"].append(str(verdict))
+    record["passed"] = all(tensor["passed"] for tensor in record["tensors"].values())
+    for name in wanted:
+        try:
+            judged = equivalence.judge(_run(PEERS[name], inputs, case.options, names), true, usual)
+        except Exception as error:
+            record["not_run"][name] = harness.reason(error)
+            harness.release(device)
+            continue
+        for verdict in judged:
+            record["tensors"][verdict.name][name] = verdict.error
+    return record
+
+
+def _ours(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return attention(*tensors, **options, return_lse=True)
+
+
+def _run(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """Those of `names` that `function`, which returns out or (out, lse), can give."""
+    backward = "d_query" in names
+    leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items() if x is not None}
+    result = function(leaves["query"], leaves["key"], leaves["value"], mask=inputs.mask, bias=leaves.get("bias"), **options)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    if not backward:
+        return {"out": out} if lse is None else {"out": out, "lse": lse}
+    outputs, incoming = [out], [inputs.d_out.to(out.dtype)]
+    if inputs.d_lse.any():
+        if lse is None:
+            raise ValueError("no lse to differentiate")
+        outputs, incoming = [out, lse], [*incoming, inputs.d_lse.to(lse.dtype)]
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), incoming)
+    return {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def _rows(record: dict[str, Any]) -> list[list[str]]:
+    """Lines of the table: one a tensor, or one that says that the case did not run."""
+    if not record["tensors"]:
+        return [[record["case"], record["dtype"], *["-"] * (len(COLUMNS) - 3), "FAILED"]]
+    rows = []
+    for name, tensor in record["tensors"].items():
+        first = not rows
+        errors = [f"{tensor[column]:.1e}" if column in tensor else "-" for column in ("error", "relative", "budget", "eager", *PEERS)]
+        verdict = "ok" if tensor["passed"] else "FAILED"
+        rows.append([record["case"] if first else "", record["dtype"] if first else "", SHORT.get(name, name), *errors, verdict])
+    return rows
+
+
+def _options(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=f"{title}, of dmattn, eager PyTorch, SDPA and FlexAttention.")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument("--dtype", nargs="+", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
+    parser.add_argument("--cases", default="", metavar="SUBSTRING", help="only cases whose name contains this")
+    parser.add_argument("--quick", action="store_true", help=f"only lengths up to {QUICK_LENGTH}")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of %(default)s; FlexAttention compiles every case on a GPU")
+    parser.add_argument("--budget", type=float, default=1.0, metavar="FACTOR", help="scale the budget, to see how near to it the errors are")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    return parser.parse_args(arguments)

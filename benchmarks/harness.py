@@ -1,0 +1,151 @@
+"""What every benchmark shares: the report of where it ran, JSON, a progress bar, and how time and memory are measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn import report
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
+HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues the work, so that its own time is not measured
+WARM_UPS, MOST_RUNS, FEWEST_RUNS, RUN_BUDGET_MS = 3, 20, 5, 1500.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median, fastest and slowest run in milliseconds."""
+
+    median: float
+    fastest: float
+    slowest: float
+    runs: int
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Command, date, commit, versions and device, as a result file records them."""
+    return {
+        "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "versions": {**report.versions(), "cuda": torch.version.cuda or "none"},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else report.devices()["cpu"],
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def describe(where: dict[str, Any]) -> str:
+    """The same in a few lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    return f"{where['command']}\n{where['date']}, commit {where['commit']}\n{where['device']}\n{versions}"
+
+
+def write_json(path: Path, payload: dict[str, Any]) -> None:
+    """Write a result file; a partial one never replaces a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(payload, indent=1) + "\n")
+    partial.replace(path)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device asked for, or the GPU where there is one."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
+    """The items one by one, with a bar on stderr where rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        for done, item in enumerate(items):
+            print(f"{label} {done + 1} of {len(items)}", file=sys.stderr)
+            yield item
+        return
+    yield from track(items, label, console=Console(stderr=True), transient=True)
+
+
+def measure(function: Callable[[], Any], device: torch.device) -> Timing:
+    """Time of `function`, each run with a cold L2 cache; on a GPU by events, on a CPU by the clock."""
+    for _ in range(WARM_UPS):
+        function()
+    if device.type != "cuda":
+        return _timing([_seconds(function) * 1e3 for _ in range(FEWEST_RUNS)])
+    torch.cuda.synchronize()
+    estimate = _seconds(lambda: (function(), torch.cuda.synchronize())) * 1e3
+    runs = int(min(MOST_RUNS, max(FEWEST_RUNS, RUN_BUDGET_MS / max(estimate, 1e-3))))
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        flush.zero_()
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return _timing([start.elapsed_time(end) for start, end in events])
+
+
+def peak_extra_bytes(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[int | None, Sequence[Tensor]]:
+    """Device memory that `function` needs at its peak beyond what it returns (None on a CPU), and what it returns."""
+    if device.type != "cuda":
+        return None, function()
+    release(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    results = function()
+    torch.cuda.synchronize()
+    returned = sum(x.numel() * x.element_size() for x in results)
+    return torch.cuda.max_memory_allocated(device) - before - returned, results
+
+
+def release(device: torch.device) -> None:
+    """Give back what is no longer referenced, after a failure too."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:240]
+
+
+def _timing(milliseconds: list[float]) -> Timing:
+    return Timing(statistics.median(milliseconds), min(milliseconds), max(milliseconds), len(milliseconds))
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

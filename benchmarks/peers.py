@@ -1,0 +1,219 @@
+"""The same attention by others: what a PyTorch user has today. Each takes the arguments of `dmattn.attention`.
+
+A peer that cannot do a problem raises; the benchmarks show '-' or the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from dmattn import IntervalMask
+
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")  # meant where there is no GPU
+
+Mask = Tensor | IntervalMask | None
+Window = int | tuple[int | None, int | None] | None
+SDPA_BACKENDS = {
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+GQA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor:
+    """Attention as model code writes it: the scores as a tensor, softmax in the input dtype."""
+    key, value = (_per_query_head(x, query) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + _per_query_head(bias, query)
+    if causal:
+        scores = scores.masked_fill(_after(query, key), float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: SDPBackend | None = None,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, everything on pairs in one mask; `backend` forces one of its kernels."""
+    if softcap is not None:
+        raise ValueError("SDPA has no softcap")
+    hidden = _hidden(query, key, mask, causal and (bias is not None or mask is not None or query.shape[2] != key.shape[2]), window)
+    is_causal = causal and bias is None and hidden is None
+    if bias is not None:
+        attn_mask = _per_query_head(bias, query).expand(*query.shape[:3], key.shape[2]).to(query.dtype)
+        attn_mask = attn_mask if hidden is None else attn_mask.masked_fill(hidden, float("-inf"))
+    else:
+        attn_mask = None if hidden is None else ~hidden
+    gqa = key.shape[1] != query.shape[1]
+    if gqa and backend is not None and backend not in GQA_BACKENDS:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        gqa = False
+    with nullcontext() if backend is None else sdpa_kernel(backend), warnings.catch_warnings(record=True) as why:
+        warnings.simplefilter("always")
+        try:
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=gqa
+            )
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            said = [str(w.message).split(" (Triggered")[0] for w in why if "attention" in str(w.message).lower()]
+            raise ValueError("refused: " + (said[1] if len(said) > 1 else said[0] if said else str(error))) from None
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of FlexAttention, compiled on a GPU."""
+    problem = FlexProblem(query, key, bias=bias, **options)
+    function = problem.compiled(problem.with_lse) if query.is_cuda else problem.with_lse
+    return function(query, key, value, bias)
+
+
+class FlexProblem:
+    """FlexAttention set up once for a problem: the block mask is made here, not in the call."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        mask: Mask,
+        causal: bool,
+        bias: Tensor | None,
+        window: Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        self.group = query.shape[1] // key.shape[1]
+        self.scale, self.softcap = scale, softcap
+        self.bias_axes = None if bias is None else tuple(self._axis(bias, axis, query) for axis in range(4))
+        self.block_mask = self._block_mask(query, key, mask, causal, window)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """FlexAttention's out."""
+        return flex_attention(query, key, value, **self._options(bias))
+
+    def with_lse(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """FlexAttention's (out, lse)."""
+        out, auxiliary = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **self._options(bias))
+        return out, auxiliary.lse
+
+    @staticmethod
+    def compiled(method: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
+        """One of these methods compiled. Nothing is shared with earlier compilations, of which Dynamo allows only a few."""
+        torch._dynamo.reset()
+        return torch.compile(method, dynamic=False, mode=mode)
+
+    def _options(self, bias: Tensor | None) -> dict[str, Any]:
+        softcap, axes, group = self.softcap, self.bias_axes, self.group
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            if bias is not None and axes is not None:
+                batch, head, row, col = axes
+                head_index = h if head == "h" else h // group if head == "g" else 0
+                score = score + bias[b if batch else 0, head_index, i if row else 0, j if col else 0]
+            return score
+
+        plain = softcap is None and bias is None
+        return dict(score_mod=None if plain else score_mod, block_mask=self.block_mask, scale=self.scale, enable_gqa=self.group != 1)
+
+    @staticmethod
+    def _axis(bias: Tensor, axis: int, query: Tensor) -> Any:
+        if bias.shape[axis] == 1:
+            return None
+        if axis != 1:
+            return True
+        return "h" if bias.shape[1] == query.shape[1] else "g"
+
+    def _block_mask(self, query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> BlockMask | None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        right = 0 if causal else right
+        if mask is None and left is None and right is None:
+            return None
+        offset = key.shape[2] - query.shape[2]
+        dense = mask if isinstance(mask, Tensor) else None
+        first, last = (_four_axes(bound[..., None, :]) for bound in (mask.first, mask.last)) if isinstance(mask, IntervalMask) else (None, None)
+        if dense is not None:
+            dense = _per_query_head(_four_axes(dense), query)
+        elif first is not None and last is not None:
+            first, last = (_per_query_head(bound, query) for bound in (first, last))
+        batch = next((x.shape[0] for x in (dense, first, last) if x is not None and x.shape[0] > 1), 1)
+        heads = next((x.shape[1] for x in (dense, first, last) if x is not None and x.shape[1] > 1), 1)
+
+        def at(x: Tensor, b: Tensor, h: Tensor, i: Any, j: Tensor) -> Tensor:
+            return x[b if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0, i if x.shape[2] > 1 else 0, j if x.shape[3] > 1 else 0]
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            distance = j - (i + offset)
+            seen = j >= 0
+            if right is not None:
+                seen = seen & (distance <= right)
+            if left is not None:
+                seen = seen & (distance >= -left)
+            if dense is not None:
+                seen = seen & at(dense, b, h, i, j)
+            if first is not None and last is not None:
+                seen = seen & (at(first, b, h, 0, j) <= i) & (i < at(last, b, h, 0, j))
+            return seen
+
+        return create_block_mask(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
+
+
+def _hidden(query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> Tensor | None:
+    """True where a pair is hidden, broadcastable to (B, H, Sq, Sk); None where nothing is."""
+    parts = []
+    if causal:
+        parts.append(_after(query, key))
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        rows = torch.arange(query.shape[2], device=query.device)[:, None] + key.shape[2] - query.shape[2]
+        distance = torch.arange(key.shape[2], device=query.device) - rows
+        parts += [] if left is None else [distance < -left]
+        parts += [] if right is None else [distance > right]
+    if mask is not None:
+        dense = mask.to_dense(query.shape[2]) if isinstance(mask, IntervalMask) else mask
+        parts.append(~_per_query_head(_four_axes(dense), query))
+    hidden = None
+    for part in parts:
+        hidden = part if hidden is None else hidden | part
+    return hidden
+
+
+def _after(query: Tensor, key: Tensor) -> Tensor:
+    """(Sq, Sk), True where the key comes after the query, aligned bottom-right."""
+    len_q, len_k = query.shape[2], key.shape[2]
+    return torch.ones((len_q, len_k), dtype=torch.bool, device=query.device).triu(len_k - len_q + 1)
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    """With leading axes of 1 up to four."""
+    return x[(None,) * (4 - x.ndim)]
+
+
+def _per_query_head(x: Tensor, query: Tensor) -> Tensor:
+    """A head axis of Hk repeated for the query heads of each group; one of 1 stays, to be broadcast."""
+    heads = query.shape[1]
+    return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,0 +1,151 @@
+"""What is measured: the problems whose speed is compared, and the cases whose exactness is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dmattn.equivalence import Case
+
+BLOCK = 128  # of the block mask
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention problem of the speed tables.
+
+    `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
+    broadcast; g is the key-value heads. A bias requires grad. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    bias: str | None = None
+    causal: bool = False
+    kept_blocks: float | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of each axis letter."""
+        return {"b": self.batch, "h": self.heads, "g": self.kv_heads, "q": self.len_q, "k": self.len_k, "1": 1}
+
+    @property
+    def shape(self) -> str:
+        """As a table shows it."""
+        return f"{self.batch}, {self.heads}/{self.kv_heads}, {self.len_q} x {self.len_k}, {self.head_dim}"
+
+    def flops(self, backward: bool) -> float:
+        """Of the matrix products; causal counts half, a block mask its share, backward 2.5 times forward."""
+        share = (0.5 if self.causal else 1.0) * (1.0 if self.kept_blocks is None else self.kept_blocks)
+        return 4.0 * self.batch * self.heads * self.len_q * self.len_k * self.head_dim * share * (2.5 if backward else 1.0)
+
+    def tiny(self) -> Workload:
+        """The same problem at a size for trying the code."""
+        return replace(
+            self,
+            batch=min(self.batch, 2),
+            heads=4,
+            kv_heads=2 if self.kv_heads < self.heads else 4,
+            len_q=min(self.len_q, 256 if self.kept_blocks else 64),
+            len_k=min(self.len_k, 256 if self.kept_blocks else 64),
+            head_dim=16,
+        )
+
+    def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
+        """query, key, value and bias requiring grad, mask, and d_out, the gradient that comes in."""
+        random = torch.Generator(device).manual_seed(seed)
+
+        def normal(axes: str, dim: int | None = None) -> Tensor:
+            shape = [self.sizes[axis] for axis in axes] + ([] if dim is None else [dim])
+            return torch.randn(shape, generator=random, dtype=dtype, device=device)
+
+        inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
+        bias = None if self.bias is None else normal(self.bias)
+        leaves = {name: None if x is None else x.requires_grad_() for name, x in {**inputs, "bias": bias}.items()}
+        return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
+
+    def _mask(self, random: torch.Generator, device: torch.device) -> Tensor | None:
+        """(1, H, Sq, Sk): whole blocks, at least the one on the diagonal for each row of blocks."""
+        if self.kept_blocks is None:
+            return None
+        rows, cols = self.len_q // BLOCK, self.len_k // BLOCK
+        kept = torch.rand((1, self.heads, rows, cols), generator=random, device=device) < self.kept_blocks
+        kept |= torch.eye(rows, cols, dtype=torch.bool, device=device)
+        return kept.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
+
+
+WORKLOADS = (
+    Workload("plain_d128", 4, 16, 16, 4096, 4096, 128),
+    Workload("plain_d128_causal", 4, 16, 16, 4096, 4096, 128, causal=True),
+    Workload("plain_d64", 4, 32, 32, 4096, 4096, 64),
+    Workload("bias1h_d64", 4, 16, 16, 4096, 4096, 64, bias="1hqk"),
+    Workload("bias1h_d128", 4, 16, 16, 4096, 4096, 128, bias="1hqk"),
+    Workload("biasbh_d128", 2, 16, 16, 4096, 4096, 128, bias="bhqk"),
+    Workload("biasbh_d128_causal", 2, 16, 16, 4096, 4096, 128, bias="bhqk", causal=True),
+    Workload("biaskey_gqa_causal", 2, 32, 8, 8192, 8192, 128, bias="bg1k", causal=True),
+    Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
+    Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
+    Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
+)
+
+EXACTNESS = (
+    Case("mha-127", 127, heads=4),
+    Case("mha-causal-129", 129, heads=4, causal=True),
+    Case("gqa-255", 255, heads=4, kv_heads=2),
+    Case("gqa-causal-129x255", 129, 255, heads=4, kv_heads=2, causal=True, reason="fewer queries than keys, aligned bottom-right"),
+    Case("gqa-causal-127x65", 127, 65, heads=4, kv_heads=2, causal=True, reason="more queries than keys: the first rows are empty"),
+    Case("mqa-129", 129, heads=4, kv_heads=1),
+    Case("mqa-causal-255", 255, heads=4, kv_heads=1, causal=True),
+    Case("one-query-1023-keys", 1, 1023, heads=4, kv_heads=2),
+    Case("head-dim-64-127", 127, head_dim=64),
+    Case("head-dim-80-129", 129, head_dim=80, reason="no power of two"),
+    Case("head-dim-128-255", 255, head_dim=128),
+    Case("head-dim-256-129", 129, head_dim=256),
+    Case("value-dim-96-129", 129, head_dim=64, value_dim=96),
+    Case("topk-mask-127", 127, heads=4, mask="bhqk", keep="topk"),
+    Case("topk-mask-gqa-causal-bias-129", 129, heads=4, kv_heads=2, mask="bhqk", keep="topk", bias="bhqk", causal=True),
+    Case("topk-mask-per-kv-head-255", 255, heads=4, kv_heads=2, mask="bgqk", keep="topk", bias="bg1k"),
+    Case("block-mask-255", 255, mask="1hqk", keep="blocks"),
+    Case("block-mask-bias-129", 129, mask="11qk", keep="blocks", bias="1hqk"),
+    Case("padding-mask-127", 127, mask="b11k"),
+    Case("empty-rows-129", 129, mask="bhqk", keep="random-empty-rows", bias="bhqk"),
+    Case("bias-bhqk-129", 129, bias="bhqk"),
+    Case("bias-1hqk-127", 127, batch=3, bias="1hqk", reason="T5, Swin"),
+    Case("bias-11qk-129", 129, batch=3, bias="11qk"),
+    Case("bias-b1qk-127", 127, heads=4, bias="b1qk", reason="pair bias shared by the heads"),
+    Case("bias-bgqk-129", 129, heads=4, kv_heads=2, bias="bgqk", reason="one bias for each key-value head"),
+    Case("bias-bh1k-255", 255, bias="bh1k"),
+    Case("bias-bg1k-causal-255", 255, heads=4, kv_heads=2, bias="bg1k", causal=True, reason="dynamic mask attention"),
+    Case("bias-b11k-129", 129, heads=4, bias="b11k"),
+    Case("bias-bhq1-lse-gradient-127", 127, bias="bhq1", reason="moves lse only: without a gradient of lse its own is 0"),
+    Case("bias-1h11-lse-gradient-129", 129, heads=4, bias="1h11"),
+    Case("bias-fp32-129", 129, bias="1hqk", bias_dtype=torch.float32),
+    Case("bias-1023", 1023, bias="1hqk", causal=True),
+    Case("window-255", 255, window=(31, 16)),
+    Case("window-causal-gqa-1023", 1023, heads=4, kv_heads=2, causal=True, window=(127, 0)),
+    Case("softcap-129", 129, head_dim=64, softcap=20.0, bias="1hqk"),
+    Case("intervals-documents-255", 255, intervals="documents", causal=True),
+    Case("intervals-prefix-127", 127, intervals="prefix", bias="1hqk"),
+    Case("intervals-padding-129", 129, intervals="padding"),
+    Case("intervals-per-kv-head-129", 129, heads=4, kv_heads=2, intervals="random", bias="bg1k"),
+    Case("transposed-strides-129", 129, heads=4, kv_heads=2, transposed=True, bias="1hqk"),
+    Case("lse-gradient-129", 129, bias="bhqk", reason="in the cases of this name lse has an incoming gradient too"),
+    Case("lse-gradient-causal-127", 127, heads=4, kv_heads=2, causal=True, mask="b1qk"),
+)
+
+EXACTNESS_ON_GPU = (
+    Case("gqa-causal-2047", 2047, heads=4, kv_heads=2, head_dim=64, causal=True),
+    Case("bias-1hqk-2048", 2048, batch=4, head_dim=64, bias="1hqk"),
+    Case("topk-mask-bias-4095", 4095, head_dim=128, mask="bhqk", keep="topk", bias="bhqk", causal=True),
+    Case("bias-bg1k-causal-4096", 4096, batch=1, heads=4, kv_heads=2, head_dim=128, bias="bg1k", causal=True),
+)
+
+QUICK_LENGTH = 129
+LSE_GRADIENT = "lse-gradient"
