@@ -69,16 +69,17 @@ def compare(
         record["problems"].append(harness.reason(error))
         harness.release(device)
         return record
-    for verdict in ours:
-        budget = verdict.budget * budget_factor
+    for given in ours:
+        budget = given.budget * budget_factor
+        verdict = replace(given, budget=budget, passed=given.error <= budget)
         record["tensors"][verdict.name] = {
             "error": verdict.error,
             "relative": verdict.relative,
-            "budget": budget,
+            "budget": verdict.budget,
             "eager": verdict.plain_error,
-            "passed": verdict.error <= budget,
+            "passed": verdict.passed,
         }
-        if verdict.error > budget:
+        if not verdict.passed:
             record["problems"].append(str(verdict))
     record["passed"] = all(tensor["passed"] for tensor in record["tensors"].values())
     for name in wanted:
@@ -131,7 +132,7 @@ def _rows(record: dict[str, Any]) -> list[list[str]]:
 def _options(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"{title}, of dmattn, eager PyTorch, SDPA and FlexAttention.")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument("--dtype", nargs="+", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
+    parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), help="by default bf16 on a GPU and fp32 on a CPU")
     parser.add_argument("--cases", default="", metavar="SUBSTRING", help="only cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help=f"only lengths up to {QUICK_LENGTH}")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of %(default)s; FlexAttention compiles every case on a GPU")

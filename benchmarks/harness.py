@@ -21,7 +21,7 @@ from torch import Tensor
 from dmattn import report
 
 ROOT = Path(__file__).resolve().parents[1]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues the work, so that its own time is not measured
 WARM_UPS, MOST_RUNS, FEWEST_RUNS, RUN_BUDGET_MS = 3, 20, 5, 1500.0
@@ -116,11 +116,15 @@ def peak_extra_bytes(function: Callable[[], Sequence[Tensor]], device: torch.dev
 
 
 def release(device: torch.device) -> None:
-    """Give back what is no longer referenced, after a failure too."""
+    """Give back what is no longer referenced, after a failure too; that a kernel has broken the device is said, and not raised."""
     gc.collect()
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"{device}: {reason(error)}", file=sys.stderr)
 
 
 def reason(error: BaseException) -> str:

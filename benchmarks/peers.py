@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
@@ -37,9 +38,9 @@ def eager(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bia
     if bias is not None:
         scores = scores + _per_query_head(bias, query)
     if causal:
-        scores = scores.masked_fill(_after(query, key), float("-inf"))
+        scores = torch.where(_not_after(query, key), scores, float("-inf"))
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = torch.where(mask, scores, float("-inf"))
     return scores.softmax(-1) @ value
 
 
@@ -59,13 +60,12 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention`, everything on pairs in one mask; `backend` forces one of its kernels."""
     if softcap is not None:
         raise ValueError("SDPA has no softcap")
-    hidden = _hidden(query, key, mask, causal and (bias is not None or mask is not None or query.shape[2] != key.shape[2]), window)
-    is_causal = causal and bias is None and hidden is None
+    seen = _seen(query, key, mask, causal and (bias is not None or mask is not None or query.shape[2] != key.shape[2]), window)
+    is_causal = causal and bias is None and seen is None
+    attn_mask = seen
     if bias is not None:
         attn_mask = _per_query_head(bias, query).expand(*query.shape[:3], key.shape[2]).to(query.dtype)
-        attn_mask = attn_mask if hidden is None else attn_mask.masked_fill(hidden, float("-inf"))
-    else:
-        attn_mask = None if hidden is None else ~hidden
+        attn_mask = attn_mask if seen is None else torch.where(seen, attn_mask, float("-inf"))
     gqa = key.shape[1] != query.shape[1]
     if gqa and backend is not None and backend not in GQA_BACKENDS:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -79,8 +79,9 @@ def sdpa(
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
-            said = [str(w.message).split(" (Triggered")[0] for w in why if "attention" in str(w.message).lower()]
-            raise ValueError("refused: " + (said[1] if len(said) > 1 else said[0] if said else str(error))) from None
+            said = [str(w.message).split(" (Triggered")[0] for w in why]
+            reasons = [text for text in said if "not used because" not in text and "runtime disabled" not in text]
+            raise ValueError("refused: " + (reasons[0] if reasons else str(error))) from None
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -105,12 +106,13 @@ class FlexProblem:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        self.group = query.shape[1] // key.shape[1]
         self.scale, self.softcap = scale, softcap
-        self.bias_axes = None if bias is None else tuple(self._axis(bias, axis, query) for axis in range(4))
+        self.group = query.shape[1] // key.shape[1]
+        self.full_axes = None if bias is None else [size > 1 for size in bias.shape]
+        self.bias_by_group = bias is not None and bias.shape[1] != query.shape[1]
         self.block_mask = self._block_mask(query, key, mask, causal, window)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def out(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """FlexAttention's out."""
         return flex_attention(query, key, value, **self._options(bias))
 
@@ -123,48 +125,40 @@ class FlexProblem:
     def compiled(method: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
         """One of these methods compiled. Nothing is shared with earlier compilations, of which Dynamo allows only a few."""
         torch._dynamo.reset()
+        functorch_config.donated_buffer = False  # else the backward pass of a graph can run only once, and is not to be timed
         return torch.compile(method, dynamic=False, mode=mode)
 
     def _options(self, bias: Tensor | None) -> dict[str, Any]:
-        softcap, axes, group = self.softcap, self.bias_axes, self.group
+        softcap, full_axes, group, by_group = self.softcap, self.full_axes, self.group, self.bias_by_group
+        compact = None if bias is None else bias.squeeze()  # FlexAttention differentiates an index of tensors only, no constants
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if softcap is not None:
                 score = softcap * torch.tanh(score / softcap)
-            if bias is not None and axes is not None:
-                batch, head, row, col = axes
-                head_index = h if head == "h" else h // group if head == "g" else 0
-                score = score + bias[b if batch else 0, head_index, i if row else 0, j if col else 0]
+            if compact is not None:
+                index = tuple(x for x, full in zip((b, h // group if by_group else h, i, j), full_axes, strict=True) if full)
+                score = score + compact[index]
             return score
 
         plain = softcap is None and bias is None
-        return dict(score_mod=None if plain else score_mod, block_mask=self.block_mask, scale=self.scale, enable_gqa=self.group != 1)
+        return dict(score_mod=None if plain else score_mod, block_mask=self.block_mask, scale=self.scale, enable_gqa=group != 1)
 
     @staticmethod
-    def _axis(bias: Tensor, axis: int, query: Tensor) -> Any:
-        if bias.shape[axis] == 1:
-            return None
-        if axis != 1:
-            return True
-        return "h" if bias.shape[1] == query.shape[1] else "g"
-
-    def _block_mask(self, query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> BlockMask | None:
+    def _block_mask(query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> BlockMask | None:
         left, right = window if isinstance(window, tuple) else (window, window)
         right = 0 if causal else right
         if mask is None and left is None and right is None:
             return None
         offset = key.shape[2] - query.shape[2]
-        dense = mask if isinstance(mask, Tensor) else None
-        first, last = (_four_axes(bound[..., None, :]) for bound in (mask.first, mask.last)) if isinstance(mask, IntervalMask) else (None, None)
-        if dense is not None:
-            dense = _per_query_head(_four_axes(dense), query)
-        elif first is not None and last is not None:
-            first, last = (_per_query_head(bound, query) for bound in (first, last))
-        batch = next((x.shape[0] for x in (dense, first, last) if x is not None and x.shape[0] > 1), 1)
-        heads = next((x.shape[1] for x in (dense, first, last) if x is not None and x.shape[1] > 1), 1)
+        tensors = [mask] if isinstance(mask, Tensor) else [] if mask is None else [mask.first[..., None, :], mask.last[..., None, :]]
+        tensors = [_per_query_head(_four_axes(x), query) for x in tensors]
+        batch, heads = (max((x.shape[axis] for x in tensors), default=1) for axis in (0, 1))
 
-        def at(x: Tensor, b: Tensor, h: Tensor, i: Any, j: Tensor) -> Tensor:
-            return x[b if x.shape[0] > 1 else 0, h if x.shape[1] > 1 else 0, i if x.shape[2] > 1 else 0, j if x.shape[3] > 1 else 0]
+        def lookup(x: Tensor) -> Callable[..., Tensor]:
+            full_axes, compact = [size > 1 for size in x.shape], x.squeeze()
+            return lambda *position: compact[tuple(at for at, full in zip(position, full_axes, strict=True) if full)]
+
+        lookups = [lookup(x) for x in tensors]
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             distance = j - (i + offset)
@@ -173,39 +167,40 @@ class FlexProblem:
                 seen = seen & (distance <= right)
             if left is not None:
                 seen = seen & (distance >= -left)
-            if dense is not None:
-                seen = seen & at(dense, b, h, i, j)
-            if first is not None and last is not None:
-                seen = seen & (at(first, b, h, 0, j) <= i) & (i < at(last, b, h, 0, j))
+            if len(lookups) == 1:
+                seen = seen & lookups[0](b, h, i, j)
+            elif lookups:
+                first, last = lookups
+                seen = seen & (first(b, h, i, j) <= i) & (i < last(b, h, i, j))
             return seen
 
         return create_block_mask(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
 
 
-def _hidden(query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> Tensor | None:
-    """True where a pair is hidden, broadcastable to (B, H, Sq, Sk); None where nothing is."""
+def _seen(query: Tensor, key: Tensor, mask: Mask, causal: bool, window: Window) -> Tensor | None:
+    """True where a query attends a key, broadcastable to (B, H, Sq, Sk); None where everywhere."""
     parts = []
     if causal:
-        parts.append(_after(query, key))
+        parts.append(_not_after(query, key))
     if window is not None:
         left, right = window if isinstance(window, tuple) else (window, window)
         rows = torch.arange(query.shape[2], device=query.device)[:, None] + key.shape[2] - query.shape[2]
         distance = torch.arange(key.shape[2], device=query.device) - rows
-        parts += [] if left is None else [distance < -left]
-        parts += [] if right is None else [distance > right]
+        parts += [] if left is None else [distance >= -left]
+        parts += [] if right is None else [distance <= right]
     if mask is not None:
         dense = mask.to_dense(query.shape[2]) if isinstance(mask, IntervalMask) else mask
-        parts.append(~_per_query_head(_four_axes(dense), query))
-    hidden = None
+        parts.append(_per_query_head(_four_axes(dense), query))
+    seen = None
     for part in parts:
-        hidden = part if hidden is None else hidden | part
-    return hidden
+        seen = part if seen is None else seen & part
+    return seen
 
 
-def _after(query: Tensor, key: Tensor) -> Tensor:
-    """(Sq, Sk), True where the key comes after the query, aligned bottom-right."""
+def _not_after(query: Tensor, key: Tensor) -> Tensor:
+    """(Sq, Sk), True where the key does not come after the query, aligned bottom-right."""
     len_q, len_k = query.shape[2], key.shape[2]
-    return torch.ones((len_q, len_k), dtype=torch.bool, device=query.device).triu(len_k - len_q + 1)
+    return torch.ones((len_q, len_k), dtype=torch.bool, device=query.device).tril(len_k - len_q)
 
 
 def _four_axes(x: Tensor) -> Tensor:

@@ -1,0 +1,217 @@
+"""Forward and backward time and memory beside FlexAttention, SDPA and eager PyTorch, all in one process. ``python benchmarks/speed.py --help``.
+
+Every contender gets the same tensors, query, key, value and bias requiring grad. Times are medians by CUDA events with a cold L2 cache.
+Extra memory is the peak beyond inputs, results and one float32 vector per query. A contender that refuses, fails or runs out of memory
+is recorded with its reason. The result file is written anew after every workload, so that an interrupted run leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, peers
+from benchmarks.workloads import WORKLOADS, Workload
+from dmattn import attention
+from dmattn.report import show_table
+
+OURS = "dmattn"
+DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "eager")
+PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
+PASSES = ("forward", "backward")
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Record = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the workloads asked for; the exit code is 0 when ours ran on all, the same each time."""
+    options = _options(arguments)
+    device = harness.pick_device(options.device)
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    where = {**harness.environment(device), "dtype": dtype}
+    target = options.json or _default_file(device)
+    print(harness.describe(where), flush=True)
+    records: list[Record] = []
+    for workload in WORKLOADS:
+        if options.workloads and workload.name not in options.workloads:
+            continue
+        start = time.perf_counter()
+        records.append(measure(workload.tiny() if options.tiny else workload, dtype, device, options.peers))
+        print(f"{workload.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        if target is not None:
+            harness.write_json(target, {"environment": where, "workloads": records})
+    for complaint, places in _complaints(records).items():
+        print(f"{complaint}: {', '.join(places)}")
+    show_table(
+        ("workload", "pass", OURS, "TFLOP/s", "extra MiB", "best peer", "its ms", "ratio", "repeats"), summary(records), f"Median ms, {dtype}"
+    )
+    if target is not None:
+        print(target)
+    return 0 if records and all(_sound(record["contenders"][OURS]) for record in records) else 1
+
+
+def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequence[str]) -> Record:
+    """One workload with every contender, as the result file records it."""
+    tensors = workload.tensors(harness.DTYPES[dtype], device)
+    record: Record = {
+        "workload": workload.name,
+        "shape": workload.shape,
+        "bias": workload.bias,
+        "causal": workload.causal,
+        "kept_blocks": workload.kept_blocks,
+        "input_bytes": sum(x.numel() * x.element_size() for name, x in tensors.items() if x is not None and name != "d_out"),
+        "contenders": {},
+    }
+    expected: list[Tensor] = []
+    for name in (OURS, *wanted):
+        contender: Record = {}
+        record["contenders"][name] = contender
+        try:
+            results = _contend(contender, _contender(name, workload, tensors), workload, tensors, device, repeat=name == OURS)
+            expected = results if name == OURS else expected
+            contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
+            del results
+        except Exception as error:
+            step = next((step for step in PASSES if step not in contender), PASSES[-1])
+            contender[step] = {"error": harness.reason(error)}
+        harness.release(device)
+    return record
+
+
+def summary(records: Sequence[Record]) -> list[list[str]]:
+    """A line for each workload and pass: ours beside the fastest peer."""
+    rows = []
+    for record in records:
+        for step in PASSES:
+            times = {name: c[step]["median_ms"] for name, c in record["contenders"].items() if "median_ms" in c.get(step, {})}
+            ours = record["contenders"][OURS].get(step, {})
+            best = min((name for name in times if name != OURS), key=times.__getitem__, default=None)
+            mine = times.get(OURS)
+            extra = ours.get("extra_bytes")
+            rows.append(
+                [
+                    record["workload"],
+                    step,
+                    "-" if mine is None else f"{mine:.3f}",
+                    "-" if mine is None else f"{ours['tflops']:.0f}",
+                    "-" if extra is None else f"{extra / 2**20:.1f}",
+                    best or "-",
+                    "-" if best is None else f"{times[best]:.3f}",
+                    "-" if best is None or mine is None else f"{times[best] / mine:.2f}x",
+                    {True: "bitwise", False: "DIFFERS", None: "-"}[ours.get("repeatable")],
+                ]
+            )
+    return rows
+
+
+def _contender(name: str, workload: Workload, tensors: dict[str, Tensor | None]) -> Attention:
+    """A function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
+    mask = tensors["mask"]
+    options = dict(mask=mask, causal=workload.causal)
+    if name == OURS:
+        return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
+    if name == "eager":
+        return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
+    if name in peers.SDPA_BACKENDS:
+        backend = peers.SDPA_BACKENDS[name]
+        return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
+    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
+    if not tensors["query"].is_cuda:
+        return problem.out
+    return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+
+
+def _contend(
+    contender: Record, function: Attention, workload: Workload, tensors: dict[str, Tensor | None], device: torch.device, *, repeat: bool
+) -> list[Tensor]:
+    """Measure both passes into `contender`; out and the gradients, for comparison."""
+    leaves = [tensors[name] for name in ("query", "key", "value", "bias")]
+    wanted = [x for x in leaves if x is not None]
+    d_out = tensors["d_out"]
+    row_vector = 4 * workload.batch * workload.heads * workload.len_q
+
+    def forward() -> tuple[Tensor]:
+        return (function(*leaves),)
+
+    forward()
+    extra, (out,) = harness.peak_extra_bytes(forward, device)
+    timing = harness.measure(forward, device)
+    contender["forward"] = _record(timing, extra, row_vector, workload.flops(backward=False))
+    if repeat:
+        contender["forward"]["repeatable"] = torch.equal(out, forward()[0])
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, wanted, d_out, retain_graph=True)
+
+    backward()
+    extra, gradients = harness.peak_extra_bytes(backward, device)
+    timing = harness.measure(backward, device)
+    contender["backward"] = _record(timing, extra, row_vector, workload.flops(backward=True))
+    if repeat:
+        contender["backward"]["repeatable"] = all(torch.equal(x, y) for x, y in zip(gradients, backward(), strict=True))
+    return [out.detach(), *gradients]
+
+
+def _record(timing: harness.Timing, extra: int | None, row_vector: int, flops: float) -> Record:
+    return {
+        "median_ms": timing.median,
+        "fastest_ms": timing.fastest,
+        "slowest_ms": timing.slowest,
+        "runs": timing.runs,
+        "tflops": flops / timing.median / 1e9,
+        "extra_bytes": None if extra is None else max(0, extra - row_vector),
+    }
+
+
+def _difference(x: Tensor, expected: Tensor) -> float:
+    """Largest difference from ours, relative to the largest entry of ours: far above a rounding, someone computes something else."""
+    scale = expected.abs().max().float().item()
+    return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
+
+
+def _complaints(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Workloads by what kept a contender from running them."""
+    places: dict[str, list[str]] = {}
+    for record in records:
+        for name, contender in record["contenders"].items():
+            for step in PASSES:
+                if "error" in contender.get(step, {}):
+                    places.setdefault(f"{name} {step}: {contender[step]['error']}", []).append(record["workload"])
+    return places
+
+
+def _sound(ours: Record) -> bool:
+    return all(ours.get(step, {}).get("repeatable", False) for step in PASSES)
+
+
+def _default_file(device: torch.device) -> Path | None:
+    """By the name of the GPU; a CPU's times are not recorded unless asked for."""
+    if device.type != "cuda":
+        return None
+    slug = "".join(c if c.isalnum() else "_" for c in torch.cuda.get_device_name(device).lower())
+    return harness.ROOT / "benchmarks" / "results" / f"speed_{slug}.json"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(description="Speed and memory of dmattn beside FlexAttention, SDPA and eager PyTorch.")
+    parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/speed_<GPU>.json, and none on a CPU")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
