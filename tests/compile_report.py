@@ -1,0 +1,149 @@
+"""Compile every kind of kernel launch for one GPU target without a GPU, and report what the compiler made of it.
+
+python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
+python tests/compile_report.py gfx942 --json
+
+The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
+would have. One process per target, because bad code generation may abort it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
+from triton.runtime.driver import driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dmattn import kernels, ops
+from dmattn.equivalence import Case
+from dmattn.problem import Problem
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAUNCHES = (
+    (Case("dense-bias-causal-d128", 4096, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
+    (Case("shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("shared-bias-d32-short", 64, batch=64, heads=8, head_dim=32, bias="1hqk"), FP16),
+    (Case("shared-bias-d128", 4096, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
+    (Case("key-bias-gqa-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="bg1k", causal=True), BF16),
+    (Case("mask-softcap-d128", 4096, heads=16, head_dim=128, mask="11qk", softcap=30.0, bias="bhqk"), BF16),
+    (Case("intervals-window-d64", 4096, heads=16, head_dim=64, intervals="padding", window=(128, 0)), BF16),
+    (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
+    (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
+    (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
+    (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
+)
+
+
+class NoDevice:
+    """The part of a driver that a compilation asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return f"{self.target.backend}:{self.target.arch}"
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def gpu_target(name: str) -> GPUTarget:
+    """A target by the name that its maker gives it."""
+    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+
+
+@contextlib.contextmanager
+def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """Launches inside become compilations for `target`; yields the records of those not yet `seen`."""
+    records: list[dict[str, Any]] = []
+    launch = jit.JITFunction.run
+
+    def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            compiled = launch(function, *arguments, grid=grid, warmup=True, **options)
+        if compiled.hash not in seen:  # Triton keeps what it compiled before, without a log
+            seen.add(compiled.hash)
+            records.append({"kernel": function.fn.__name__, **measures(compiled, log.getvalue(), target)})
+        return compiled
+
+    active = driver._active
+    driver.set_active(NoDevice(target))
+    jit.JITFunction.run = compile_only
+    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    try:
+        yield records
+    finally:
+        jit.JITFunction.run = launch
+        driver._active = active
+
+
+def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
+    """Registers, spilled bytes (stores), shared memory and atomics of one compiled kernel."""
+    if target.backend == "hip":
+        code = compiled.asm["amdgcn"]
+        fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code)}
+        registers, spilled, atomics = fields["vgpr_count"], fields["vgpr_spill_count"] * 4, re.findall(r"global_atomic|buffer_atomic", code)
+    else:
+        registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.", compiled.asm["ptx"], re.M)
+    return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, "atomics": len(atomics)}
+
+
+def meta(case: Case, dtype: torch.dtype) -> Problem:
+    """The canonical problem of a case, without storage."""
+
+    def tensor(axes: str, last: int | None, of: torch.dtype) -> torch.Tensor:
+        return torch.empty([case.sizes[axis] for axis in axes] + ([] if last is None else [last]), dtype=of, device="meta")
+
+    value_dim = case.value_dim or case.head_dim
+    query, key, value = tensor("bhq", case.head_dim, dtype), tensor("bgk", case.head_dim, dtype), tensor("bgk", value_dim, dtype)
+    mask = None if case.mask is None else tensor(case.mask, None, torch.bool)
+    bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
+    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, **case.options)
+    if case.intervals is not None:
+        bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")
+        problem = Problem(*problem.operands[:4], bound, bound, *problem.operands[6:])
+    return problem
+
+
+def report(name: str) -> list[dict[str, Any]]:
+    """A record for every kernel that the launches compile for a target."""
+    rows, seen = [], set()
+    for case, dtype in LAUNCHES:
+        problem = meta(case, dtype)
+        out, lse = ops.allocate_forward(problem)
+        gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
+        with compiling_only(gpu_target(name), seen) as records:
+            kernels.forward(problem, out, lse)
+            kernels.backward(problem, out, lse, torch.empty_like(out), lse, *(x if x.ndim == 4 else None for x in gradients))
+        rows += [{"target": name, "case": case.name, **record} for record in records]
+    return rows
+
+
+if __name__ == "__main__":
+    found = report(sys.argv[1])
+    if "--json" in sys.argv:
+        print(json.dumps(found))
+    else:
+        for row in found:
+            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics"))
+            print(f"{row['target']:7s} {row['case']:26s} {row['kernel']:26s} {numbers}")
