@@ -1,0 +1,129 @@
+"""``python -m dmattn``: what it prints, and that it fails when something is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmattn import cli, equivalence, ops, report, verify
+
+ROOT = Path(__file__).resolve().parents[1]
+
+slow_in_the_interpreter = pytest.mark.skipif(
+    ops.interpreting(), reason="verify at these sizes takes minutes in Triton's interpreter; the kernels have their own tests there"
+)
+
+
+def test_info_names_versions_and_the_path_of_each_device(capsys):
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = dict(line.split(maxsplit=1) for line in lines)
+    assert named["torch"] == torch.__version__
+    assert ("Triton" if ops.interpreting() else "PyTorch, in chunks") in named["cpu"]
+    assert len([name for name in named if name.startswith("cuda:")]) == torch.cuda.device_count()
+
+
+def test_info_says_when_the_interpreter_serves_cpu_tensors(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "Triton's interpreter" in report.devices()["cpu"]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "Triton" not in report.devices()["cpu"]
+
+
+def test_info_names_a_gpu_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"gpu {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 5))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert "not supported" in report.devices()["cuda:0"]
+    assert "Triton kernels" in report.devices()["cuda:1"]
+
+
+def test_runs_as_a_module_and_without_a_command_says_which_there_are():
+    run = subprocess.run([sys.executable, "-m", "dmattn"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "command" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(["--device", "nowhere"], "--device"), (["--device", "meta"], "--device"), (["--steps", "0"], "--steps"), (["--steps", "two"], "--steps")],
+)
+def test_verify_names_a_bad_option(arguments, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["verify", *arguments])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@slow_in_the_interpreter
+def test_verify_trains_both_models_to_the_same_losses(device, capsys):
+    pytest.importorskip("transformers")
+    assert cli.main(["verify", "--device", device, "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "FAILED" not in printed
+    for wanted in ("T5 eager", "T5 dmattn", "Llama eager", "Llama dmattn", *(case.name for case in verify.CASES), f"dmattn agrees on {device}"):
+        assert wanted in printed
+
+
+@slow_in_the_interpreter
+def test_verify_fails_when_attention_is_wrong(monkeypatch, capsys):
+    right = equivalence.attention
+
+    def wrong(*tensors, **options):
+        out, lse = right(*tensors, **options)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(equivalence, "attention", wrong)
+    assert cli.main(["verify", "--device", "cpu", "--skip-models"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "dmattn DISAGREES on cpu" in printed
+
+
+@slow_in_the_interpreter
+def test_verify_fails_when_a_bias_loses_its_gradient(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    from dmattn.integrations import transformers as integration
+
+    right = integration.attention
+
+    def forgetful(*tensors, bias=None, **options):
+        return right(*tensors, bias=None if bias is None else bias.detach(), **options)
+
+    monkeypatch.setattr(integration, "attention", forgetful)
+    assert not verify.show_models(torch.device("cpu"), steps=1)
+    t5, llama = (line for line in capsys.readouterr().out.splitlines() if "losses differ" in line)
+    assert "relative_attention_bias" in t5
+    assert t5.endswith("FAILED")
+    assert llama.endswith("ok")
+
+
+@slow_in_the_interpreter
+def test_verify_without_transformers_says_so_and_fails():
+    code = "import sys; sys.modules['transformers'] = None; from dmattn.cli import main; sys.exit(main(['verify', '--device', 'cpu']))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr
+    (sentence,) = (line for line in run.stdout.splitlines() if "models were not trained" in line)
+    assert "pip install 'dmattn[transformers]'" in sentence
+
+
+def test_training_text_is_the_repository_or_the_installed_package(monkeypatch, tmp_path):
+    text, source = verify.corpus()
+    assert (ROOT / "README.md").read_bytes() in text
+    assert "of the repository" in source
+    package = tmp_path / "dmattn"
+    package.mkdir()
+    (package / "module.py").write_text("installed = True\n")
+    monkeypatch.setattr(verify, "__file__", str(package / "verify.py"))
+    assert verify.corpus() == (b"installed = True\n", "17 bytes of 1 files of the package")
+
+
+def test_tables_need_no_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    report.show_table(("case", "error"), [["a", "1.0"], ["longer", "12.0"]], "Errors")
+    assert capsys.readouterr().out.splitlines() == ["Errors", "case    error", "a         1.0", "longer   12.0"]
