@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, per_query_gradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
-from .layout import Sequence, Span, at, load_rows, load_tile, store_rows, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .sequence import place
 from .tiles import block_dim, on_device
@@ -75,9 +75,9 @@ def _delta_kernel(
     seq = Sequence(batch, head, len_q, 0)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
     dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    out_tile = load_tile(at(out, seq), rows, dims).to(tl.float32)
-    d_out_tile = load_tile(at(d_out, seq), rows, dims).to(tl.float32)
+    out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
+    d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
     total = tl.sum(out_tile * d_out_tile, 1)
     if d_lse is not None:
-        total -= load_rows(at(d_lse, seq), rows, 0.0)
-    store_rows(at(delta, seq), rows, total)
+        total -= load_rows(d_lse, seq, rows, 0.0)
+    store_rows(delta, seq, rows, total)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import sum_to
-from .layout import Sequence, Span, at, load_rows, load_tile, store_tile, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .scores import is_live, rules_of
 from .sequence import in_window
 from .softmax import score_gradient
@@ -112,27 +112,27 @@ def _shared_gradient_kernel(
     end = tl.minimum(begin + members_per_part, members)
     if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), rows, cols, BLOCK_M, BLOCK_N):
         end = begin
+    tensors = (q, k, v, d_out, lse, delta)
     for member in tl.range(begin, end):
         seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
-        loads = (at(q, seq), at(k, seq), at(v, seq), at(d_out, seq), at(lse, seq), at(delta, seq))
         if rules.mask is None and rules.first is None:
-            total += _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
         else:
             if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
-                total += _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION)
-    store_tile(at(parts, Sequence(part_entry, bias_head, len_q, len_k)), rows, cols, total)
+                total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+    store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def _member(loads, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
-    q, k, v, d_out, lse, delta = loads
-    q_tile = load_tile(q, rows, dims)
-    k_tile = load_tile(k, cols, dims)
-    v_tile = load_tile(v, cols, value_dims)
-    d_out_tile = load_tile(d_out, rows, value_dims)
-    lse_rows = load_rows(lse, rows, float("-inf"))
-    delta_rows = load_rows(delta, rows, 0.0)
+    q, k, v, d_out, lse, delta = tensors
+    q_tile = load_tile(q, seq, rows, dims)
+    k_tile = load_tile(k, seq, cols, dims)
+    v_tile = load_tile(v, seq, cols, value_dims)
+    d_out_tile = load_tile(d_out, seq, rows, value_dims)
+    lse_rows = load_rows(lse, seq, rows, float("-inf"))
+    delta_rows = load_rows(delta, seq, rows, 0.0)
     _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     return ds
 

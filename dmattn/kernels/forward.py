@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Sequence, Span, at, load_tile, store_rows, store_tile, strided
+from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .scores import is_live, rules_of, scores
 from .sequence import key_range, place
 from .softmax import softmax_finish, softmax_start, softmax_step
@@ -41,7 +41,7 @@ def _forward_kernel(
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    q_tile = load_tile(at(q, seq), rows, dims)  # [BLOCK_M, BLOCK_D]
+    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
@@ -53,16 +53,16 @@ def _forward_kernel(
             if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
                 acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
-    store_tile(at(out, seq), rows, value_dims, acc)
-    store_rows(at(lse, seq), rows, lse_rows)
+    store_tile(out, seq, rows, value_dims, acc)
+    store_rows(lse, seq, rows, lse_rows)
 
 
 @triton.jit
 def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
-    k_tile = load_tile(at(k, seq), cols, dims)  # [BLOCK_N, BLOCK_D]
+    k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
-    v_tile = load_tile(at(v, seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Sequence, Span, at, load_rows, strided
+from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .sequence import LARGEST, place
 
 
@@ -36,10 +36,9 @@ def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexp
     block, head, batch = place(len_k, heads, BLOCK_N)
     seq = Sequence(batch, head, 0, len_k)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N), len_k)
-    first_cols = load_rows(at(first, seq), cols, LARGEST)
-    last_cols = load_rows(at(last, seq), cols, 0)
+    first_cols = load_rows(first, seq, cols, LARGEST)
+    last_cols = load_rows(last, seq, cols, 0)
     alive = first_cols < last_cols
-    target = at(bounds, seq)
-    pointer = target.ptr + tl.cast(block, tl.int64) * target.row
+    pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
     tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
-    tl.store(pointer + target.col, tl.max(tl.where(alive, last_cols, 0)))
+    tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))

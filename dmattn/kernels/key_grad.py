@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Sequence, Span, at, load_rows, load_tile, store_rows, store_tile, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .scores import is_live, rules_of, through_softcap
 from .sequence import place, query_range
 from .softmax import score_gradient
@@ -50,40 +50,42 @@ def _key_gradients_kernel(
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
-    k_tile = load_tile(at(k, first_seq), cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(at(v, first_seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
+    incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
         seq = Sequence(batch, head, len_q, len_k)
-        loads = (at(q, seq), at(d_out, seq), at(lse, seq), at(delta, seq))
         sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for start in tl.range(begin, end, BLOCK_M):
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
             if rules.mask is None:
-                dk, dv, sums = _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
+                dk, dv, sums = _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
             else:
                 if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
-                    dk, dv, sums = _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
+                    dk, dv, sums = _accumulate(
+                        incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION
+                    )
         if key_sums is not None:
-            store_rows(at(key_sums, seq), cols, sums)
+            store_rows(key_sums, seq, cols, sums)
     if d_k is not None:
-        store_tile(at(d_k, first_seq), cols, dims, dk * rules.scale)
+        store_tile(d_k, first_seq, cols, dims, dk * rules.scale)
     if d_v is not None:
-        store_tile(at(d_v, first_seq), cols, value_dims, dv)
+        store_tile(d_v, first_seq, cols, value_dims, dv)
 
 
 @triton.jit
-def _accumulate(loads, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
-    q, d_out, lse, delta = loads
+    q, d_out, lse, delta = incoming
     d_k, d_v, key_sums = wanted
-    q_tile = load_tile(q, rows, dims)  # [BLOCK_M, BLOCK_D]
-    d_out_tile = load_tile(d_out, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
-    lse_rows = load_rows(lse, rows, float("-inf"))
-    delta_rows = load_rows(delta, rows, 0.0)
+    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+    d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    lse_rows = load_rows(lse, seq, rows, float("-inf"))
+    delta_rows = load_rows(delta, seq, rows, 0.0)
     p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     if d_v is not None:
         dv = tl.dot(tl.trans(p.to(d_out_tile.dtype)), d_out_tile, dv, input_precision=PRECISION)

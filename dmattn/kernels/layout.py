@@ -49,31 +49,40 @@ def strided(x: Tensor | None, heads: int) -> Strided | None:
     return Strided(x, batch, head, row, col[0] if col else 0, heads // x.shape[1])
 
 
-@triton.jit
-def at(t, seq):
-    """The (row, col) slice of one sequence."""
-    base = t.ptr + tl.cast(seq.batch, tl.int64) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
-    return Strided(base, 0, 0, t.row, t.col, 1)
+def broadcast(x: Tensor | None, heads: int) -> Strided | None:
+    """The same for a mask or bias: a row or column axis of 1 has the stride None, so that kernels load it once and broadcast on chip."""
+    t = strided(x, heads)
+    if x is None or t is None:
+        return None
+    return t._replace(row=None if x.shape[2] == 1 else t.row, col=None if x.shape[3] == 1 else t.col)
 
 
 @triton.jit
-def load_tile(t, rows, cols):
-    """[rows, cols] of a slice, 0 beyond the bounds."""
-    pointers = _tile_pointers(t, rows, cols)
-    if rows.length is None and cols.length is None:
-        return tl.load(pointers)
-    elif cols.length is None:
+def slice_pointer(t, seq):
+    """Where the slice of one sequence begins."""
+    return t.ptr + tl.cast(seq.batch, tl.int64) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+
+
+@triton.jit
+def load_tile(t, seq, rows, cols):
+    """[rows, cols] of one sequence, 0 beyond the bounds; an axis whose stride is None has the length 1."""
+    pointers = _tile_pointers(t, seq, rows, cols)
+    bounded_rows: tl.constexpr = t.row is not None and rows.length is not None
+    bounded_cols: tl.constexpr = t.col is not None and cols.length is not None
+    if bounded_rows and bounded_cols:
+        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
+    elif bounded_rows:
         return tl.load(pointers, mask=_inside(rows)[:, None], other=0)
-    elif rows.length is None:
+    elif bounded_cols:
         return tl.load(pointers, mask=_inside(cols)[None, :], other=0)
     else:
-        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
+        return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(t, rows, cols, x):
-    """Write [rows, cols] of a slice inside the bounds, in the tensor's dtype."""
-    pointers = _tile_pointers(t, rows, cols)
+def store_tile(t, seq, rows, cols, x):
+    """Write [rows, cols] of one sequence inside the bounds, in the tensor's dtype."""
+    pointers = _tile_pointers(t, seq, rows, cols)
     x = x.to(t.ptr.dtype.element_ty)
     if rows.length is None and cols.length is None:
         tl.store(pointers, x)
@@ -86,29 +95,42 @@ def store_tile(t, rows, cols, x):
 
 
 @triton.jit
-def load_rows(t, rows, other):
-    """A vector per row, `other` beyond the bounds."""
-    pointers = t.ptr + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
+def load_rows(t, seq, rows, other):
+    """A vector per row of one sequence, `other` beyond the bounds."""
     if rows.length is None:
-        return tl.load(pointers)
+        return tl.load(_row_pointers(t, seq, rows))
     else:
-        return tl.load(pointers, mask=_inside(rows), other=other)
+        return tl.load(_row_pointers(t, seq, rows), mask=_inside(rows), other=other)
 
 
 @triton.jit
-def store_rows(t, rows, x):
-    """Write a vector per row inside the bounds."""
-    pointers = t.ptr + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
+def store_rows(t, seq, rows, x):
+    """Write a vector per row of one sequence inside the bounds."""
     if rows.length is None:
-        tl.store(pointers, x)
+        tl.store(_row_pointers(t, seq, rows), x)
     else:
-        tl.store(pointers, x, mask=_inside(rows))
+        tl.store(_row_pointers(t, seq, rows), x, mask=_inside(rows))
 
 
 @triton.jit
-def _tile_pointers(t, rows, cols):
-    corner = t.ptr + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
-    return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
+def _row_pointers(t, seq, rows):
+    return slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
+
+
+@triton.jit
+def _tile_pointers(t, seq, rows, cols):
+    corner = slice_pointer(t, seq)
+    if t.row is None:
+        row_offsets = tl.full([1, 1], 0, tl.int32)
+    else:
+        corner += tl.cast(rows.start, tl.int64) * t.row
+        row_offsets = rows.index[:, None] * t.row
+    if t.col is None:
+        col_offsets = tl.full([1, 1], 0, tl.int32)
+    else:
+        corner += tl.cast(cols.start, tl.int64) * t.col
+        col_offsets = cols.index[None, :] * t.col
+    return corner + row_offsets + col_offsets
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Sequence, Span, at, load_rows, load_tile, store_tile, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .scores import is_live, rules_of, through_softcap
 from .sequence import key_range, place
 from .softmax import score_gradient
@@ -45,9 +45,9 @@ def _query_gradients_kernel(
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    q_tile = load_tile(at(q, seq), rows, dims)  # [BLOCK_M, BLOCK_D]
-    d_out_tile = load_tile(at(d_out, seq), rows, value_dims)  # [BLOCK_M, BLOCK_DV]
-    stats = (load_rows(at(lse, seq), rows, float("-inf")), load_rows(at(delta, seq), rows, 0.0))
+    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+    d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
     dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
@@ -62,18 +62,18 @@ def _query_gradients_kernel(
     _store_zeros(d_bias, seq, rows, 0, begin, BLOCK_M, BLOCK_N, INDEX)
     _store_zeros(d_bias, seq, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_M, BLOCK_N, INDEX)
     if d_q is not None:
-        store_tile(at(d_q, seq), rows, dims, dq * rules.scale)
+        store_tile(d_q, seq, rows, dims, dq * rules.scale)
 
 
 @triton.jit
 def _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys: dS stored if dBias is wanted, and added to dq if dQ is."""
     lse_rows, delta_rows = stats
-    k_tile = load_tile(at(k, seq), cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(at(v, seq), cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     if d_bias is not None:
-        store_tile(at(d_bias, seq), rows, cols, ds)
+        store_tile(d_bias, seq, rows, cols, ds)
     if d_q is not None:
         dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
@@ -85,4 +85,4 @@ def _store_zeros(d_bias, seq, rows, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: 
     if d_bias is not None:
         for start in tl.range(begin, end, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), seq.len_k)
-            store_tile(at(d_bias, seq), rows, cols, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))
+            store_tile(d_bias, seq, rows, cols, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))

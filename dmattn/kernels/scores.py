@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .intervals import block_bounds
-from .layout import at, load_rows, load_tile, strided
+from .layout import broadcast, load_rows, load_tile, slice_pointer, strided
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -34,8 +34,8 @@ def rules_of(problem: Any, block_n: int) -> Rules:
     blocks = block_bounds(problem.first, problem.last, problem.key.shape[2], block_n)
     heads = problem.query.shape[1]
     return Rules(
-        mask=strided(problem.mask, heads),
-        bias=strided(problem.bias, heads),
+        mask=broadcast(problem.mask, heads),
+        bias=broadcast(problem.bias, heads),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         blocks=strided(blocks, heads),
@@ -57,16 +57,16 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
         tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
     if rules.bias is not None:
-        s += load_tile(at(rules.bias, seq), rows, cols).to(tl.float32) * LOG2E
+        s += load_tile(rules.bias, seq, rows, cols).to(tl.float32) * LOG2E
     i = (rows.start + rows.index)[:, None]
     j = (cols.start + cols.index)[None, :]
     if cols.length is not None:
         s = tl.where(j < cols.length, s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(load_tile(at(rules.mask, seq), rows, cols) != 0, s, float("-inf"))
+        s = tl.where(load_tile(rules.mask, seq, rows, cols) != 0, s, float("-inf"))
     if rules.first is not None:
-        first = load_rows(at(rules.first, seq), cols, 0)[None, :]
-        last = load_rows(at(rules.last, seq), cols, 0)[None, :]
+        first = load_rows(rules.first, seq, cols, 0)[None, :]
+        last = load_rows(rules.last, seq, cols, 0)[None, :]
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
     if rules.right is not None:
         s = tl.where(j - i <= rules.right + (seq.len_k - seq.len_q), s, float("-inf"))
@@ -89,12 +89,11 @@ def is_live(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     """Whether the mask or the intervals leave any pair of the tile."""
     live = True
     if rules.mask is not None:
-        live = tl.max(load_tile(at(rules.mask, seq), rows, cols).to(tl.int32)) != 0
+        live = tl.max(load_tile(rules.mask, seq, rows, cols).to(tl.int32)) != 0
     if rules.blocks is not None:
-        bounds = at(rules.blocks, seq)
-        block = bounds.ptr + tl.cast(cols.start // BLOCK_N, tl.int64) * bounds.row
+        block = slice_pointer(rules.blocks, seq) + tl.cast(cols.start // BLOCK_N, tl.int64) * rules.blocks.row
         first = tl.load(block)
-        last = tl.load(block + bounds.col)
+        last = tl.load(block + rules.blocks.col)
         live = live & (first < rows.start + BLOCK_M) & (last > rows.start)
     return live
 

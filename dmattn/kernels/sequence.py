@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import at, load_rows
+from .layout import load_rows, slice_pointer
 
 LARGEST = tl.constexpr(2147483647)
 BOUNDS_AT_ONCE = tl.constexpr(128)
@@ -29,15 +29,14 @@ def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     if rules.left is not None:
         begin = tl.maximum(begin, rows.start + offset - rules.left)
     if rules.blocks is not None:
-        bounds = at(rules.blocks, seq)
         n_blocks = tl.cdiv(seq.len_k, BLOCK_N)
         low = n_blocks
         high = 0
         for chunk in range(0, n_blocks, BOUNDS_AT_ONCE):
             block = chunk + tl.arange(0, BOUNDS_AT_ONCE)
-            pointers = bounds.ptr + tl.cast(block, tl.int64) * bounds.row
+            pointers = slice_pointer(rules.blocks, seq) + tl.cast(block, tl.int64) * rules.blocks.row
             first = tl.load(pointers, mask=block < n_blocks, other=LARGEST)
-            last = tl.load(pointers + bounds.col, mask=block < n_blocks, other=0)
+            last = tl.load(pointers + rules.blocks.col, mask=block < n_blocks, other=0)
             live = (first < row_end) & (last > rows.start)
             low = tl.minimum(low, tl.min(tl.where(live, block, n_blocks)))
             high = tl.maximum(high, tl.max(tl.where(live, block + 1, 0)))
@@ -59,8 +58,8 @@ def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     if rules.left is not None:
         end = tl.minimum(end, col_end - offset + rules.left)
     if rules.first is not None:
-        first = load_rows(at(rules.first, seq), cols, LARGEST)
-        last = load_rows(at(rules.last, seq), cols, 0)
+        first = load_rows(rules.first, seq, cols, LARGEST)
+        last = load_rows(rules.last, seq, cols, 0)
         begin = tl.maximum(begin, tl.min(tl.where(first < last, first, LARGEST)))
         end = tl.minimum(end, tl.max(tl.where(first < last, last, 0)))
     end = tl.maximum(end, 0)
