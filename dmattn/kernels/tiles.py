@@ -55,7 +55,8 @@ def pick(kernel: str, problem: Any) -> Tile:
     dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
     rows = _WIDE_FLOATS if query.dtype == torch.float32 else _TABLE.get(family, _DEFAULT)[kernel]
     tile = next(tile for largest, tile in rows if dim <= largest)
-    if query.shape[2] <= 64 < tile.block_m:  # rows that no query fills cost as much as the others
+    few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
+    if tile.block_m > 64 and (few_rows or (problem.mask is not None and tile.warps == 4)):  # a mask takes registers
         tile = Tile(64, tile.block_n, 4, tile.stages)
     return tile
 
