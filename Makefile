@@ -12,9 +12,12 @@ else
 python := $(VENV)/bin/python
 installed := $(VENV)/installed
 
+# Bytecode is made as modules are imported: making all of it at installation takes longer than the demo.
+unexport PYTHONDONTWRITEBYTECODE
+
 $(VENV)/installed: setup.py constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	touch $@
 endif
 
