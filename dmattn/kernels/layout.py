@@ -49,14 +49,6 @@ def strided(x: Tensor | None, heads: int) -> Strided | None:
     return Strided(x, batch, head, row, col[0] if col else 0, heads // x.shape[1])
 
 
-def broadcast(x: Tensor | None, heads: int) -> Strided | None:
-    """The same for a mask or bias: a row or column axis of 1 has the stride None, so that kernels load it once and broadcast on chip."""
-    t = strided(x, heads)
-    if x is None or t is None:
-        return None
-    return t._replace(row=None if x.shape[2] == 1 else t.row, col=None if x.shape[3] == 1 else t.col)
-
-
 @triton.jit
 def slice_pointer(t, seq):
     """Where the slice of one sequence begins."""
@@ -65,18 +57,16 @@ def slice_pointer(t, seq):
 
 @triton.jit
 def load_tile(t, seq, rows, cols):
-    """[rows, cols] of one sequence, 0 beyond the bounds; an axis whose stride is None has the length 1."""
+    """[rows, cols] of one sequence, 0 beyond the bounds."""
     pointers = _tile_pointers(t, seq, rows, cols)
-    bounded_rows: tl.constexpr = t.row is not None and rows.length is not None
-    bounded_cols: tl.constexpr = t.col is not None and cols.length is not None
-    if bounded_rows and bounded_cols:
-        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
-    elif bounded_rows:
+    if rows.length is None and cols.length is None:
+        return tl.load(pointers)
+    elif cols.length is None:
         return tl.load(pointers, mask=_inside(rows)[:, None], other=0)
-    elif bounded_cols:
+    elif rows.length is None:
         return tl.load(pointers, mask=_inside(cols)[None, :], other=0)
     else:
-        return tl.load(pointers)
+        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
 
 
 @triton.jit
@@ -119,18 +109,8 @@ def _row_pointers(t, seq, rows):
 
 @triton.jit
 def _tile_pointers(t, seq, rows, cols):
-    corner = slice_pointer(t, seq)
-    if t.row is None:
-        row_offsets = tl.full([1, 1], 0, tl.int32)
-    else:
-        corner += tl.cast(rows.start, tl.int64) * t.row
-        row_offsets = rows.index[:, None] * t.row
-    if t.col is None:
-        col_offsets = tl.full([1, 1], 0, tl.int32)
-    else:
-        corner += tl.cast(cols.start, tl.int64) * t.col
-        col_offsets = cols.index[None, :] * t.col
-    return corner + row_offsets + col_offsets
+    corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
+    return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
 
 
 @triton.jit

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .intervals import block_bounds
-from .layout import broadcast, load_rows, load_tile, slice_pointer, strided
+from .layout import Span, load_rows, load_tile, slice_pointer, strided
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -14,12 +15,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
-    `first`, `last`: one query interval per key. `blocks`: for every block of keys the smallest first and the largest last. Query i may attend
-    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+    `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
+    `blocks`: for every block of keys the smallest first and the largest last. Query i may attend key j only if
+    -left <= j - (i + len_k - len_q) <= right, where None is no bound.
     """
 
     mask: Any
+    mask_rows: Any
+    mask_cols: Any
     bias: Any
+    bias_rows: Any
+    bias_cols: Any
     first: Any
     last: Any
     blocks: Any
@@ -34,8 +40,12 @@ def rules_of(problem: Any, block_n: int) -> Rules:
     blocks = block_bounds(problem.first, problem.last, problem.key.shape[2], block_n)
     heads = problem.query.shape[1]
     return Rules(
-        mask=broadcast(problem.mask, heads),
-        bias=broadcast(problem.bias, heads),
+        mask=strided(problem.mask, heads),
+        mask_rows=_varies(problem.mask, 2),
+        mask_cols=_varies(problem.mask, 3),
+        bias=strided(problem.bias, heads),
+        bias_rows=_varies(problem.bias, 2),
+        bias_cols=_varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         blocks=strided(blocks, heads),
@@ -44,6 +54,10 @@ def rules_of(problem: Any, block_n: int) -> Rules:
         scale=problem.scale,
         softcap=problem.softcap,
     )
+
+
+def _varies(x: Tensor | None, axis: int) -> int | None:
+    return None if x is None or x.shape[axis] == 1 else 1
 
 
 @triton.jit
@@ -57,13 +71,13 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
         tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
     if rules.bias is not None:
-        s += load_tile(rules.bias, seq, rows, cols).to(tl.float32) * LOG2E
+        s += _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols).to(tl.float32) * LOG2E
     i = (rows.start + rows.index)[:, None]
     j = (cols.start + cols.index)[None, :]
     if cols.length is not None:
         s = tl.where(j < cols.length, s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(load_tile(rules.mask, seq, rows, cols) != 0, s, float("-inf"))
+        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols) != 0, s, float("-inf"))
     if rules.first is not None:
         first = load_rows(rules.first, seq, cols, 0)[None, :]
         last = load_rows(rules.last, seq, cols, 0)[None, :]
@@ -89,13 +103,27 @@ def is_live(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     """Whether the mask or the intervals leave any pair of the tile."""
     live = True
     if rules.mask is not None:
-        live = tl.max(load_tile(rules.mask, seq, rows, cols).to(tl.int32)) != 0
+        live = tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols).to(tl.int32)) != 0
     if rules.blocks is not None:
         block = slice_pointer(rules.blocks, seq) + tl.cast(cols.start // BLOCK_N, tl.int64) * rules.blocks.row
         first = tl.load(block)
         last = tl.load(block + rules.blocks.col)
         live = live & (first < rows.start + BLOCK_M) & (last > rows.start)
     return live
+
+
+@triton.jit
+def _load_pairs(t, by_row, by_col, seq, rows, cols):
+    """A tile of the mask or bias, with an axis of 1 where it is broadcast: loaded once, and broadcast on chip."""
+    one = Span(0, tl.arange(0, 1), None)
+    if by_row is None and by_col is None:
+        return load_tile(t, seq, one, one)
+    elif by_row is None:
+        return load_tile(t, seq, one, cols)
+    elif by_col is None:
+        return load_tile(t, seq, rows, one)
+    else:
+        return load_tile(t, seq, rows, cols)
 
 
 @triton.jit
