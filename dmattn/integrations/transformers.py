@@ -252,7 +252,7 @@ def _switch(model: nn.Module) -> Settings:
         for inner in models:
             if inner.config._attn_implementation != NAME:
                 inner.set_attn_implementation(NAME)
-        if not any(inner.config._attn_implementation == NAME for inner in models):
+        if not any(inner.config._attn_implementation == NAME and inner._can_set_attn_implementation() for inner in models):
             expected = "a model that computes attention through Transformers' attention interface"
             raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
     except Exception:
@@ -262,14 +262,17 @@ def _switch(model: nn.Module) -> Settings:
 
 
 def _settings(models: list[PreTrainedModel]) -> Settings:
-    """Each configuration of `models` with its implementation, outer ones first."""
+    """Each configuration of `models` with its implementation, an outer one before the inner ones it holds."""
     found: dict[int, tuple[PreTrainedConfig, Any]] = {}
-    waiting = [model.config for model in models]
-    while waiting:
-        config = waiting.pop(0)
+
+    def add(config: PreTrainedConfig | None) -> None:
         if config is not None and id(config) not in found:
             found[id(config)] = (config, config._attn_implementation)
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
+            for name in config.sub_configs:
+                add(getattr(config, name, None))
+
+    for model in models:
+        add(model.config)
     return list(found.values())
 
 

@@ -1,0 +1,215 @@
+"""Named attention problems, each with the reason it is here. Lengths are small and odd, so that Triton's interpreter gets through them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA
+
+from dmattn.equivalence import Case
+from dmattn.ops import interpreting
+
+GQA = dict(heads=4, kv_heads=2)
+MQA = dict(heads=3, kv_heads=1)
+
+HEADS_AND_LENGTHS = (
+    Case("mha-37", 37, reason="nothing but softmax(QK)V"),
+    Case("gqa-37x65", 37, 65, **GQA, reason="two query heads share a key-value head, dK and dV sum over them"),
+    Case("mqa-19x37", 19, 37, **MQA, reason="all query heads share one key-value head"),
+    Case("one-batch-row-one-head-37", 37, batch=1, heads=1, reason="axes of size 1 are both full and broadcast"),
+    Case("causal-65", 65, causal=True, reason="tiles on, below and above the diagonal"),
+    Case("causal-more-keys-19x65", 19, 65, causal=True, reason="bottom-right alignment: every query sees at least Sk - Sq + 1 keys"),
+    Case("causal-more-queries-65x19", 65, 19, causal=True, reason="bottom-right alignment leaves the first Sq - Sk rows empty"),
+    Case("gqa-causal-37x65", 37, 65, **GQA, causal=True, reason="causal bounds of the loop over queries, for each head of a group"),
+    Case("one-query-1x65", 1, 65, reason="decoding: one row of a tile is real"),
+    Case("one-query-causal-gqa-1x37", 1, 37, **GQA, causal=True, reason="a causal decoding step sees all keys"),
+    Case("one-key-37x1", 37, 1, reason="softmax of one score is 1: dQ and dK are zero but for the gradient of lse"),
+    Case("one-key-causal-19x1", 19, 1, causal=True, reason="only the last query sees the only key"),
+    Case("one-by-one", 1, 1, reason="the smallest problem there is"),
+    Case("whole-tiles-64x32", 64, 32, reason="lengths that are multiples of a tile take the path without bounds"),
+    Case("whole-tiles-in-keys-only-37x64", 37, 64, reason="bounds on the queries and none on the keys"),
+    Case("whole-tiles-in-queries-only-32x37", 32, 37, reason="bounds on the keys and none on the queries"),
+    Case("three-heads-mqa-65x37", 65, 37, **MQA, reason="a row past the end of one head is the first row of the next head"),
+    Case("transposed-layout-37x65", 37, 65, **GQA, transposed=True, reason="(B, S, H, D) in memory, as models hand it over"),
+    Case("transposed-layout-causal-bias-37", 37, transposed=True, causal=True, bias="bhqk", reason="gradients take the transposed strides"),
+)
+
+HEAD_DIMS = tuple(
+    Case(f"head-dim-{head_dim}-causal-bias-19x37", 19, 37, head_dim=head_dim, causal=True, bias="bhqk", reason=reason)
+    for head_dim, reason in (
+        (1, "a head dim of one is padded to 16"),
+        (8, "smaller than what a matrix product takes"),
+        (16, "the smallest that a matrix product takes"),
+        (20, "no power of two and no multiple of 8"),
+        (40, "padded to 64"),
+        (64, "a common head dim"),
+        (96, "padded to 128"),
+        (128, "a common head dim"),
+    )
+) + (
+    Case("narrow-values-32-over-8", 37, 19, value_dim=8, bias="1hqk", reason="value head dim below the query's"),
+    Case("wide-values-20-over-40", 19, 37, head_dim=20, value_dim=40, **GQA, causal=True, reason="value head dim above the query's"),
+    Case("values-of-one-dim", 19, 37, head_dim=16, value_dim=1, reason="delta sums over a single value dim"),
+)
+
+MASK_REASONS = {
+    "bhqk": "a mask of its own for every pair",
+    "1hqk": "a mask shared by the batch",
+    "b1qk": "a mask shared by the heads, as padding with causal makes it",
+    "11qk": "one mask for everything",
+    "bgqk": "one mask for each key-value head",
+    "1gqk": "one mask for each key-value head, shared by the batch",
+    "bh1k": "a key hidden from all queries of a head",
+    "bg1k": "a key hidden from all queries of a group",
+    "b11k": "key padding",
+    "1h1k": "a key hidden per head",
+    "111k": "a key hidden from everyone",
+    "bhq1": "a query that sees all or nothing",
+    "1hq1": "a query that sees all or nothing, per head",
+    "11q1": "a query that sees all or nothing, for everyone",
+    "bh11": "a head switched on or off in each batch row",
+    "1h11": "a head switched on or off",
+    "b111": "a batch row switched on or off",
+}
+MASKS = tuple(
+    Case(f"gqa-random-mask-{axes}-37x65" if "g" in axes else f"random-mask-{axes}-37x65", 37, 65, mask=axes, reason=reason, **GQA if "g" in axes else {})
+    for axes, reason in MASK_REASONS.items()
+) + (
+    Case("empty-rows-mask-37x65", 37, 65, mask="bhqk", keep="random-empty-rows", reason="every third row has nothing to attend"),
+    Case("gqa-empty-rows-mask-bias-19x37", 19, 37, **GQA, mask="b1qk", keep="random-empty-rows", bias="bgqk", reason="no gradient of the bias in an empty row"),
+    Case("all-masked-37", 37, mask="b1qk", keep="nothing", bias="1hqk", reason="nothing to attend anywhere: zeros, and -inf in lse"),
+    Case("topk-mask-37x65", 37, 65, mask="bhqk", keep="topk", reason="the sparse mask of dynamic mask attention"),
+    Case("gqa-topk-mask-causal-bias-65", 65, **GQA, mask="bgqk", keep="topk", causal=True, bias="bgqk", reason="a dynamic mask as models use it"),
+    Case("whole-empty-tiles-65x97", 65, 97, batch=1, mask="11qk", keep="blocks", bias="bhqk", reason="empty tiles are skipped, their dBias is written all the same"),
+    Case("whole-empty-tiles-shared-bias-97x65", 97, 65, mask="11qk", keep="blocks", bias="11qk", heads=1, reason="empty tiles in the shared dBias"),
+    Case("whole-empty-tiles-causal-gqa-65", 65, batch=1, **GQA, mask="1hqk", keep="blocks", causal=True, reason="tiles skipped by the mask and by causal"),
+)  # fmt: skip
+
+BIAS_REASONS = {
+    "bhqk": "the dQ kernel stores dS",
+    "1hqk": "T5 and Swin: shared by the batch",
+    "b1qk": "pair bias shared by the heads",
+    "11qk": "one bias for everything",
+    "bgqk": "one bias for each key-value head",
+    "1gqk": "one bias for each key-value head, shared by the batch",
+    "bh1k": "per key: column sums in the dK and dV kernel",
+    "bg1k": "per key and key-value head, as dynamic mask attention has it",
+    "b11k": "per key, shared by the heads",
+    "1h1k": "per key, shared by the batch",
+    "111k": "per key, shared by all",
+    "bhq1": "per query: the gradient is that of lse",
+    "1hq1": "per query, shared by the batch",
+    "bgq1": "per query and key-value head",
+    "bh11": "a scalar for each batch row and head",
+    "1h11": "a scalar for each head",
+    "1111": "one scalar",
+}
+BIASES = (
+    tuple(
+        Case(f"gqa-bias-{axes}-37x65" if "g" in axes else f"bias-{axes}-37x65", 37, 65, bias=axes, reason=reason, **GQA if "g" in axes else {})
+        for axes, reason in BIAS_REASONS.items()
+    )
+    + tuple(
+        Case(f"{name}-bias-{axes}-19x37", 19, 37, bias=axes, bias_dtype=dtype, reason="the bias keeps its own dtype, and so does its gradient")
+        for axes in ("bhqk", "1hqk", "b11k", "1hq1")
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
+    )
+    + (
+        Case("fp64-bias-1hqk-19x37", 19, 37, bias="1hqk", bias_dtype=torch.float64, reason="a float64 bias with a narrower query"),
+        Case("gqa-causal-random-mask-bias-19x37", 19, 37, **GQA, causal=True, mask="bhqk", bias="bhqk", reason="everything at once"),
+        Case(
+            "mqa-causal-mask-shared-bias-65x37", 65, 37, **MQA, causal=True, mask="b1qk", bias="1hqk", reason="empty rows in the shared dBias"
+        ),
+        Case("causal-bias-per-key-65x19", 65, 19, causal=True, bias="bh1k", reason="empty rows in the per-key dBias"),
+        Case("causal-bias-per-query-65x19", 65, 19, causal=True, bias="bhq1", reason="an empty row has no dBias, whatever dLSE is"),
+        Case("five-batch-rows-share-a-bias-19x37", 19, 37, batch=5, heads=1, bias="1hqk", reason="members divide unevenly over programs"),
+    )
+)
+
+OPTIONS = (
+    Case("softcap-37x65", 37, 65, softcap=1.5, reason="scores reach the cap, so its derivative matters"),
+    Case("gqa-softcap-causal-bias-65x37", 65, 37, **GQA, softcap=2.0, causal=True, bias="1hqk", reason="the bias is added after the cap"),
+    Case("softcap-mask-bias-per-key-19x37", 19, 37, softcap=0.7, mask="bhqk", bias="b11k", reason="masked after the cap"),
+    Case("large-softcap-37", 37, softcap=50.0, bias="bhqk", reason="Gemma 2's cap: tanh near zero, where a quotient cancels"),
+    Case("scale-37x65", 37, 65, scale=0.5, reason="a scale of the caller's"),
+    Case("scale-one-bias-37", 37, head_dim=16, scale=1.0, bias="1hqk", reason="T5 does not scale"),
+    Case("scale-zero-19x37", 19, 37, scale=0.0, bias="bhqk", reason="the bias alone decides; dQ and dK are zero"),
+    Case("scale-negative-softcap-19x37", 19, 37, scale=-0.3, softcap=1.0, reason="the sign goes through the cap"),
+    Case("window-5-65", 65, window=5, reason="one integer for both sides"),
+    Case("window-3-2-37x65", 37, 65, window=(3, 2), reason="sides of different width, aligned bottom-right"),
+    Case("window-3-2-65x37", 65, 37, window=(3, 2), reason="the window leaves the first rows empty"),
+    Case("window-left-only-37x65", 37, 65, window=(4, None), bias="bhqk", reason="unbounded to the right"),
+    Case("window-right-only-65x37", 65, 37, window=(None, 4), bias="bh1k", reason="unbounded to the left"),
+    Case("window-causal-gqa-65", 65, **GQA, causal=True, window=(7, 0), reason="Mistral's window of 8 keys"),
+    Case("window-causal-overrides-right-37x65", 37, 65, causal=True, window=(9, 5), reason="causal is the tighter bound on the right"),
+    Case("window-wider-than-the-sequence-37", 37, window=1000, reason="a window that hides nothing"),
+    Case("window-zero-37", 37, window=0, bias="1hqk", reason="every query sees its own key alone"),
+    Case("window-zero-more-queries-37x19", 37, 19, window=0, reason="one key each, and empty rows"),
+    Case("window-unbounded-19x37", 19, 37, window=(None, None), reason="no bound on either side"),
+    Case("window-mask-bias-65", 65, window=(20, 3), mask="b1qk", bias="1hqk", reason="window, mask and shared dBias"),
+    Case("window-past-whole-tiles-97x65", 97, 65, batch=1, heads=1, window=(10, 3), bias="bhqk", reason="tiles the window never visits get a zero dBias"),
+)  # fmt: skip
+
+INTERVALS = (
+    Case("documents-65", 65, intervals="documents", reason="packed sequences"),
+    Case("documents-causal-gqa-bias-65", 65, **GQA, intervals="documents", causal=True, bias="1hqk", reason="packed decoder sequences"),
+    Case("documents-window-bias-per-key-65", 65, intervals="documents", causal=True, window=(12, 0), bias="bh1k", reason="all bounds on the loops at once"),
+    Case("prefix-37x65", 37, 65, intervals="prefix", bias="bhqk", reason="a bidirectional prefix of another length in each batch row"),
+    Case("prefix-more-queries-65x37", 65, 37, intervals="prefix", reason="rows that see nothing but the prefix"),
+    Case("padding-37x65", 37, 65, intervals="padding", bias="b1qk", reason="padded keys"),
+    Case("padding-causal-mqa-65x37", 65, 37, **MQA, intervals="padding", causal=True, reason="padded keys, and empty rows by causal"),
+    Case("interval-causal-37x65", 37, 65, intervals="causal", reason="causal as intervals, shared by batch and heads"),
+    Case("interval-window-softcap-65x37", 65, 37, intervals="window", softcap=2.0, bias="bh1k", reason="a window as intervals"),
+    Case("random-intervals-37x65", 37, 65, intervals="random", bias="bhqk", reason="arbitrary intervals, some empty, some past the end"),
+    Case("gqa-random-intervals-65x37", 65, 37, **GQA, intervals="random", bias="1gqk", reason="intervals for each key-value head"),
+    Case("gqa-random-intervals-per-head-19x37", 19, 37, **GQA, intervals="random-per-head", bias="bg1k", reason="intervals for each query head"),
+    Case("random-intervals-shared-65", 65, intervals="random-shared", causal=True, window=(30, None), bias="11qk", reason="one interval per key for everyone"),
+    Case("random-intervals-one-query-1x37", 1, 37, intervals="random", reason="decoding under intervals"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS)
+
+LARGE = (
+    Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
+    Case("large-causal-129", 129, heads=4, head_dim=64, causal=True, reason="one past a tile"),
+    Case("large-gqa-causal-1023", 1023, heads=8, kv_heads=2, head_dim=128, causal=True, reason="many tiles and a ragged last one"),
+    Case("large-bias-bhqk-255", 255, heads=4, head_dim=64, bias="bhqk", reason="dense dBias"),
+    Case("large-bias-1hqk-1023", 1023, batch=4, heads=4, head_dim=64, bias="1hqk", reason="dBias shared by the batch"),
+    Case("large-bias-1hqk-many-members-129", 129, batch=33, heads=2, head_dim=32, bias="1hqk", reason="members split over programs, partial sums"),
+    Case("large-bias-b1qk-127x255", 127, 255, heads=6, head_dim=32, bias="b1qk", causal=True, reason="dBias shared by the heads"),
+    Case("large-bias-bg1k-1023", 1023, heads=8, kv_heads=4, head_dim=64, bias="bg1k", causal=True, reason="per-key dBias"),
+    Case("large-bias-bhq1-255x127", 255, 127, heads=3, head_dim=96, bias="bhq1", reason="per-query dBias, three heads"),
+    Case("large-head-dim-40-129x255", 129, 255, head_dim=40, bias="1hqk", mask="b1qk", reason="padded head dim"),
+    Case("large-head-dim-96-255", 255, head_dim=96, bias="bhqk", causal=True, reason="padded head dim"),
+    Case("large-head-dim-128-topk-mask-1023", 1023, heads=4, kv_heads=2, head_dim=128, mask="bgqk", keep="topk", bias="bgqk", causal=True, reason="a dynamic mask"),
+    Case("large-head-dim-192-values-128-129x127", 129, 127, head_dim=192, value_dim=128, causal=True, bias="bh1k", reason="MLA's head dims"),
+    Case("large-head-dim-256-127x129", 127, 129, head_dim=256, bias="1hqk", softcap=20.0, reason="the largest head dim"),
+    Case("large-head-dim-256-causal-255", 255, head_dim=256, heads=4, kv_heads=1, causal=True, bias="bhqk", reason="the largest head dim with a dense dBias"),
+    Case("large-values-256-head-dim-32-129", 129, head_dim=32, value_dim=256, reason="values far wider than keys"),
+    Case("large-blocks-mask-1023x255", 1023, 255, heads=3, head_dim=64, mask="11qk", keep="blocks", bias="bhqk", reason="whole empty tiles"),
+    Case("large-empty-rows-255x1023", 255, 1023, heads=3, head_dim=64, mask="bhqk", keep="random-empty-rows", bias="11qk", reason="rows with nothing"),
+    Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
+    Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
+    Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
+    Case("large-transposed-1023x129", 1023, 129, heads=4, head_dim=64, transposed=True, bias="b11k", reason="the layout of models"),
+    Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
+    Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
+)  # fmt: skip
+
+
+def runs() -> list:
+    """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
+    if interpreting():
+        dtypes = (torch.float32, torch.float16)
+        cpu = [(case, dtype) for case in CASES for dtype in dtypes if case.bias_dtype != torch.bfloat16]
+    else:
+        cpu = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    gpu = [(case, dtype) for case in CASES + LARGE for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
+        pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
+    ]
+
+
+def name(case: Case, device: str, dtype: torch.dtype) -> str:
+    """What pytest calls a run."""
+    return f"{case.name}-{str(dtype).removeprefix('torch.')}-{device}"

@@ -1,0 +1,44 @@
+"""Where the tests run: on the CPU, and marked `gpu` on a CUDA device.
+
+A CPU run takes the PyTorch path, or under ``TRITON_INTERPRET=1`` the Triton kernels in Triton's interpreter. The interpreter computes
+bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyTorch path everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from dmattn import ops
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+NO_CUDA = "needs a CUDA device" if not torch.cuda.is_available() else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
+NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or ops.interpreting(), reason=NO_CUDA))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The device a test runs on."""
+    return request.param
+
+
+@pytest.fixture
+def half(device: str) -> torch.dtype:
+    """The half precision to try: bfloat16, but in the interpreter float16."""
+    return torch.float16 if device == "cpu" and ops.interpreting() else torch.bfloat16
+
+
+@pytest.fixture
+def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill every result with NaN before it is computed, so that an element nobody writes shows."""
+    for name in ("allocate_forward", "allocate_backward"):
+        allocate = getattr(ops, name)
+
+        def filled(*arguments, allocate=allocate):
+            return tuple(tensor.fill_(float("nan")) for tensor in allocate(*arguments))
+
+        monkeypatch.setattr(ops, name, filled)

@@ -1,0 +1,73 @@
+"""Every named case, out, lse and all gradients, against float64 by the one budget rule; and that the rule catches what it should."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+
+from dmattn.equivalence import Case, check, judge, plain, results, truth
+from dmattn.functional import attention
+
+
+@pytest.mark.parametrize(("case", "device", "dtype"), cases.runs())
+def test_case(case: Case, device: str, dtype: torch.dtype, unwritten_shows: None) -> None:
+    verdicts = check(case, dtype, device)
+    failed = [str(verdict) for verdict in verdicts if not verdict.passed]
+    assert not failed, "\n".join([f"{case.name} ({case.reason}), {dtype} on {device}: {case}", *failed])
+
+
+def test_cases_have_names_and_reasons() -> None:
+    everything = cases.CASES + cases.LARGE
+    assert len({case.name for case in everything}) == len(everything)
+    assert all(case.reason for case in everything)
+
+
+@pytest.fixture
+def judged():
+    """A function that judges the case's right results after a change."""
+    case = Case("judged", 19, 37, bias="1hqk", mask="b1qk", keep="random-empty-rows")
+    inputs = case.inputs(torch.float32)
+    ours, true, usual = results(attention, inputs, case.options), truth(inputs, case.options), plain(inputs, case.options)
+
+    def judge_after(change) -> dict[str, bool]:
+        change(ours)
+        return {verdict.name: verdict.passed for verdict in judge(ours, true, usual)}
+
+    return judge_after
+
+
+def test_rule_passes_right_results(judged) -> None:
+    assert all(judged(lambda ours: None).values())
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "d_query", "d_key", "d_value", "d_bias"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1e-3], ids=["nan", "inf", "minus-inf", "off-by-1e-3"])
+def test_rule_catches_one_wrong_element(judged, name: str, wrong: float) -> None:
+    passed = judged(lambda ours: ours[name].view(-1)[-1:].add_(wrong))
+    assert passed == {other: other != name for other in passed}
+
+
+def test_rule_catches_a_finite_lse_of_an_empty_row(judged) -> None:
+    assert not judged(lambda ours: ours["lse"].masked_fill_(ours["lse"].isinf(), -1e30))["lse"]
+
+
+def test_rule_catches_a_wrong_shape() -> None:
+    case = Case("judged", 5)
+    inputs = case.inputs(torch.float32)
+    true = truth(inputs, case.options)
+    with pytest.raises(AssertionError, match=r"out: shape \(1, 2, 5, 32\), expected \(2, 2, 5, 32\)"):
+        judge({"out": true["out"][:1]}, true, true)
+
+
+def test_failure_names_the_place() -> None:
+    case = Case("judged", 5)
+    inputs = case.inputs(torch.float32)
+    true = truth(inputs, case.options)
+    wrong = {"out": true["out"].clone()}
+    wrong["out"][1, 0, 3, 7] += 1.0
+    (verdict,) = judge(wrong, true, true)
+    assert verdict.worst == (1, 0, 3, 7)
+    assert f"at (1, 0, 3, 7): got {wrong['out'][1, 0, 3, 7].item():.9g}, wanted {true['out'][1, 0, 3, 7].item():.9g}" in str(verdict)
+    assert "budget" in str(verdict)
+    assert "FAILED" in str(verdict)

@@ -1,0 +1,631 @@
+"""Random-weight Transformers models give eager's logits, loss and parameter gradients through dmattn.
+
+The rule for float32: a tensor may differ from eager's by TOLERANCE of its largest entry. A gradient that is zero but for rounding (BERT's
+key bias: a softmax ignores it) is held to TOLERANCE of one hundredth of the model's largest gradient instead. Only real positions are
+compared: what a padded query attends is each implementation's own choice, and no real token reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dmattn
+from dmattn.ops import interpreting
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+
+from dmattn.integrations import transformers as integration  # noqa: E402
+
+TOLERANCE = 2e-5
+VOCABULARY = 64
+LENGTH = 13
+PADDED = 4  # tokens of padding in the first row of the batch
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+slow_interpreted = pytest.mark.skipif(interpreting(), reason="hundreds of small calls; the interpreter takes milliseconds for each tile")
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Keyword arguments of each call that reaches dmattn.attention."""
+    seen: list[dict] = []
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs)
+        return dmattn.attention(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return seen
+
+
+def llama(**changes) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0, **changes)
+    return build(transformers.LlamaForCausalLM, config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    return build(transformers.BertForMaskedLM, config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return build(transformers.T5ForConditionalGeneration, config)
+
+
+def mistral() -> nn.Module:
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=5, pad_token_id=0)
+    return build(transformers.MistralForCausalLM, config)
+
+
+def gemma2() -> nn.Module:
+    config = transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=0.5, pad_token_id=0
+    )
+    return build(transformers.Gemma2ForCausalLM, config)
+
+
+def gpt_oss() -> nn.Module:
+    config = transformers.GptOssConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=2, pad_token_id=0
+    )
+    return build(transformers.GptOssForCausalLM, config)
+
+
+def build(kind: type, config: transformers.PreTrainedConfig) -> nn.Module:
+    """A model with eager attention and weights large enough that attention is far from uniform."""
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            else:
+                torch.nn.init.normal_(parameter, std=1.0 if "relative_attention_bias" in name else 0.2)
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, how many attention layers it has, and why it is here."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    layers: int
+    reason: str
+
+
+FAMILIES = (
+    Family("llama", llama, 2, "rotary embedding, two query heads per key-value head, causal mask"),
+    Family("bert", bert, 2, "bidirectional, padding alone in its mask"),
+    Family("t5", t5, 6, "relative bias with a gradient, scale 1, cross attention"),
+    Family("mistral", mistral, 2, "sliding window inside the mask"),
+    Family("gemma2", gemma2, 2, "softcap; window and full attention by turns"),
+    Family("gpt-oss", gpt_oss, 2, "attention sinks with a gradient"),
+)
+PADDING = ("none", "left", "right")
+
+
+def batch_for(model: nn.Module, padding: str, device: str = "cpu") -> dict[str, Tensor]:
+    """Tokens, their mask and labels, the same at every call. Padded positions carry the label that every loss ignores."""
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, VOCABULARY, (2, LENGTH), generator=random)
+    attends = torch.ones_like(tokens)
+    if padding == "left":
+        attends[0, :PADDED] = 0
+    elif padding == "right":
+        attends[0, -PADDED:] = 0
+    batch = dict(input_ids=tokens * attends, attention_mask=attends)
+    if model.config.is_encoder_decoder:
+        batch["labels"] = torch.randint(1, VOCABULARY, (2, LENGTH - 2), generator=random)
+    else:
+        batch["labels"] = torch.where(attends == 1, batch["input_ids"], -100)
+        if padding == "left":
+            batch["labels"][0, PADDED] = -100  # a causal model predicts it from the last padded position
+    if padding == "none":
+        del batch["attention_mask"]
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+@dataclass
+class Step:
+    """Results of one training step, logits at real positions only."""
+
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def train_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    logits = result.logits.detach()
+    if "attention_mask" in batch and batch["attention_mask"].shape == logits.shape[:2]:
+        logits = logits[batch["attention_mask"] == 1]
+    return Step(logits, result.loss.detach(), gradients)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    return (got.double() - want.double()).abs().max().item()
+
+
+def largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def assert_equal_steps(got: Step, want: Step) -> None:
+    assert error(got.logits, want.logits) <= TOLERANCE * largest(want.logits)
+    assert error(got.loss, want.loss) <= TOLERANCE * largest(want.loss)
+    assert got.gradients.keys() == want.gradients.keys()
+    floor = 0.01 * max(map(largest, want.gradients.values()))
+    for name, gradient in want.gradients.items():
+        difference, allowed = error(got.gradients[name], gradient), TOLERANCE * max(largest(gradient), floor)
+        assert difference <= allowed, f"gradient of {name}: off by {difference:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_training_step_equals_eager(family: Family, padding: str, device: str, calls: list[dict]) -> None:
+    if interpreting() and padding == "right" and family.name != "t5":
+        pytest.skip("the interpreter is slow, and left padding covers the same kernels")
+    model = family.build().to(device)
+    batch = batch_for(model, padding, device)
+    eager = train_step(model, batch)
+    with integration.using(model):
+        ours = train_step(model, batch)
+    assert len(calls) == family.layers
+    assert_equal_steps(ours, eager)
+    assert set(ours.gradients) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("padding", ["left"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_bfloat16_step_is_as_exact_as_eager(family: Family, padding: str) -> None:
+    """Truth is eager in float32 with the same rounded weights; ours may err twice as much as eager in bfloat16, plus four roundings."""
+    model = family.build().to("cuda", torch.bfloat16)
+    batch = batch_for(model, padding, "cuda")
+    eager = train_step(model, batch)
+    truth = train_step(copy.deepcopy(model).float(), batch)
+    with integration.using(model):
+        ours = train_step(model, batch)
+    band = 4 * 2.0**-8
+    pairs = [(ours.logits, eager.logits, truth.logits), (ours.loss, eager.loss, truth.loss)]
+    pairs += [(ours.gradients[name], eager.gradients[name], truth.gradients[name]) for name in truth.gradients]
+    floor = 0.05 * max(map(largest, truth.gradients.values()))  # a key's projection bias has none but cancelled gradient
+    for got, plain, want in pairs:
+        assert error(got, want) <= 2 * error(plain, want) + band * max(largest(want), floor)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+def test_the_relative_bias_of_t5_learns(padding: str) -> None:
+    """Encoder and decoder tables receive a gradient, and it is eager's."""
+    model = t5()
+    batch = batch_for(model, padding)
+    eager = train_step(model, batch)
+    with integration.using(model):
+        ours = train_step(model, batch)
+    tables = [name for name in ours.gradients if "relative_attention_bias" in name]
+    assert len(tables) == 2
+    for name in tables:
+        assert largest(ours.gradients[name]) > 1e-3
+        assert error(ours.gradients[name], eager.gradients[name]) <= TOLERANCE * largest(eager.gradients[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_models_can_tell_a_wrong_attention(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison has teeth: an attention that forgets mask, bias and softcap fails it."""
+    model = family.build()
+    batch = batch_for(model, "left")
+    eager = train_step(model, batch)
+    forgetful = lambda query, key, value, scale=None, return_lse=False, **_: dmattn.attention(  # noqa: E731
+        query, key, value, scale=scale, return_lse=return_lse
+    )
+    monkeypatch.setattr(integration, "attention", forgetful)
+    with integration.using(model):
+        ours = train_step(model, batch)
+    with pytest.raises(AssertionError):
+        assert_equal_steps(ours, eager)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_autocast_unifies_the_dtypes_of_rotary_models(device: str) -> None:
+    """Under autocast Llama passes q and k in float32 and v in bfloat16."""
+    model = llama().to(device)
+    batch = batch_for(model, "left", device)
+    truth = train_step(model, batch)
+
+    def autocast_step() -> Step:
+        with torch.autocast(device, torch.bfloat16):
+            return train_step(model, batch)
+
+    eager = autocast_step()
+    with integration.using(model):
+        ours = autocast_step()
+    assert error(ours.logits, truth.logits) <= 2 * error(eager.logits, truth.logits) + 4 * 2.0**-8 * largest(truth.logits)
+
+
+def test_a_model_that_asks_for_no_mask_equals_eager(calls: list[dict]) -> None:
+    """CLIP's image tower: no mask, and its layers say that they are not causal."""
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    model = build(transformers.CLIPVisionModel, transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=2, num_channels=1))
+    pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    eager = model(pixels).last_hidden_state
+    model.set_attn_implementation("dmattn")
+    assert error(model(pixels).last_hidden_state, eager) <= TOLERANCE * largest(eager)
+    assert len(calls) == 2
+    assert all(call["mask"] is None and not call["causal"] for call in calls)
+
+
+def test_the_relative_bias_of_swin_learns(calls: list[dict]) -> None:
+    """Swin passes its bias, and its shifted windows, as one float mask with a gradient."""
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, num_channels=1, embed_dim=16, depths=[2], num_heads=[2], window_size=4, drop_path_rate=0.0
+    )
+    model = build(transformers.SwinModel, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "relative_position_bias_table" in name:
+                parameter.normal_()
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(2, 16, generator=torch.Generator().manual_seed(2))
+
+    def step() -> Step:
+        model.zero_grad()
+        pooled = model(pixels).pooler_output
+        (pooled * weight).sum().backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        return Step(pooled.detach(), (pooled * weight).sum().detach(), gradients)
+
+    eager = step()
+    with integration.using(model):
+        ours = step()
+    assert len(calls) == 2
+    assert all(call["bias"].requires_grad for call in calls)
+    tables = [name for name in ours.gradients if "relative_position_bias_table" in name]
+    assert len(tables) == 2
+    assert all(largest(ours.gradients[name]) > 1e-3 for name in tables)
+    assert_equal_steps(ours, eager)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+def test_a_mask_of_the_users_own(kind: str) -> None:
+    """A 4-axis mask reaches the attention untouched: bool as a mask, float as a bias that may learn."""
+    model = llama()
+    batch = batch_for(model, "none")
+    random = torch.Generator().manual_seed(2)
+    keep = (torch.rand(2, 1, LENGTH, LENGTH, generator=random) < 0.7) | torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    if kind == "learned":
+        added = torch.randn(1, 4, LENGTH, LENGTH, generator=random).requires_grad_()
+    eager = train_step(model, batch | dict(attention_mask=added))
+    gradient, added.grad = added.grad, None
+    with integration.using(model):
+        ours = train_step(model, batch | dict(attention_mask=keep if kind == "bool" else added))
+    assert_equal_steps(ours, eager)
+    if kind == "learned":
+        assert largest(gradient) > 1e-4
+        assert error(added.grad, gradient) <= TOLERANCE * largest(gradient)
+
+
+@slow_interpreted
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_greedy_generation_gives_the_tokens_of_eager(family: Family, cache: str, device: str) -> None:
+    if family.name == "bert":
+        pytest.skip("BERT does not generate")
+    if cache == "static" and device == "cuda":
+        pytest.skip("Transformers compiles the model there, which is another test's subject")
+    model = family.build().to(device).eval()
+    batch = batch_for(model, "left", device)
+    del batch["labels"]
+    settings = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache)
+    eager = model.generate(**batch, **settings)
+    with integration.using(model):
+        ours = model.generate(**batch, **settings)
+    assert eager.shape[1] >= 9
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("make", [llama, t5])
+def test_a_compiled_model_has_no_graph_break(make: Callable[[], nn.Module], padding: str, device: str) -> None:
+    """The whole model is one graph, forward and backward. On a CPU it runs as traced, without inductor's C++ compiler."""
+    model = make().to(device)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # Transformers 5.17 builds T5's cache in a way that cannot be traced
+    batch = batch_for(model, padding, device)
+    eager = train_step(model, batch)
+    integration.enable(model)
+    torch.compiler.reset()
+    forward = model.forward
+    model.forward = torch.compile(forward, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    try:
+        assert_equal_steps(train_step(model, batch), eager)
+    finally:
+        model.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        pytest.param("BloomForCausalLM", dict(hidden_size=32, n_layer=2, n_head=4), id="bloom"),
+        pytest.param("MptForCausalLM", dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=32), id="mpt"),
+        pytest.param(
+            "MPNetForMaskedLM",
+            dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48),
+            id="mpnet",
+        ),
+    ],
+)
+def test_a_model_off_the_interface_keeps_its_own_attention(kind: str, config: dict, calls: list[dict]) -> None:
+    """It accepts the name without using it; a bool mask would give it wrong logits."""
+    model_type = getattr(transformers, kind)
+    settings = model_type.config_class(vocab_size=VOCABULARY, **config)
+    eager = build(model_type, settings).eval()
+    ours = model_type._from_config(copy.deepcopy(settings), attn_implementation="dmattn").eval()
+    ours.load_state_dict(eager.state_dict())
+    batch = batch_for(eager, "right")
+    integration._on_interface.pop(model_type.__module__, None)
+    with pytest.warns(UserWarning, match=r"modeling_\w+ does not use Transformers' attention interface"):
+        logits = ours(**batch).logits
+    assert torch.equal(logits, eager(**batch).logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours(**batch)
+    assert not calls
+    with pytest.raises(ValueError, match=f"model: expected a model that computes attention through .* received {kind}"):
+        integration.enable(eager)
+    assert eager.config._attn_implementation == "eager"
+
+
+def test_importing_dmattn_does_not_import_transformers() -> None:
+    code = "import sys, dmattn, dmattn.integrations; assert not any(name.split('.')[0] == 'transformers' for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_register_and_unregister_can_be_repeated() -> None:
+    integration.register()
+    model = llama()
+    model.set_attn_implementation("dmattn")
+    for _ in range(2):
+        integration.unregister()
+        assert "dmattn" not in transformers.AttentionInterface()
+        assert "dmattn" not in transformers.AttentionMaskInterface()
+    with pytest.raises(KeyError, match="dmattn"):
+        model(**batch_for(model, "none"))
+    with pytest.raises(ValueError, match="dmattn"):
+        llama().set_attn_implementation("dmattn")
+    integration.register()
+    assert model(**batch_for(model, "none")).logits.isfinite().all()
+
+
+def implementations(model: nn.Module) -> set[str]:
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+def test_enable_reaches_every_inner_model_and_disable_undoes_it() -> None:
+    model = t5()
+    model.decoder.config._attn_implementation = "sdpa"
+    for _ in range(2):
+        integration.enable(model)
+        assert implementations(model) == {"dmattn"}
+    with integration.using(model):
+        assert implementations(model) == {"dmattn"}
+    assert implementations(model) == {"dmattn"}
+    integration.disable(model)
+    assert model.config._attn_implementation == model.encoder.config._attn_implementation == "eager"
+    assert model.decoder.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="model: expected a model that enable"):
+        integration.disable(model)
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, received str"):
+        integration.enable("t5")
+
+
+def test_using_restores_after_an_error() -> None:
+    model = t5()
+    with pytest.raises(KeyError), integration.using(model):
+        raise KeyError
+    assert implementations(model) == {"eager"}
+
+
+class Layer(nn.Module):
+    """A stand-in for an attention layer."""
+
+    def __init__(self, is_causal: bool | None = None) -> None:
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def random_qkv(len_q: int = 5, len_k: int = 5) -> list[Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return [torch.randn(2, heads, length, 8, generator=random) for heads, length in ((4, len_q), (2, len_k), (2, len_k))]
+
+
+def test_without_a_mask_the_layer_says_whether_it_is_causal() -> None:
+    qkv = random_qkv()
+    causal, full = (dmattn.attention(*qkv, causal=flag).transpose(1, 2) for flag in (True, False))
+    for layer, flag, want in (
+        (Layer(True), None, causal),
+        (Layer(False), None, full),
+        (Layer(False), True, causal),
+        (Layer(True), False, full),
+    ):
+        out, weights = integration.attend(layer, *qkv, None, is_causal=flag)
+        assert weights is None
+        assert out.is_contiguous()
+        assert torch.equal(out, want)
+
+
+def test_without_a_mask_a_single_query_attends_everything() -> None:
+    qkv = random_qkv(len_q=1)
+    out, _ = integration.attend(Layer(True), *qkv, None)
+    assert torch.equal(out, dmattn.attention(*qkv).transpose(1, 2))
+    assert torch.equal(integration.attend(Layer(), *qkv, None)[0], out)
+
+
+def test_without_a_mask_the_sliding_window_is_applied() -> None:
+    query, key, value = random_qkv()
+    out, _ = integration.attend(Layer(True), query, key, value, None, sliding_window=2)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
+    assert error(out, dmattn.attention(query, key, value, mask=mask).transpose(1, 2)) <= 1e-6
+
+
+def test_with_a_mask_the_sliding_window_and_causality_are_inside_it() -> None:
+    qkv = random_qkv()
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    out, _ = integration.attend(Layer(True), *qkv, mask, sliding_window=2, is_causal=True, position_ids=None, use_cache=False)
+    assert torch.equal(out, dmattn.attention(*qkv, mask=mask).transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_float_mask_and_a_position_bias_add_up(dtype: torch.dtype) -> None:
+    """The lowest float16 plus a bias would be -inf in float16. Both get their gradient, as does a row with no key left."""
+    qkv = random_qkv()
+    random = torch.Generator().manual_seed(4)
+    lowest = torch.finfo(dtype).min
+    mask = torch.randn(2, 1, 5, 5, generator=random).to(dtype)
+    mask[:, :, 1:4, 3] = lowest
+    mask[0, :, 4] = lowest
+    bias = torch.randn(1, 4, 5, 5, generator=random).to(dtype)
+    bias[..., 2, 1] = lowest
+    mask.requires_grad_()
+    bias.requires_grad_()
+    out, _ = integration.attend(Layer(), *qkv, mask, position_bias=bias, scaling=1.0)
+    weight = torch.randn(out.shape, generator=random)
+    weight[0, 4] = 0  # a row without a key: its value is each implementation's own
+    got = torch.autograd.grad((out * weight).sum(), (mask, bias))
+    wide = [x.detach().double().requires_grad_() for x in (mask, bias)]
+    query, key, value = (x.double() for x in qkv)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) + wide[0] + wide[1]
+    want_out = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    want = torch.autograd.grad((want_out * weight.double()).sum(), wide)
+    assert out.isfinite().all()
+    assert error(out[1], want_out[1]) <= 1e-5
+    assert error(out[0, :4], want_out[0, :4]) <= 1e-5
+    for got_gradient, want_gradient in zip(got, want, strict=True):
+        assert got_gradient.dtype == dtype
+        assert error(got_gradient, want_gradient) <= (2e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_sinks_take_part_in_the_softmax() -> None:
+    """Against the sink as one more key whose value is zero; a row with no key gives zero, and every gradient is finite."""
+    qkv = [x.requires_grad_() for x in random_qkv()]
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril(-1)[None, None]
+    out, _ = integration.attend(Layer(), *qkv, mask, s_aux=sinks)
+    query, key, value = qkv
+    scores = (query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5).masked_fill(~mask, float("-inf"))
+    weights = torch.cat([scores, sinks[None, :, None, None].expand(2, 4, 5, 1)], -1).softmax(-1)[..., :-1]
+    want = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    assert error(out, want) <= 1e-5
+    assert not out[:, 0].any()
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
+    inputs = (*qkv, sinks)
+    got_gradients, want_gradients = (torch.autograd.grad((result * weight).sum(), inputs) for result in (out, want))
+    for got, expected in zip(got_gradients, want_gradients, strict=True):
+        assert error(got, expected) <= 1e-5
+
+
+def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **arguments) -> None:
+    mask = arguments.pop("attention_mask", torch.ones(2, 1, *lengths, dtype=torch.bool))
+    integration.attend(layer or Layer(False), *random_qkv(*lengths), mask, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(dict(dropout=0.1), "dropout: expected 0.0 while training, .* received 0.1", id="dropout"),
+        pytest.param(dict(output_attentions=True), "output_attentions: expected False", id="weights"),
+        pytest.param(dict(sinks=torch.zeros(2, 4, 5, 1)), "sinks: expected None", id="token-sinks"),
+        pytest.param(dict(indices=torch.zeros(1)), "indices: expected None", id="sparse-indices"),
+        pytest.param(dict(block_indices=torch.zeros(1)), "block_indices: expected None", id="sparse-blocks"),
+        pytest.param(dict(cache=object()), "cache: expected None", id="paged-cache"),
+        pytest.param(dict(s_aux=torch.zeros(3)), r"s_aux: expected shape \(H,\) = \(4,\), received \(3,\)", id="sinks-of-other-heads"),
+        pytest.param(dict(attention_mask=torch.ones(2, 5)), r"attention_mask: expected 4 axes .* \(2, 5\)", id="mask-of-two-axes"),
+        pytest.param(
+            dict(attention_mask=torch.ones(2, 1, 5, 5, dtype=torch.long)), "attention_mask: expected a bool .* torch.int64", id="integer-mask"
+        ),
+        pytest.param(
+            dict(attention_mask=torch.ones(2, 1, 5, 7, dtype=torch.bool)), r"mask: expected a shape .* \(2, 1, 5, 7\)", id="longer-mask"
+        ),
+        pytest.param(
+            dict(attention_mask=torch.ones(2, 1, 5, 3, dtype=torch.bool)), r"mask: expected a shape .* \(2, 1, 5, 3\)", id="shorter-mask"
+        ),
+        pytest.param(
+            dict(attention_mask=None, layer=Layer(True), lengths=(3, 5)), "attention_mask: expected a mask, .* 3 queries to 5", id="alignment"
+        ),
+        pytest.param(dict(attention_mask=None, layer=Layer()), "is_causal: expected True or False .* of Layer", id="causal-unknown"),
+        pytest.param(dict(attention_mask=None, sliding_window=2), "attention_mask: expected a mask, as a sliding window", id="window"),
+        pytest.param(dict(attention_mask=None, cu_seq_lens_q=torch.tensor([0, 5])), "cu_seq_lens_q: expected None", id="packed"),
+    ],
+)
+def test_what_is_not_supported_raises(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(**arguments)
+
+
+def test_a_mask_that_is_no_tensor_raises() -> None:
+    with pytest.raises(TypeError, match=r"attention_mask: expected a torch\.Tensor or None, received str"):
+        attend(attention_mask="causal")
+
+
+def test_dropout_is_ignored_in_evaluation() -> None:
+    attend(Layer(False).eval(), dropout=0.1)
+
+
+def test_dtypes_that_differ_without_autocast_raise() -> None:
+    query, key, value = random_qkv()
+    for context, raises in ((nullcontext(), True), (torch.autocast("cpu", torch.bfloat16), False)):
+        with context, pytest.raises(ValueError, match="value: expected query's dtype") if raises else nullcontext():
+            integration.attend(Layer(False), query, key, value.bfloat16(), None)
+
+
+def test_training_with_dropout_says_what_to_do() -> None:
+    model = llama(attention_dropout=0.1)
+    model.set_attn_implementation("dmattn")
+    with pytest.raises(ValueError, match="set the model's attention dropout to 0"):
+        model(**batch_for(model, "none"))
+    model.eval()(**batch_for(model, "none"))
