@@ -1,0 +1,114 @@
+"""Every error that a user can meet: it names the argument, what was expected and what was received, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dmattn
+from dmattn import IntervalMask, attention, scaled_dot_product_attention
+
+
+def tensors(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """query (2, 4, 5, 8), key (2, 2, 7, 8), value (2, 2, 7, 8), with replacements."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 4, 5, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()} | changed
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+BOOL = torch.bool
+ERRORS = [
+    ("query-not-a-tensor", {"query": [1.0]}, TypeError, r"query: expected a torch.Tensor, received list"),
+    ("query-rank", {"query": zeros(4, 5, 8)}, ValueError, r"query: expected 4 axes .*received shape \(4, 5, 8\)"),
+    ("key-rank", {"key": zeros(2, 7, 8)}, ValueError, r"key: expected 4 axes .*received shape \(2, 7, 8\)"),
+    ("query-integer", {"query": zeros(2, 4, 5, 8, dtype=torch.int64)}, ValueError, r"query: expected a dtype of float16.*received torch.int64"),
+    ("key-dtype", {"key": zeros(2, 2, 7, 8, dtype=torch.float16)}, ValueError, r"key: expected query's dtype torch.float32, received torch.float16"),
+    ("value-device", {"value": zeros(2, 2, 7, 8, device="meta")}, ValueError, r"value: expected query's device cpu, received meta"),
+    ("key-batch", {"key": zeros(3, 2, 7, 8)}, ValueError, r"key: expected query's batch size 2, received 3"),
+    ("heads-do-not-divide", {"key": zeros(2, 3, 7, 8), "value": zeros(2, 3, 7, 8)}, ValueError, r"key: expected a number of heads that divides query's 4, received 3"),
+    ("no-key-heads", {"key": zeros(2, 0, 7, 8), "value": zeros(2, 0, 7, 8)}, ValueError, r"key: expected a number of heads .*received 0"),
+    ("value-heads", {"value": zeros(2, 4, 7, 8)}, ValueError, r"value: expected key's 2 heads, received 4"),
+    ("value-length", {"value": zeros(2, 2, 6, 8)}, ValueError, r"value: expected key's length 7, received 6"),
+    ("key-head-dim", {"key": zeros(2, 2, 7, 9)}, ValueError, r"key: expected query's head dim 8, received 9"),
+    ("head-dim-too-large", {"query": zeros(2, 4, 5, 257), "key": zeros(2, 2, 7, 257)}, ValueError, r"query: expected a head dim from 1 to 256, received 257"),
+    ("value-dim-too-large", {"value": zeros(2, 2, 7, 300)}, ValueError, r"value: expected a head dim from 1 to 256, received 300"),
+    ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 256, received 0"),
+    ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask or None, received list"),
+    ("mask-float", {"mask": zeros(5, 7)}, ValueError, r"mask: expected dtype torch.bool.*argument bias.*received torch.float32"),
+    ("mask-requires-grad", {"mask": zeros(5, 7).requires_grad_()}, ValueError, r"mask: expected a bool tensor, which has no gradient.*requiring grad"),
+    ("mask-one-column-short", {"mask": zeros(5, 6, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable to .*= \(2, 4, 5, 7\) with 4 or 2 or 1 heads, received \(5, 6\)"),
+    ("mask-one-column-long", {"mask": zeros(5, 8, dtype=BOOL)}, ValueError, r"mask: .*received \(5, 8\)"),
+    ("mask-heads", {"mask": zeros(1, 3, 5, 7, dtype=BOOL)}, ValueError, r"mask: .*received \(1, 3, 5, 7\)"),
+    ("mask-rank", {"mask": zeros(1, 2, 4, 5, 7, dtype=BOOL)}, ValueError, r"mask: .*received \(1, 2, 4, 5, 7\)"),
+    ("mask-device", {"mask": zeros(5, 7, dtype=BOOL, device="meta")}, ValueError, r"mask: expected query's device cpu, received meta"),
+    ("interval-length", {"mask": IntervalMask.causal(5, 6)}, ValueError, r"mask.first: expected a shape broadcastable to \(B, H, Sk\) = \(2, 4, 7\).*received \(6,\)"),
+    ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a torch.Tensor, received float"),
+    ("bias-integer", {"bias": zeros(5, 7, dtype=torch.int32)}, ValueError, r"bias: expected a dtype of float16.*received torch.int32"),
+    ("bias-shape", {"bias": zeros(2, 4, 5, 6)}, ValueError, r"bias: expected a shape broadcastable.*received \(2, 4, 5, 6\)"),
+    ("bias-device", {"bias": zeros(5, 7, device="meta")}, ValueError, r"bias: expected query's device cpu, received meta"),
+    ("causal-not-bool", {"causal": 1}, TypeError, r"causal: expected True or False, received int"),
+    ("window-float", {"window": 2.0}, TypeError, r"window: expected an integer, a tuple \(left, right\) or None, received float"),
+    ("window-three", {"window": (1, 2, 3)}, TypeError, r"window: .*received 3 values"),
+    ("window-bool", {"window": (True, 1)}, TypeError, r"window: expected integers or None, received bool"),
+    ("window-negative", {"window": (-1, 2)}, ValueError, r"window: expected non-negative integers, received \(-1, 2\)"),
+    ("window-negative-int", {"window": -3}, ValueError, r"window: expected non-negative integers, received -3"),
+    ("scale-nan", {"scale": float("nan")}, ValueError, r"scale: expected a finite number, received nan"),
+    ("scale-infinite", {"scale": float("inf")}, ValueError, r"scale: expected a finite number, received inf"),
+    ("scale-text", {"scale": "1"}, TypeError, r"scale: expected a real number, received str"),
+    ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive finite number or None, received 0.0"),
+    ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive finite number or None, received nan"),
+    ("softcap-text", {"softcap": "2"}, TypeError, r"softcap: expected a positive real number or None, received str"),
+    ("return-lse", {"return_lse": 1}, TypeError, r"return_lse: expected True or False, received int"),
+    ("unknown-keyword", {"backend": "triton"}, TypeError, r"backend"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
+def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dmattn.functional, "_run", lambda problem: pytest.fail("ran with a wrong argument"))
+    given = tensors(**arguments)
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
+    with pytest.raises(error, match=message):
+        attention(query, key, value, **given)
+    after = {"query": query, "key": key, "value": value, **given}
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+SDPA_ERRORS = [
+    ("dropout", {"dropout_p": 0.1}, ValueError, r"dropout_p: expected 0.0.*received 0.1"),
+    ("dropout-text", {"dropout_p": "0"}, TypeError, r"dropout_p: expected a number, received str"),
+    ("causal-and-mask", {"is_causal": True, "attn_mask": zeros(5, 7)}, ValueError, r"attn_mask: expected None together with is_causal=True"),
+    ("mask-not-a-tensor", {"attn_mask": 3}, TypeError, r"attn_mask: expected a bool or float tensor or None, received int"),
+    ("gqa-not-enabled", {"enable_gqa": False}, ValueError, r"key: expected query's 4 heads \(or enable_gqa=True\), received 2"),
+    ("not-a-tensor", {"key": None}, TypeError, r"key: expected a torch.Tensor, received NoneType"),
+    ("rank", {"key": zeros(7, 8)}, ValueError, r"key: expected at least 2 axes, with query's leading axes \(2,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in SDPA_ERRORS], ids=[row[0] for row in SDPA_ERRORS])
+def test_sdpa_error(arguments: dict, error: type[Exception], message: str) -> None:
+    given = {"enable_gqa": True, **tensors(), **arguments}
+    with pytest.raises(error, match=message):
+        scaled_dot_product_attention(**given)
+
+
+def test_unsupported_gpu_and_missing_triton_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmattn import ops
+
+    ops._kernels.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "triton", None)
+        with pytest.raises(RuntimeError, match=r"need Triton, which is not installed"):
+            ops._kernels(torch.device("cuda", 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+        with pytest.raises(RuntimeError, match=r"capability 8.0 \(Ampere\) or newer, received Tesla T4 with 7.5"):
+            ops._kernels(torch.device("cuda", 0))
+    ops._kernels.cache_clear()
