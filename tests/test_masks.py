@@ -1,0 +1,82 @@
+"""IntervalMask: every constructor against a mask written out pair by pair, intersection, and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmattn import IntervalMask, attention
+
+
+def by_pairs(len_q: int, len_k: int, rule) -> torch.Tensor:
+    return torch.tensor([[bool(rule(i, j)) for j in range(len_k)] for i in range(len_q)])
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [(5, 5), (3, 8), (8, 3), (1, 4)])
+def test_causal_and_window(len_q: int, len_k: int) -> None:
+    offset = len_k - len_q
+    assert torch.equal(IntervalMask.causal(len_q, len_k).to_dense(len_q), by_pairs(len_q, len_k, lambda i, j: j <= i + offset))
+    for left, right in ((0, 0), (2, 1), (None, 3), (1, None), (None, None)):
+        dense = by_pairs(len_q, len_k, lambda i, j: (left is None or j - i - offset >= -left) and (right is None or j - i - offset <= right))
+        assert torch.equal(IntervalMask.window(len_q, len_k, left=left, right=right).to_dense(len_q), dense)
+
+
+def test_documents_are_runs_of_equal_ids() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1, 0], [7, 7, 7, 7, 7, 7]])
+    runs = [[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]
+    mask = IntervalMask.documents(ids)
+    assert mask.first.shape == (2, 1, 6)
+    for batch in range(2):
+        assert torch.equal(mask.to_dense(6)[batch, 0], by_pairs(6, 6, lambda i, j, of=runs[batch]: of[i] == of[j]))
+    assert torch.equal(IntervalMask.documents(ids[0]).to_dense(6), mask.to_dense(6)[0, 0])
+    assert IntervalMask.documents(torch.zeros(2, 0, dtype=torch.int64)).first.shape == (2, 1, 0)
+
+
+def test_prefix_and_padding() -> None:
+    prefix = torch.tensor([0, 3])
+    dense = IntervalMask.prefix_lm(prefix, 5, 6).to_dense(5)
+    for batch in range(2):
+        assert torch.equal(dense[batch, 0], by_pairs(5, 6, lambda i, j, p=int(prefix[batch]): j < p or j <= i + 1))
+    real = torch.tensor([[True, True, False], [False, True, True]])
+    assert torch.equal(IntervalMask.padding(real, 4).to_dense(4), real[:, None, None, :].expand(2, 1, 4, 3))
+
+
+def test_intersection() -> None:
+    documents = IntervalMask.documents(torch.tensor([[0, 0, 0, 1, 1]]))
+    both = documents & IntervalMask.causal(5, 5)
+    assert torch.equal(both.to_dense(5), documents.to_dense(5) & IntervalMask.causal(5, 5).to_dense(5))
+    with pytest.raises(TypeError):
+        documents & torch.ones(5, 5, dtype=torch.bool)
+
+
+def test_attention_is_that_of_the_dense_mask(device: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn((2, 2, 37, 16), generator=random).to(device) for _ in range(3))
+    ids = torch.tensor([[0] * 20 + [1] * 17, [3] * 5 + [4] * 32]).to(device)
+    mask = IntervalMask.documents(ids) & IntervalMask.causal(37, 37, device=device)
+    torch.testing.assert_close(attention(query, key, value, mask=mask), attention(query, key, value, mask=mask.to_dense(37)))
+
+
+INT = torch.zeros(3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: IntervalMask(INT.long(), INT), TypeError, r"first: expected an int32 tensor, received torch.int64 tensor"),
+        (lambda: IntervalMask(INT, 3), TypeError, r"last: expected an int32 tensor, received int"),
+        (lambda: IntervalMask(INT[0], INT), ValueError, r"first: expected 1 to 3 axes .*received shape \(\)"),
+        (lambda: IntervalMask(INT, INT.to("meta")), ValueError, r"last: expected device cpu as first has, received meta"),
+        (lambda: IntervalMask(INT, INT[:2]), ValueError, r"last: expected a shape that broadcasts with first's \(3,\), received \(2,\)"),
+        (lambda: IntervalMask.window(3, 3, left=-1, right=0), ValueError, r"left: expected a non-negative integer or None, received -1"),
+        (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
+        (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
+        (lambda: IntervalMask.prefix_lm(INT.float(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor"),
+        (lambda: IntervalMask.prefix_lm(INT[None], 3, 3), ValueError, r"prefix_lengths: expected shape \(B,\), received \(1, 3\)"),
+        (lambda: IntervalMask.padding(INT[None], 3), TypeError, r"key_padding_mask: expected a bool tensor, received torch.int32"),
+        (lambda: IntervalMask.padding(INT.bool(), 3), ValueError, r"key_padding_mask: expected shape \(B, Sk\), received \(3,\)"),
+    ],
+)
+def test_errors(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,63 @@
+"""The oracle itself: its gradients by finite differences, torch's own attention, and the PyTorch path that follows it in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dmattn
+from dmattn import chunked, reference
+from dmattn.equivalence import Case, results
+
+CASES = [
+    Case("plain", 3, 4, heads=2, kv_heads=1, head_dim=3, value_dim=2, bias="1hqk"),
+    Case("capped-causal", 4, 3, heads=2, head_dim=2, bias="b1qk", softcap=2.0, causal=True),
+    Case("masked-empty-rows", 4, 4, heads=2, kv_heads=2, head_dim=2, mask="bhqk", keep="random-empty-rows", bias="bg1k"),
+    Case("intervals-window", 4, 5, heads=1, head_dim=2, intervals="random", window=(2, 3), bias="1hq1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("function", [reference.attention, dmattn.attention], ids=["reference", "attention"])
+def test_gradients_by_finite_differences(case: Case, function) -> None:
+    inputs = case.inputs(torch.float64)
+    leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.bias)]
+
+    def call(query, key, value, bias):
+        out, lse = function(query, key, value, mask=inputs.mask, bias=bias, return_lse=True, **case.options)
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    assert torch.autograd.gradcheck(call, leaves)
+    if function is reference.attention:
+        assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "causal"])
+def test_equals_torch(mask_kind: str) -> None:
+    case = Case("torch", 9, 9, heads=4, kv_heads=2, head_dim=8, mask="b1qk" if mask_kind == "bool" else None, bias="1hqk")
+    inputs = case.inputs(torch.float64)
+    mask = inputs.mask if mask_kind == "bool" else None
+    bias = inputs.bias if mask_kind == "float" else None
+    want = F.scaled_dot_product_attention(
+        inputs.query, inputs.key, inputs.value, mask if bias is None else bias, is_causal=mask_kind == "causal", enable_gqa=True
+    )
+    got = reference.attention(inputs.query, inputs.key, inputs.value, mask=mask, bias=bias, causal=mask_kind == "causal")
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_chunks_of_rows_give_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = case.inputs(torch.float64)
+    whole = results(reference.attention, inputs, case.options)
+    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(chunked, "MIN_ROWS", 2)
+    parts = results(dmattn.attention, inputs, case.options)
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_dtype_is_that_asked_for() -> None:
+    inputs = CASES[0].inputs(torch.float16)
+    assert reference.attention(inputs.query, inputs.key, inputs.value).dtype == torch.float16
+    assert reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64).dtype == torch.float64

@@ -1,0 +1,67 @@
+"""The drop-in against torch's scaled_dot_product_attention: signature, ranks, conventions."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dmattn import scaled_dot_product_attention
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_signature_is_torchs() -> None:
+    parameters = inspect.signature(scaled_dot_product_attention).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    assert list(parameters)[:3] == ["query", "key", "value"]
+    assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_rank(leading: tuple[int, ...], causal: bool, device: str) -> None:
+    query, key, value = (normal(*leading, n, d).to(device) for n, d in ((5, 8), (9, 8), (9, 4)))
+    got = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3)
+    want = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=causal, scale=0.3)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("leading", "mask_shape"),
+    [((2, 3), (5, 9)), ((2, 3), (1, 9)), ((2, 3), (2, 1, 5, 9)), ((2, 3), (3, 5, 9)), ((2, 2, 3), (2, 1, 1, 5, 9)), ((2, 2, 3), (1, 1, 3, 5, 9)),
+     ((3,), (3, 5, 9)), ((), (5, 9)), ((), (9,))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_every_mask(leading: tuple[int, ...], mask_shape: tuple[int, ...], kind: str, device: str) -> None:
+    query, key, value = (normal(*leading, n, 8).to(device) for n in (5, 9, 9))
+    mask = normal(*mask_shape).to(device)
+    mask = mask > -1.0 if kind == "bool" else mask
+    got = scaled_dot_product_attention(query, key, value, mask)
+    want = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask if kind == "bool" else mask.double())
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_heads(device: str) -> None:
+    query, key, value = normal(2, 4, 5, 8).to(device), normal(2, 2, 9, 8).to(device), normal(2, 2, 9, 8).to(device) + 1
+    got = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, enable_gqa=True), rtol=1e-4, atol=1e-5)
+
+
+def test_a_float_mask_learns(device: str) -> None:
+    query, key, value = (normal(2, 3, n, 8).to(device) for n in (5, 9, 9))
+    masks = [normal(3, 5, 9).to(device, torch.float32 if ours else torch.float64).requires_grad_() for ours in (True, False)]
+    scaled_dot_product_attention(query, key, value, masks[0]).square().sum().backward()
+    F.scaled_dot_product_attention(query.double(), key.double(), value.double(), masks[1]).square().sum().backward()
+    torch.testing.assert_close(masks[0].grad.double(), masks[1].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_leading_axes_of_the_mask_must_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"attn_mask: expected leading axes broadcastable to \(2, 2\)"):
+        scaled_dot_product_attention(normal(2, 2, 3, 5, 8), normal(2, 2, 3, 9, 8), normal(2, 2, 3, 9, 8), normal(3, 1, 3, 5, 9))
