@@ -1,0 +1,171 @@
+"""What the specification promises beyond the formula, and the faults that other implementations had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmattn import attention, merge_attention, ops, reference
+from dmattn.equivalence import Case, results
+
+
+def normal(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (2, 2, 0, 0)], ids=str)
+def test_zero_lengths(shape: tuple[int, ...], device: str) -> None:
+    batch, heads, len_q, len_k = shape
+    query, key, value = normal(batch, heads, len_q, 8, device=device), *(normal(batch, heads, len_k, 8, device=device) for _ in range(2))
+    bias = normal(1, heads, len_q, len_k, device=device)
+    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
+    out, lse = attention(query, key, value, bias=bias, causal=True, return_lse=True)
+    assert out.shape == query.shape
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+        assert (grad == 0).all()
+
+
+def test_merging_shares_of_the_keys_is_attention_over_all(device: str) -> None:
+    inputs = Case("merge", 19, 37, bias="bhqk", mask="b1qk", keep="random-empty-rows").inputs(torch.float32, device)
+
+    def merged(query, key, value, *, mask, bias, return_lse):
+        shares = [slice(0, 5), slice(5, 21), slice(21, 37)]
+        parts = [attention(query, key[:, :, s], value[:, :, s], mask=mask[..., s], bias=bias[..., s], return_lse=True) for s in shares]
+        return merge_attention(*zip(*parts, strict=True))
+
+    whole = results(attention, inputs, {})
+    for name, value in results(merged, inputs, {}).items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_merge_errors() -> None:
+    out, lse = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    with pytest.raises(ValueError, match="received 0 outs and 0 lses"):
+        merge_attention([], [])
+    with pytest.raises(ValueError, match="received 2 outs and 1 lses"):
+        merge_attention([out, out], [lse])
+    with pytest.raises(ValueError, match=r"outs\[1\]: expected shape"):
+        merge_attention([out, out[..., :2]], [lse, lse])
+    with pytest.raises(ValueError, match=r"lses\[0\]: expected shape"):
+        merge_attention([out], [lse[..., :1]])
+
+
+@pytest.mark.parametrize("wanted", [("bias",), ("query",), ("key",), ("value",), ("query", "bias"), ("key", "value")], ids=str)
+@pytest.mark.parametrize("bias", ["bhqk", "1hqk", "bh1k", "1hq1"])
+def test_only_the_gradients_asked_for(wanted: tuple[str, ...], bias: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias alone may require grad, too; what nobody asked for is never allocated."""
+    inputs = Case("some", 19, 37, bias=bias).inputs(torch.float32, device)
+    every = results(attention, inputs, {})
+    allocate, made = ops.allocate_backward, []
+    monkeypatch.setattr(ops, "allocate_backward", lambda *arguments: made.append(allocate(*arguments)) or made[-1])
+    leaves = {name: getattr(inputs, name).clone().requires_grad_(name in wanted) for name in ("query", "key", "value", "bias")}
+    out, lse = attention(**leaves, return_lse=True)
+    grads = torch.autograd.grad((out, lse), [leaves[name] for name in wanted], (inputs.d_out, inputs.d_lse))
+    for name, grad in zip(wanted, grads, strict=True):
+        assert torch.equal(grad, every[f"d_{name}"])
+    (allocated,) = made
+    assert [x.numel() > 0 for x in allocated] == [name in wanted for name in ("query", "key", "value", "bias")]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("hidden_by", ["mask", "causal", "window"])
+def test_what_is_masked_cannot_leak(poison: float, hidden_by: str, device: str) -> None:
+    case = Case(
+        "leak",
+        37,
+        bias="bhqk",
+        mask="bhqk" if hidden_by == "mask" else None,
+        causal=hidden_by == "causal",
+        window=(5, 3) if hidden_by == "window" else None,
+    )
+    inputs = case.inputs(torch.float32, device)
+    distance = torch.arange(37, device=device) - torch.arange(37, device=device)[:, None]
+    hidden = {"mask": ~inputs.mask if inputs.mask is not None else None, "causal": distance > 0, "window": (distance > 3) | (distance < -5)}[
+        hidden_by
+    ]
+    clean = results(attention, inputs, case.options)
+    inputs.bias.masked_fill_(hidden, poison)
+    for name, value in results(attention, inputs, case.options).items():
+        assert torch.equal(value, clean[name]), name
+    assert (clean["d_bias"][hidden.expand_as(inputs.bias)] == 0).all()
+
+
+def test_minus_infinity_in_the_bias_masks(device: str) -> None:
+    inputs = Case("infinite", 19, 37, bias="bhqk", mask="bhqk", keep="random-empty-rows").inputs(torch.float32, device)
+    masked = results(attention, inputs, {})
+    bias = inputs.bias.masked_fill(~inputs.mask, float("-inf"))
+    by_bias = results(attention, type(inputs)(**{**vars(inputs), "mask": None, "bias": bias}), {})
+    for name, value in by_bias.items():
+        torch.testing.assert_close(value, masked[name], rtol=1e-5, atol=1e-6)
+
+
+def test_strides_are_taken_as_they_are(device: str) -> None:
+    """Transposed, expanded, sliced and column-strided views give what their contiguous copies give."""
+    base = normal(2, 45, 3, 40, device=device)
+    query = base.transpose(1, 2)[:, :, 3:40, ::2]
+    key, value = (normal(1, 1, 20, 41, device=device, seed=s).mT[..., ::1].expand(2, 3, 41, 20) for s in (1, 2))
+    bias = normal(1, 41, 37, 3, device=device).permute(0, 3, 2, 1)
+    mask = (normal(1, 1, 37, 1, device=device) > -1).expand(2, 3, 37, 41)
+    got = attention(query, key, value, mask=mask, bias=bias)
+    copies = [x.contiguous() for x in (query, key, value)]
+    assert torch.equal(got, attention(*copies, mask=mask.contiguous(), bias=bias.contiguous()))
+
+
+def test_a_bias_expanded_by_the_user(device: str) -> None:
+    inputs = Case("expanded", 19, 37, bias="1hqk").inputs(torch.float32, device)
+    own = results(attention, inputs, {})
+    expanded = results(lambda q, k, v, bias, **o: attention(q, k, v, bias=bias.expand(2, -1, -1, -1), **o), inputs, {})
+    torch.testing.assert_close(expanded["d_bias"], own["d_bias"])
+    assert torch.equal(expanded["out"], own["out"])
+
+
+@pytest.mark.parametrize("bias", ["1hqk", "111k", "1h1k", "11qk"])
+def test_the_gradient_of_a_shared_bias_is_rounded_once(bias: str, device: str, half: torch.dtype) -> None:
+    """Sums over many members stay in float32: a running sum in half precision would be off by far more than one rounding."""
+    case = Case("members", 19, 19, batch=24, heads=2, bias=bias, bias_dtype=half)
+    inputs = case.inputs(torch.float32, device)
+    exact = results(reference.attention, type(inputs)(**{k: v.double() if v is not None else None for k, v in vars(inputs).items()}), {})[
+        "d_bias"
+    ]
+    got = results(attention, inputs, {})["d_bias"]
+    assert got.dtype == half
+    step = torch.finfo(half).eps * exact.abs() + 1e-4
+    assert ((got.double() - exact).abs() <= 0.51 * step + 1e-4).all()
+
+
+@pytest.mark.parametrize("bias", ["bhqk", "1hqk", "bg1k"])
+def test_repeats_are_bitwise_equal(bias: str, device: str) -> None:
+    case = Case("again", 65, 37, heads=4, kv_heads=2, bias=bias, causal=True)
+    inputs = case.inputs(torch.float32, device)
+    first = results(attention, inputs, case.options)
+    for _ in range(2):
+        assert all(torch.equal(value, first[name]) for name, value in results(attention, inputs, case.options).items())
+
+
+def test_first_tiles_of_a_row_masked(device: str) -> None:
+    """A running maximum of -inf must not make NaN, nor a skipped tile leave something behind."""
+    inputs = Case("late", 70, 130, mask="bhqk").inputs(torch.float32, device)
+    inputs.mask[..., :96] = False
+    inputs.mask[:, :, ::2, 96:100] = True
+    inputs.mask[:, :, 32:64] = False
+    got, true = results(attention, inputs, {}), results(reference.attention, inputs, {})
+    for name, value in got.items():
+        torch.testing.assert_close(value, true[name], rtol=1e-4, atol=1e-5)
+
+
+def test_several_heads_of_odd_length_do_not_touch_each_other(device: str) -> None:
+    """Statistics stored without a bound ran over into the next head where the length is no multiple of a tile."""
+    inputs = Case("odd", 33, 35, batch=2, heads=3).inputs(torch.float32, device)
+    whole = results(attention, inputs, {})
+    for head in range(3):
+        one = type(inputs)(**{name: None if x is None else x[:, head : head + 1].contiguous() for name, x in vars(inputs).items()})
+        for name, value in results(attention, one, {}).items():
+            torch.testing.assert_close(value, whole[name][:, head : head + 1], rtol=1e-5, atol=1e-6)
+
+
+def test_out_merges_its_heads_without_a_copy(device: str) -> None:
+    out = attention(*(normal(2, 3, 5, 8, device=device) for _ in range(3)))
+    assert out.transpose(1, 2).is_contiguous()

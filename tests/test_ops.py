@@ -1,0 +1,180 @@
+"""The operators under PyTorch's machinery: opcheck, torch.compile, fake tensors, autocast, checkpointing, graphs, several devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dmattn import attention, ops, reference
+from dmattn.equivalence import Case, check, results
+from dmattn.problem import Problem
+
+CASES = [
+    Case("plain", 5, 7, head_dim=8),
+    Case("grouped-causal-bias", 9, 11, heads=4, kv_heads=2, head_dim=8, bias="1gqk", causal=True),
+    Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
+    Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
+]
+no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    inputs = case.inputs(torch.float32, device)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    return problem, inputs.d_out, inputs.d_lse
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_opcheck(case: Case, device: str) -> None:
+    problem, d_out, d_lse = problem_of(case, device)
+    operands = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in problem.operands]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if not ops.interpreting():
+        tests = (*tests, "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
+    out, lse = torch.ops.dmattn.forward(*problem.operands)
+    needs = [True, True, True, problem.bias is not None]
+    arguments = (d_out, d_lse, out, lse, needs, *problem.operands)
+    torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@no_compile
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_compiles_into_one_graph_that_holds_the_operator(case: Case, dynamic: bool, device: str) -> None:
+    inputs = case.inputs(torch.float32, device)
+    eager = results(attention, inputs, case.options)
+    graphs = []
+
+    def record(graph: torch.fx.GraphModule, examples: list) -> object:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic, backend=record)
+    compiled_results = results(compiled, inputs, case.options)
+    assert any("dmattn.forward" in target for target in graphs[0])
+    for name, value in compiled_results.items():
+        assert torch.equal(value, eager[name]), name
+
+
+@no_compile
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_inductor_gives_eagers_results(device: str) -> None:
+    case = Case("inductor", 65, 37, heads=4, kv_heads=2, bias="1hqk", causal=True)
+    inputs = case.inputs(torch.float32, device)
+    torch.compiler.reset()
+    compiled = results(torch.compile(attention, fullgraph=True), inputs, case.options)
+    for name, value in results(attention, inputs, case.options).items():
+        assert torch.equal(compiled[name], value), name
+
+
+def test_fake_and_meta_tensors() -> None:
+    query, key = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
+    value, bias = torch.empty(2, 2, 7, 6, device="meta"), torch.empty(1, 4, 5, 7, device="meta", requires_grad=True)
+    out, lse = attention(query, key, value, bias=bias, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == ((2, 4, 5, 6), (2, 4, 5), "meta")
+    out.sum().backward()
+    assert bias.grad.shape == bias.shape
+
+
+def test_autocast_runs_in_its_dtype_and_leaves_the_bias_alone(device: str, half: torch.dtype) -> None:
+    inputs = Case("autocast", 9, head_dim=8, bias="1hqk").inputs(torch.float32, device)
+    leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.bias)]
+    with torch.autocast(device, dtype=half):
+        out = attention(*leaves[:3], bias=leaves[3])
+    assert out.dtype == half
+    assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.float().sum(), leaves))
+    rounded = [x.detach().to(half) for x in leaves[:3]]
+    assert torch.equal(out, attention(*rounded, bias=inputs.bias))
+
+
+def test_checkpointing_changes_nothing(device: str) -> None:
+    case = CASES[1]
+    inputs = case.inputs(torch.float32, device)
+
+    def recomputed(*arguments, **options):
+        return checkpoint(attention, *arguments, use_reentrant=False, **options)
+
+    plain, again = results(attention, inputs, case.options), results(recomputed, inputs, case.options)
+    assert all(torch.equal(again[name], value) for name, value in plain.items())
+
+
+def test_derivatives_that_do_not_exist_say_so(device: str) -> None:
+    inputs = CASES[0].inputs(torch.float32, device)
+    query = inputs.query.requires_grad_()
+    (grad,) = torch.autograd.grad(attention(query, inputs.key, inputs.value).sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"attention has no second derivative.*dmattn.reference.attention"):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="attention has no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, inputs.key, inputs.value), (inputs.query.detach(),), (torch.ones_like(inputs.query),))
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda q: attention(q, inputs.key, inputs.value).sum())(inputs.query.detach())
+
+
+@pytest.mark.skipif(not ops.interpreting(), reason="only the interpreter is wrong in bfloat16")
+def test_the_interpreter_refuses_bfloat16() -> None:
+    inputs = CASES[0].inputs(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="computes bfloat16 wrongly"):
+        attention(inputs.query, inputs.key, inputs.value)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda_graph_replays_on_new_inputs(case: Case, device: str) -> None:
+    inputs, other = (case.inputs(torch.float32, device, seed) for seed in (0, 1))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            results(attention, inputs, case.options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(attention, inputs, case.options)
+    for name in ("query", "key", "value", "bias", "d_out", "d_lse"):
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name).copy_(getattr(other, name))
+    graph.replay()
+    expected = results(attention, inputs, case.options)
+    assert all(torch.equal(captured[name], value) for name, value in expected.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_launches_on_the_tensors_own_device() -> None:
+    torch.cuda.set_device(0)
+    assert all(verdict.passed for verdict in check(CASES[1], torch.bfloat16, "cuda:1"))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("axis", ["rows", "cols", "heads"])
+def test_offsets_past_two_to_the_31(axis: str, device: str) -> None:
+    """A bias whose elements lie further apart than 32-bit indices reach; only its few elements are ever touched."""
+    len_q, len_k = 70, 66
+    stride = {"rows": (0, 0, 1 << 25, 1), "cols": (0, 0, 1, 1 << 25), "heads": (0, 1 << 31, 128, 1)}[axis]
+    span = sum((n - 1) * s for n, s in zip((2, 2, len_q, len_k), stride, strict=True)) + 1
+    storage = torch.empty(span, dtype=torch.bfloat16, device=device)
+    inputs = Case("far", len_q, len_k).inputs(torch.bfloat16, device)
+    bias = storage.as_strided((1, 2, len_q, len_k), stride)
+    assert storage.numel() > 1 << 31
+    near = torch.randn(1, 2 if axis == "heads" else 1, len_q, len_k, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    bias.copy_(near.expand_as(bias))
+    assert torch.equal(
+        attention(inputs.query, inputs.key, inputs.value, bias=bias), attention(inputs.query, inputs.key, inputs.value, bias=near)
+    )
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_float32_products_follow_torchs_precision(device: str) -> None:
+    inputs = Case("precision", 65, head_dim=64).inputs(torch.float32, device)
+    exact = attention(inputs.query, inputs.key, inputs.value)
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast = attention(inputs.query, inputs.key, inputs.value)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    true = reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64)
+    assert (exact - true).abs().max() < 1e-5
+    assert 1e-5 < (fast - true).abs().max() < 1e-2

@@ -1,0 +1,72 @@
+"""A random search: shapes, dtypes, masks, intervals, biases and options drawn by hypothesis, judged by the budget rule.
+
+DMATTN_EXAMPLES sets how many are drawn (100 by default, 20 in the interpreter; 500 is the full search).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dmattn import ops
+from dmattn.equivalence import Case, check
+
+EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "20" if ops.interpreting() else "100"))
+AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+SIDE = st.none() | st.integers(0, 70)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Case:
+    """Any problem that the specification allows, small."""
+    kv_heads = draw(st.integers(1, 2))
+    masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
+    return Case(
+        "random",
+        len_q=draw(st.integers(1, 70)),
+        len_k=draw(st.integers(1, 70)),
+        batch=draw(st.integers(1, 3)),
+        heads=kv_heads * draw(st.integers(1, 2)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 40)),
+        value_dim=draw(st.none() | st.integers(1, 40)),
+        mask=draw(AXES) if masking == "mask" else None,
+        keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
+        intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
+        bias=draw(st.none() | AXES),
+        bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
+        causal=draw(st.booleans()),
+        window=window,
+        scale=draw(st.none() | st.floats(0.01, 2.0)),
+        softcap=draw(st.none() | st.floats(0.5, 50.0)),
+        transposed=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+def test_any_problem(device: str, case: Case, seed: int, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and device == "cpu" and ops.interpreting():
+        dtype = torch.float16
+    failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
+    assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])
+
+
+def test_the_search_reaches_every_kind_of_rule() -> None:
+    """The strategy is not so narrow that a feature is never drawn."""
+    seen: list[Case] = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(problems())
+    def collect(case: Case) -> None:
+        seen.append(case)
+
+    collect()
+    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "transposed"):
+        assert any(getattr(case, field) for case in seen), field
+    assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")
