@@ -87,12 +87,12 @@ class Problem:
             scale = head_dim**-0.5
         elif not _real(scale):
             _fail("scale", "a real number", _kind(scale), TypeError)
-        elif not math.isfinite(scale):
+        elif not -math.inf < scale < math.inf:  # math.isfinite cannot be traced on a symbolic number
             _fail("scale", "a finite number", scale)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
-            if not (math.isfinite(softcap) and softcap > 0):
+            if not 0 < softcap < math.inf:
                 _fail("softcap", "a positive finite number or None", softcap)
         return cls(query, key, value, mask, first, last, bias, left, right, scale, softcap)
 
@@ -151,13 +151,14 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: i
     """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
-    axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
-    heads = full[1]
-    choices = " or ".join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))
     if tensor.ndim <= len(full):
         view = tensor[(None,) * (len(full) - tensor.ndim)]
-        if all(n in ((heads, kv_heads, 1) if axis == 1 else (full[axis], 1)) for axis, n in enumerate(view.shape)):
+        # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
+        fits = [n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)]
+        if all(fits):
             return view
+    axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
+    choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
     _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
     raise AssertionError("unreachable")
 

@@ -17,7 +17,11 @@ def test_causal_and_window(len_q: int, len_k: int) -> None:
     offset = len_k - len_q
     assert torch.equal(IntervalMask.causal(len_q, len_k).to_dense(len_q), by_pairs(len_q, len_k, lambda i, j: j <= i + offset))
     for left, right in ((0, 0), (2, 1), (None, 3), (1, None), (None, None)):
-        dense = by_pairs(len_q, len_k, lambda i, j: (left is None or j - i - offset >= -left) and (right is None or j - i - offset <= right))
+        dense = by_pairs(
+            len_q,
+            len_k,
+            lambda i, j, left=left, right=right: (left is None or j - i - offset >= -left) and (right is None or j - i - offset <= right),
+        )
         assert torch.equal(IntervalMask.window(len_q, len_k, left=left, right=right).to_dense(len_q), dense)
 
 
