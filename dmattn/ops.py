@@ -45,8 +45,8 @@ def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, need
     """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
     problem = Problem(*inputs)
     gradients = allocate_backward(problem, needs)
-    wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if any(gradient is not None and gradient.numel() for gradient in wanted):
+    wanted = [gradient if need and gradient.numel() else None for gradient, need in zip(gradients, needs, strict=True)]
+    if any(gradient is not None for gradient in wanted):
         with torch.autocast(problem.query.device.type, enabled=False):
             _path(problem.query).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients

@@ -265,6 +265,7 @@ def test_the_models_can_tell_a_wrong_attention(family: Family, monkeypatch: pyte
         assert_equal_steps(ours, eager)
 
 
+@pytest.mark.skipif(interpreting(), reason="the interpreter computes bfloat16 wrongly")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 def test_autocast_unifies_the_dtypes_of_rotary_models(device: str) -> None:
     """Under autocast Llama passes q and k in float32 and v in bfloat16."""
@@ -616,6 +617,7 @@ def test_dropout_is_ignored_in_evaluation() -> None:
     attend(Layer(False).eval(), dropout=0.1)
 
 
+@pytest.mark.skipif(interpreting(), reason="the interpreter computes bfloat16 wrongly")
 def test_dtypes_that_differ_without_autocast_raise() -> None:
     query, key, value = random_qkv()
     for context, raises in ((nullcontext(), True), (torch.autocast("cpu", torch.bfloat16), False)):
