@@ -18,21 +18,24 @@ class Rules(NamedTuple):
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
     `blocks`: for every block of keys the smallest first and the largest last. Query i may attend key j only if
     -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+
+    The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
+    when a constant of its own is set after theirs, and is passed on wrongly otherwise.
     """
 
-    mask: Any
-    mask_rows: Any
-    mask_cols: Any
-    bias: Any
-    bias_rows: Any
-    bias_cols: Any
     first: Any
     last: Any
     blocks: Any
+    mask: Any
+    bias: Any
     left: Any
     right: Any
     scale: Any
     softcap: Any
+    mask_rows: Any
+    mask_cols: Any
+    bias_rows: Any
+    bias_cols: Any
 
 
 def rules_of(problem: Any, block_n: int) -> Rules:

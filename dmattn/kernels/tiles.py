@@ -58,6 +58,8 @@ def pick(kernel: str, problem: Any) -> Tile:
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     if tile.block_m > 64 and (few_rows or (problem.mask is not None and tile.warps == 4)):  # a mask takes registers
         tile = Tile(64, tile.block_n, 4, tile.stages)
+    if problem.mask is not None or problem.first is not None:  # a loop with a branch in it is not pipelined
+        tile = tile._replace(stages=1)
     return tile
 
 
