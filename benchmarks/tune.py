@@ -23,15 +23,16 @@ from dmattn.kernels.backward import _delta
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients
+from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
 
 CANDIDATES = {
-    "forward": ((128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 64, 4, 2)),
+    "forward": ((128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 64, 4, 2), (64, 64, 4, 1), (128, 64, 8, 1)),
     "keys": (
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (32, 128, 4, 2), (32, 128, 8, 3),
-        (128, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 3),
+        (128, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 3), (64, 64, 4, 1), (32, 128, 8, 2),
     ),
     "queries": (
         (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (64, 32, 4, 3),
@@ -56,7 +57,8 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     """Each kernel of the problem's forward and backward pass as a call of its own."""
     out, lse = ops.allocate_forward(problem)
     forward(problem, out, lse)
-    incoming = (d_out, lse, _delta(out, d_out, None, lse))
+    with launching(d_out):
+        incoming = (d_out, lse, _delta(out, d_out, None, lse))
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
     kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None
@@ -75,7 +77,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
 def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[dict[str, Any]]:
     """One row per kernel and tile, the time or why there is none."""
     problem, d_out = canonical(workload, device)
-    table = tiles._TABLE.setdefault(tiles.device_family(device), dict(tiles._DEFAULT))
+    table = tiles._TABLE.setdefault(device_family(device), dict(tiles._DEFAULT))
     rows = []
     for kernel, call in launches(problem, d_out).items():
         if kernel not in kernels:
@@ -85,7 +87,8 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
             table[kernel] = ((256, Tile(*candidate)),)
             row = {"workload": workload.name, "kernel": kernel, "tile": candidate, "ms": None, "refused": None}
             try:
-                row["ms"] = measure(call, device).median
+                with launching(problem.query):
+                    row["ms"] = measure(call, device).median
             except Exception as error:
                 row["refused"] = reason(error)
             rows.append(row)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, per_query_gradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
+from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .sequence import place
-from .tiles import block_dim, on_device
+from .tiles import block_dim
 
 DELTA_ROWS = 32
 
@@ -33,7 +34,7 @@ def backward(
     key_sums = None
     if kind is BiasGradient.PER_KEY:
         key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2]))
-    with on_device(problem.query):
+    with launching(problem.query):
         delta = _delta(out, d_out, d_lse, lse)
         incoming = (d_out, lse, delta)
         if d_key is not None or d_value is not None or key_sums is not None:

@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import sum_to
+from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .scores import is_live, rules_of
 from .sequence import in_window
 from .softmax import score_gradient
-from .tiles import device_family, launch_options, on_device, pick
+from .tiles import launch_options, pick
 
 PROGRAMS_PER_PROCESSOR = 4
 
@@ -65,24 +66,23 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
     if splits > 1:
         parts = torch.empty((splits * bias_batch, bias_heads, len_q, len_k), dtype=torch.float32, device=d_bias.device)
     d_out, lse, delta = (strided(x, heads) for x in incoming)
-    with on_device(problem.query):
-        _shared_gradient_kernel[(tiles * splits,)](
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
-            rules=rules_of(problem, tile.block_n),
-            d_out=d_out,
-            lse=lse,
-            delta=delta,
-            parts=strided(parts, bias_heads),
-            bias_batch=bias_batch,
-            sharing_heads=heads // bias_heads,
-            members=members,
-            members_per_part=triton.cdiv(members, splits),
-            **launch_options(problem, tile, incoming[0], parts),
-        )
-        if splits > 1:
-            d_bias.copy_(parts.view(splits, *d_bias.shape).sum(0))
+    _shared_gradient_kernel[(tiles * splits,)](
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, tile.block_n),
+        d_out=d_out,
+        lse=lse,
+        delta=delta,
+        parts=strided(parts, bias_heads),
+        bias_batch=bias_batch,
+        sharing_heads=heads // bias_heads,
+        members=members,
+        members_per_part=triton.cdiv(members, splits),
+        **launch_options(problem, tile, incoming[0], parts),
+    )
+    if splits > 1:
+        d_bias.copy_(parts.view(splits, *d_bias.shape).sum(0))
 
 
 @triton.jit

@@ -6,18 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .scores import is_live, rules_of, scores
 from .sequence import key_range, place
 from .softmax import softmax_finish, softmax_start, softmax_step
-from .tiles import launch_options, on_device, pick
+from .tiles import launch_options, pick
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`)."""
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("forward", problem)
-    with on_device(problem.query):
+    with launching(problem.query):
         _forward_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),

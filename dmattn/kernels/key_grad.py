@@ -10,7 +10,7 @@ from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile
 from .scores import is_live, rules_of, through_softcap
 from .sequence import place, query_range
 from .softmax import score_gradient
-from .tiles import launch_options, on_device, pick
+from .tiles import launch_options, pick
 
 
 def key_gradients(
@@ -21,21 +21,20 @@ def key_gradients(
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
     d_out, lse, delta = (strided(x, heads) for x in incoming)
-    with on_device(problem.query):
-        _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
-            rules=rules_of(problem, tile.block_n),
-            d_out=d_out,
-            lse=lse,
-            delta=delta,
-            d_k=strided(d_key, heads),
-            d_v=strided(d_value, heads),
-            key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
-            groups=heads // kv_heads,
-            **launch_options(problem, tile, incoming[0], d_key, d_value),
-        )
+    _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, tile.block_n),
+        d_out=d_out,
+        lse=lse,
+        delta=delta,
+        d_k=strided(d_key, heads),
+        d_v=strided(d_value, heads),
+        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+        groups=heads // kv_heads,
+        **launch_options(problem, tile, incoming[0], d_key, d_value),
+    )
 
 
 @triton.jit

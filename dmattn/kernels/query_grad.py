@@ -10,7 +10,7 @@ from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .scores import is_live, rules_of, through_softcap
 from .sequence import key_range, place
 from .softmax import score_gradient
-from .tiles import launch_options, on_device, pick
+from .tiles import launch_options, pick
 
 
 def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor | None, d_bias: Tensor | None) -> None:
@@ -18,19 +18,18 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("queries", problem)
     d_out, lse, delta = (strided(x, heads) for x in incoming)
-    with on_device(problem.query):
-        _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
-            rules=rules_of(problem, tile.block_n),
-            d_out=d_out,
-            lse=lse,
-            delta=delta,
-            d_q=strided(d_query, heads),
-            d_bias=strided(d_bias, heads),
-            **launch_options(problem, tile, incoming[0], d_query, d_bias),
-        )
+    _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, tile.block_n),
+        d_out=d_out,
+        lse=lse,
+        delta=delta,
+        d_q=strided(d_query, heads),
+        d_bias=strided(d_bias, heads),
+        **launch_options(problem, tile, incoming[0], d_query, d_bias),
+    )
 
 
 @triton.jit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import device_family
 
 
 class Tile(NamedTuple):
@@ -58,8 +58,6 @@ def pick(kernel: str, problem: Any) -> Tile:
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     if tile.block_m > 64 and (few_rows or (problem.mask is not None and tile.warps == 4)):  # a mask takes registers
         tile = Tile(64, tile.block_n, 4, tile.stages)
-    if problem.mask is not None or problem.first is not None:  # a loop with a branch in it is not pipelined
-        tile = tile._replace(stages=1)
     return tile
 
 
@@ -89,25 +87,6 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
 def block_dim(dim: int) -> int:
     """A head dim padded to what a matrix product takes."""
     return max(16, triton.next_power_of_2(dim))
-
-
-def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Launch on the device of `x`, which need not be the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-@cache
-def device_family(device: torch.device) -> str:
-    """The key into the table: sm_NN, hip, or interpreter."""
-    if device.type == "cpu":
-        return "interpreter"
-    target = triton.runtime.driver.active.get_current_target() if device.type == "meta" else None
-    if torch.version.hip is not None or (target is not None and target.backend == "hip"):
-        return "hip"
-    if target is not None:
-        return f"sm_{target.arch}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 def _needs_wide_index(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,62 @@
+"""Around every launch: the tensors' own device is current, and on Hopper the assembler is one that gets matrix products right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+
+@contextmanager
+def launching(x: Tensor) -> Iterator[None]:
+    """Launch on the device of `x`, which need not be the current one, and compile for it."""
+    assembler = _assembler(x.device)
+    tools = vars(triton.knobs.nvidia)  # not setattr, which would write to os.environ
+    before = tools.get("ptxas")
+    if assembler is not None:
+        tools["ptxas"] = assembler
+    try:
+        if x.is_cuda:
+            with torch.cuda.device(x.device):
+                yield
+        else:
+            yield
+    finally:
+        if before is not None:
+            tools["ptxas"] = before
+        elif assembler is not None:
+            tools.pop("ptxas", None)
+
+
+@cache
+def device_family(device: torch.device) -> str:
+    """What a device is to a compiler: sm_NN, hip, or interpreter."""
+    if device.type == "cpu":
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target() if device.type == "meta" else None
+    if torch.version.hip is not None or (target is not None and target.backend == "hip"):
+        return "hip"
+    if target is not None:
+        return f"sm_{target.arch}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def _assembler(device: torch.device) -> str | None:
+    """The path of the ptxas to compile with instead of Triton's choice, if its choice is known to be wrong.
+
+    ptxas 12.8, with which Triton up to 3.8 compiles for Hopper, loses the register that holds the shared-memory address of a matrix product
+    where two operands of different widths have shared one address (seen with Triton 3.6 as wrong results and as reads out of bounds; see also
+    https://github.com/triton-lang/triton/issues/11366). Triton 3.6 and later bring a newer one for Blackwell, which Triton 3.9 uses for
+    Hopper too.
+    """
+    tools = triton.knobs.nvidia
+    if device_family(device) != "sm_90" or not hasattr(tools, "ptxas_blackwell"):
+        return None
+    old, new = ([int(number) for number in tool.version.split(".")] for tool in (tools.ptxas, tools.ptxas_blackwell))
+    return tools.ptxas_blackwell.path if old < [12, 9] <= new else None
