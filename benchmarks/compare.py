@@ -63,8 +63,8 @@ def compare(
         inputs = case.inputs(harness.DTYPES[dtype], device)
         if LSE_GRADIENT not in case.name:
             inputs = replace(inputs, d_lse=torch.zeros_like(inputs.d_lse))
-        true, usual = (function(inputs, case.options) for function in (equivalence.truth, equivalence.plain))
-        ours = equivalence.judge(_run(_ours, inputs, case.options, names), true, usual)
+        standard = equivalence.Standard.of(inputs, case.options)
+        ours = equivalence.judge(_run(_ours, inputs, case.options, names), standard)
     except Exception as error:
         record["problems"].append(harness.reason(error))
         harness.release(device)
@@ -84,7 +84,7 @@ def compare(
     record["passed"] = all(tensor["passed"] for tensor in record["tensors"].values())
     for name in wanted:
         try:
-            judged = equivalence.judge(_run(PEERS[name], inputs, case.options, names), true, usual)
+            judged = equivalence.judge(_run(PEERS[name], inputs, case.options, names), standard)
         except Exception as error:
             record["not_run"][name] = harness.reason(error)
             harness.release(device)

@@ -1,26 +1,28 @@
 """How a result is judged: named cases, their inputs, and the one tolerance rule that tests, benchmarks and `dmattn verify` share.
 
 Truth is :mod:`dmattn.reference` in float64 on the already rounded inputs. A tensor passes when its largest error is at most twice that
-of the plain PyTorch computation in the input dtype, plus a band of a few roundings of the largest true value. In float32 that value counts as
-at least 1, the size of the inputs: where terms of that size cancel to nothing, their roundings remain.
+of the plain PyTorch computation in the input dtype, plus a band of two roundings: of the largest true value where the inputs have 16 bits,
+in the coarser of the tensor's dtype and (for gradients, which read the rounded out) the inputs'; in float32 of the terms that are summed
+(:func:`term_sizes`), for where they cancel their roundings remain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
+from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
+from .problem import Problem
 
 PLAIN_FACTOR = 2.0
 BAND_ROUNDINGS = 2.0
-BAND_ROUNDINGS_FLOAT32 = 8.0  # nothing is rounded coarser than its own accumulation there
 RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
 
 
@@ -171,6 +173,45 @@ def plain(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     return results(reference.attention, inputs, options)
 
 
+def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
+    """For each result, the largest sum of the absolute values of its terms: what an error of summation is relative to.
+
+    A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
+    """
+    wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
+    problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
+    heads = problem.query.shape[1]
+    query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
+    out, lse = reference.attend(problem, torch.float64)
+    lse = lse[..., None].masked_fill(lse[..., None].isinf(), float("inf"))  # an empty row has no probabilities
+    p = (reference.masked_scores(problem, torch.float64)[0] - lse).exp() * (1 + score_terms)
+    d_scores = p * (d_out @ value.mT + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
+    sizes = {
+        "out": p @ value,
+        "lse": p.sum(-1),
+        "d_query": abs(problem.scale) * d_scores @ key,
+        "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
+        "d_value": sum_to(p.mT @ d_out, wide.value.shape),
+    }
+    if wide.bias is not None:
+        sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
+    return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
+
+
+class Standard(NamedTuple):
+    """What results are judged by: the truth, plain PyTorch's answer in the inputs' dtype, and the sizes of the terms."""
+
+    true: Mapping[str, Tensor]
+    plain: Mapping[str, Tensor]
+    sizes: Mapping[str, float]
+
+    @classmethod
+    def of(cls, inputs: Inputs, options: Mapping[str, Any]) -> Standard:
+        """The standard for one set of inputs."""
+        return cls(truth(inputs, options), plain(inputs, options), term_sizes(inputs, options))
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How one tensor compares with the truth."""
@@ -191,18 +232,19 @@ class Verdict:
         return f"{self.name}: error {self.error:.3g}, budget {self.budget:.3g}, plain {self.plain_error:.3g} {mark}, {place}"
 
 
-def judge(ours: Mapping[str, Tensor], true: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> list[Verdict]:
+def judge(ours: Mapping[str, Tensor], standard: Standard) -> list[Verdict]:
     """One verdict per tensor of `ours` by the budget rule; infinities must stand exactly where the truth has them."""
-    return [_verdict(name, ours[name], true[name], usual[name]) for name in RESULTS if name in ours]
+    return [_verdict(name, ours[name], standard) for name in RESULTS if name in ours]
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> list[Verdict]:
     """Run `attention` on a case and judge it."""
     inputs = case.inputs(dtype, device, seed)
-    return judge(results(attention, inputs, case.options), truth(inputs, case.options), plain(inputs, case.options))
+    return judge(results(attention, inputs, case.options), Standard.of(inputs, case.options))
 
 
-def _verdict(name: str, ours: Tensor, true: Tensor, usual: Tensor) -> Verdict:
+def _verdict(name: str, ours: Tensor, standard: Standard) -> Verdict:
+    true, usual = standard.true[name], standard.plain[name]
     assert ours.shape == true.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(true.shape)}"
     error, plain_error = _error(ours, true), _error(usual, true)
     if error.numel() == 0:
@@ -211,8 +253,12 @@ def _verdict(name: str, ours: Tensor, true: Tensor, usual: Tensor) -> Verdict:
     largest = finite.abs().max().item() if finite.numel() else 0.0
     plain_finite = plain_error[plain_error.isfinite()]
     plain_max = plain_finite.max().item() if plain_finite.numel() else 0.0
-    band = BAND_ROUNDINGS * largest if ours.dtype.itemsize == 2 else BAND_ROUNDINGS_FLOAT32 * max(largest, 1.0)
-    budget = PLAIN_FACTOR * plain_max + band * torch.finfo(ours.dtype).eps
+    inputs_dtype = standard.plain["out"].dtype
+    rounding = torch.finfo(ours.dtype).eps
+    if name.startswith("d_"):
+        rounding = max(rounding, torch.finfo(inputs_dtype).eps)
+    size = largest if inputs_dtype.itemsize == 2 else max(largest, standard.sizes[name])
+    budget = PLAIN_FACTOR * plain_max + BAND_ROUNDINGS * rounding * size
     place = int(error.argmax())
     worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), error.shape))
     most = error.flatten()[place].item()

@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 
-from dmattn.equivalence import Case, check, judge, plain, results, truth
+from dmattn.equivalence import Case, Standard, check, judge, results
 from dmattn.functional import attention
 
 
@@ -28,11 +28,11 @@ def judged():
     """A function that judges the case's right results after a change."""
     case = Case("judged", 19, 37, bias="1hqk", mask="b1qk", keep="random-empty-rows")
     inputs = case.inputs(torch.float32)
-    ours, true, usual = results(attention, inputs, case.options), truth(inputs, case.options), plain(inputs, case.options)
+    ours, standard = results(attention, inputs, case.options), Standard.of(inputs, case.options)
 
     def judge_after(change) -> dict[str, bool]:
         change(ours)
-        return {verdict.name: verdict.passed for verdict in judge(ours, true, usual)}
+        return {verdict.name: verdict.passed for verdict in judge(ours, standard)}
 
     return judge_after
 
@@ -59,18 +59,19 @@ def test_rule_catches_a_finite_lse_of_an_empty_row(judged) -> None:
 def test_rule_catches_a_wrong_shape() -> None:
     case = Case("judged", 5)
     inputs = case.inputs(torch.float32)
-    true = truth(inputs, case.options)
+    standard = Standard.of(inputs, case.options)
     with pytest.raises(AssertionError, match=r"out: shape \(1, 2, 5, 32\), expected \(2, 2, 5, 32\)"):
-        judge({"out": true["out"][:1]}, true, true)
+        judge({"out": standard.true["out"][:1]}, standard)
 
 
 def test_failure_names_the_place() -> None:
     case = Case("judged", 5)
     inputs = case.inputs(torch.float32)
-    true = truth(inputs, case.options)
+    standard = Standard.of(inputs, case.options)
+    true = standard.true
     wrong = {"out": true["out"].clone()}
     wrong["out"][1, 0, 3, 7] += 1.0
-    (verdict,) = judge(wrong, true, true)
+    (verdict,) = judge(wrong, standard)
     assert verdict.worst == (1, 0, 3, 7)
     assert f"at (1, 0, 3, 7): got {wrong['out'][1, 0, 3, 7].item():.9g}, wanted {true['out'][1, 0, 3, 7].item():.9g}" in str(verdict)
     assert "budget" in str(verdict)

@@ -56,17 +56,23 @@ def slice_pointer(t, seq):
 
 
 @triton.jit
+def inside(positions):
+    """Which positions of a span are real."""
+    return positions.index < positions.length - positions.start
+
+
+@triton.jit
 def load_tile(t, seq, rows, cols):
     """[rows, cols] of one sequence, 0 beyond the bounds."""
     pointers = _tile_pointers(t, seq, rows, cols)
     if rows.length is None and cols.length is None:
         return tl.load(pointers)
     elif cols.length is None:
-        return tl.load(pointers, mask=_inside(rows)[:, None], other=0)
+        return tl.load(pointers, mask=inside(rows)[:, None], other=0)
     elif rows.length is None:
-        return tl.load(pointers, mask=_inside(cols)[None, :], other=0)
+        return tl.load(pointers, mask=inside(cols)[None, :], other=0)
     else:
-        return tl.load(pointers, mask=_inside(rows)[:, None] & _inside(cols)[None, :], other=0)
+        return tl.load(pointers, mask=inside(rows)[:, None] & inside(cols)[None, :], other=0)
 
 
 @triton.jit
@@ -77,11 +83,11 @@ def store_tile(t, seq, rows, cols, x):
     if rows.length is None and cols.length is None:
         tl.store(pointers, x)
     elif cols.length is None:
-        tl.store(pointers, x, mask=_inside(rows)[:, None])
+        tl.store(pointers, x, mask=inside(rows)[:, None])
     elif rows.length is None:
-        tl.store(pointers, x, mask=_inside(cols)[None, :])
+        tl.store(pointers, x, mask=inside(cols)[None, :])
     else:
-        tl.store(pointers, x, mask=_inside(rows)[:, None] & _inside(cols)[None, :])
+        tl.store(pointers, x, mask=inside(rows)[:, None] & inside(cols)[None, :])
 
 
 @triton.jit
@@ -90,7 +96,7 @@ def load_rows(t, seq, rows, other):
     if rows.length is None:
         return tl.load(_row_pointers(t, seq, rows))
     else:
-        return tl.load(_row_pointers(t, seq, rows), mask=_inside(rows), other=other)
+        return tl.load(_row_pointers(t, seq, rows), mask=inside(rows), other=other)
 
 
 @triton.jit
@@ -99,7 +105,7 @@ def store_rows(t, seq, rows, x):
     if rows.length is None:
         tl.store(_row_pointers(t, seq, rows), x)
     else:
-        tl.store(_row_pointers(t, seq, rows), x, mask=_inside(rows))
+        tl.store(_row_pointers(t, seq, rows), x, mask=inside(rows))
 
 
 @triton.jit
@@ -111,8 +117,3 @@ def _row_pointers(t, seq, rows):
 def _tile_pointers(t, seq, rows, cols):
     corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
     return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
-
-
-@triton.jit
-def _inside(positions):
-    return positions.start + positions.index < positions.length

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .intervals import block_bounds
-from .layout import Span, load_rows, load_tile, slice_pointer, strided
+from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -78,7 +78,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
     i = (rows.start + rows.index)[:, None]
     j = (cols.start + cols.index)[None, :]
     if cols.length is not None:
-        s = tl.where(j < cols.length, s, float("-inf"))
+        s = tl.where(inside(cols)[None, :], s, float("-inf"))
     if rules.mask is not None:
         s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols) != 0, s, float("-inf"))
     if rules.first is not None:
