@@ -167,7 +167,19 @@ INTERVALS = (
     Case("random-intervals-one-query-1x37", 1, 37, intervals="random", reason="decoding under intervals"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS)
+FAULTS = (
+    Case("one-key-head-dim-40-37x1", 37, 1, head_dim=40, scale=1.63, reason="float32: large terms cancel in dS, their roundings remain"),
+    Case("narrow-values-39-over-10-63x69", 63, 69, batch=1, head_dim=39, value_dim=10, intervals="padding", bias="111k", causal=True,
+         reason="ptxas 12.8 loses a matrix operand's address where operands of two widths share memory"),
+    Case("narrow-values-38-over-18-69x34", 69, 34, **GQA, head_dim=38, value_dim=18, mask="1hq1", bias="1hq1", bias_dtype=torch.float32, causal=True,
+         window=3, reason="the same with a branch in the loop"),
+    Case("fp32-bias-softcap-head-dim-39-60x42", 60, 42, batch=1, head_dim=39, bias="1gqk", bias_dtype=torch.float32, softcap=34.5, transposed=True,
+         reason="LLVM in Triton 3.6 packs a tile's start and a thread index into one register, and the one runs over into the other"),
+    Case("fp32-bias-softcap-head-dim-36-17x35", 17, 35, batch=3, heads=2, kv_heads=1, head_dim=36, bias="11qk", bias_dtype=torch.float32, causal=True,
+         softcap=46.4, reason="the same in a shared dBias"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *FAULTS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),

@@ -5,12 +5,17 @@ compute-sanitizer --tool memcheck python tests/memcheck.py
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation each, or what lies past the end of a tensor is another's memory
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import cases
 
 from dmattn.equivalence import Case, check
 
@@ -20,6 +25,7 @@ CASES = (
     Case("key-bias-grouped-window", 130, heads=4, kv_heads=2, bias="bg1k", window=(20, 3)),
     Case("intervals-softcap-odd-dims", 97, heads=2, head_dim=20, value_dim=40, intervals="documents", softcap=5.0, bias="1hq1"),
     Case("block-mask-large-head", 129, head_dim=200, mask="11qk", keep="blocks"),
+    *cases.FAULTS,
 )
 
 
