@@ -1,8 +1,17 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
 from . import reference
+from .dynamic import dynamic_mask_attention, topk_mask
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .masks import IntervalMask
 
 __version__ = "0.1.0"
-__all__ = ["IntervalMask", "attention", "merge_attention", "reference", "scaled_dot_product_attention"]
+__all__ = [
+    "IntervalMask",
+    "attention",
+    "dynamic_mask_attention",
+    "merge_attention",
+    "reference",
+    "scaled_dot_product_attention",
+    "topk_mask",
+]

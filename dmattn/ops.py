@@ -1,6 +1,6 @@
-"""The two operators, ``dmattn::forward`` and ``dmattn::backward``: the one door to autograd, torch.compile and the device code.
+"""The operators, ``dmattn::forward``, ``dmattn::backward`` and ``dmattn::lifetimes``: the one door to autograd, torch.compile and the device code.
 
-Each allocates its results here, the same way for real and for fake tensors, then lets either the Triton kernels (CUDA tensors, and CPU
+The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors, and CPU
 tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chunked
+from . import chunked, selection
 from .problem import Problem
 
 _INPUTS = (
@@ -50,6 +50,25 @@ def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, need
         with torch.autocast(problem.query.device.type, enabled=False):
             _path(problem.query).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
+
+
+@torch.library.custom_op(
+    "dmattn::lifetimes",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor key_bias, Tensor? valid, int keep, SymInt len_q) -> (Tensor order, Tensor first, Tensor last)",
+)
+def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The dynamic mask as intervals over reordered keys, see :func:`dmattn.selection.lifetimes`. No gradient."""
+    if not (key_bias.is_cuda or interpreting()) or key_bias.numel() == 0:
+        return selection.lifetimes(key_bias, valid, keep, len_q)
+    return _kernels(key_bias.device).lifetimes(key_bias, valid, keep, len_q)
+
+
+@lifetimes.register_fake
+def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, first, last = (key_bias.new_empty(key_bias.shape, dtype=torch.int32) for _ in range(3))
+    return order, first, last
 
 
 def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
 
-__all__ = ["attention"]
+__all__ = ["attention", "dynamic_mask"]
 
 
 def attention(
@@ -34,6 +34,24 @@ def attention(
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
     out, lse = attend(problem, dtype or query.dtype)
     return (out, lse) if return_lse else out
+
+
+def dynamic_mask(scores: Tensor, keep: int, *, len_q: int, causal: bool = True, valid: Tensor | None = None) -> Tensor:
+    """The mask of :func:`dmattn.dynamic_mask_attention` pair by pair: (..., Sq, Sk) bool, True where a query keeps a key.
+
+    Query i keeps the `keep` best of the keys it sees: by score, and of equal scores the later. It sees the keys that are `valid`, and under
+    `causal` no later than i + Sk - Sq. `scores` is (..., Sk), `valid` broadcasts to it.
+    """
+    scores = scores.detach().float()
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    better = scores[..., :, None] > scores[..., None, :]  # [..., rival, key]
+    better |= (scores[..., :, None] == scores[..., None, :]) & (position[:, None] > position)
+    visible = torch.ones((*scores.shape[:-1], len_q, scores.shape[-1]), dtype=torch.bool, device=scores.device)
+    if valid is not None:
+        visible &= valid[..., None, :]
+    if causal:
+        visible &= position <= torch.arange(len_q, device=scores.device)[:, None] + scores.shape[-1] - len_q
+    return visible & (visible.double() @ better.double() < keep)
 
 
 def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,216 @@
+"""Dynamic mask attention: each query attends the `keep` best of the keys it sees, by a score per key that is also their bias."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import ops  # noqa: F401  (registers torch.ops.dmattn)
+from .functional import attention
+from .masks import IntervalMask
+from .problem import FLOATS, Problem
+from .selection import best, ranks, scores_of
+
+__all__ = ["dynamic_mask_attention", "topk_mask"]
+
+
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    *,
+    keep: int,
+    causal: bool = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    *,
+    keep: int,
+    causal: bool = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    *,
+    keep: int,
+    causal: bool = True,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Exact attention of each query to the `keep` best keys that it sees, without an N x N mask.
+
+    For query i, key j and the score b_j = key_bias_j of their key-value head::
+
+        visible_i = {j : j is no padding, and under causal j <= i + Sk - Sq}
+        kept_i    = the min(|visible_i|, keep) keys of visible_i with the largest (b_j, j): of equal scores the later key
+        s_ij      = scale * q_i . k_j + b_j  where j is in kept_i, -inf elsewhere
+        lse_i     = log sum_j exp(s_ij)        o_i = sum_j exp(s_ij - lse_i) v_j
+
+    Scores are compared in float32. The selection has no gradient; `key_bias` gets that of its kept entries. Where all scores are equal the
+    mask is a sliding window of `keep` keys. Time and memory grow as Sq * keep and Sq + Sk: the mask is one interval of queries per key
+    (:mod:`dmattn.selection`). Nothing waits for the GPU. Results and gradients are bitwise deterministic.
+
+    Args:
+        query: (B, H, Sq, D), float16, bfloat16, float32 or float64. Differentiable.
+        key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H. Differentiable.
+        value: (B, Hk, Sk, Dv), likewise. Differentiable.
+        key_bias: (B, Hk, Sk), any of the four dtypes, no NaN: selects the keys, and is added to their scores. One selection serves the
+            query heads of a group. Differentiable.
+        keep: how many keys a query keeps, at least 1.
+        causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned, so a cached prefix is keys without queries).
+        key_padding_mask: bool, (B, Sk), True for a real token; padded keys are never kept. None: all are real.
+        scale: factor on q . k, by default D ** -0.5.
+        return_lse: return (out, lse); lse is differentiable.
+
+    Returns:
+        out: (B, H, Sq, Dv) in the query's dtype; lse: (B, H, Sq), float32 (float64 for float64 inputs). A query that sees no key gives
+        0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, named with what was expected and received.
+        RuntimeError: as :func:`dmattn.attention`.
+
+    Source: Shi et al., Trainable Dynamic Mask Sparse Attention, 2025 (arXiv:2508.02124); the intervals are this library's.
+    """
+    _check(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
+    len_q, len_k = query.shape[2], key.shape[2]
+    valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
+    options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
+    if keep >= len_k:
+        return _attend(query, key, value, key_bias, valid, causal=causal, **options)
+    if not causal:
+        kept = best(scores_of(key_bias, valid), keep)
+        return _attend(query, *_take(kept, key, value, key_bias), None if valid is None else valid.gather(-1, kept), **options)
+    before = len_k - len_q
+    if before > keep:  # of the keys that every query sees only the best can be kept
+        new = torch.arange(before, len_k, device=key.device).expand(*key.shape[:2], len_q)
+        kept = torch.cat((best(scores_of(key_bias, valid)[..., :before], keep), new), -1)
+        key, value, key_bias = _take(kept, key, value, key_bias)
+        valid = None if valid is None else valid.gather(-1, kept)
+    order, first, last = torch.ops.dmattn.lifetimes(key_bias.detach(), valid, keep, len_q)
+    key, value, key_bias = _take(order.long(), key, value, key_bias)
+    return attention(query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], **options)
+
+
+def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    r"""The mask that keeps, for each query, the `keep` largest of its biases: a dynamic mask for a bias that depends on the query.
+
+    ``kept_i = the min(|visible_i|, keep) keys of visible_i with the largest (bias_ij, j)``: of equal biases the later key. The mask takes
+    (..., Sq, Sk) memory; for a bias of the key alone :func:`dynamic_mask_attention` needs none.
+
+    Args:
+        bias: float, (..., Sq, Sk), no NaN. Compared in its own dtype. No gradient.
+        keep: how many keys a query keeps, at least 1.
+        mask: bool, broadcastable to the bias, True where a query sees a key. None: everywhere.
+        causal: query i sees only keys j <= i + Sk - Sq.
+
+    Returns:
+        bool, the bias's shape, True where kept: the `mask` of :func:`dmattn.attention`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, dtype or value.
+    """
+    _check_keep(keep)
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"dmattn: bias: expected a torch.Tensor, received {type(bias).__name__}")
+    if bias.ndim < 2 or bias.dtype not in FLOATS:
+        raise ValueError(f"dmattn: bias: expected a float tensor (..., Sq, Sk), received {bias.dtype} of shape {tuple(bias.shape)}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"dmattn: causal: expected True or False, received {type(causal).__name__}")
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"dmattn: mask: expected a bool tensor or None, received {type(mask).__name__}")
+        if mask.dtype != torch.bool or mask.device != bias.device:
+            raise ValueError(f"dmattn: mask: expected a bool tensor on {bias.device}, received {mask.dtype} on {mask.device}")
+        try:
+            mask = mask.expand(bias.shape)
+        except RuntimeError:
+            raise ValueError(f"dmattn: mask: expected a shape broadcastable to {tuple(bias.shape)}, received {tuple(mask.shape)}") from None
+    len_q, len_k = bias.shape[-2:]
+    visible = torch.ones(bias.shape, dtype=torch.bool, device=bias.device) if mask is None else mask
+    if causal:
+        visible = visible.tril(len_k - len_q)
+    if keep >= len_k:
+        return visible.clone()
+    hidden = ~visible
+    rank = ranks(bias.detach().clamp(min=torch.finfo(bias.dtype).min).masked_fill(hidden, float("-inf")))
+    return (rank >= len_k - keep) & visible
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, valid: Tensor | None, **options: Any) -> Any:
+    """Attention to all the keys that are valid."""
+    mask = None
+    if valid is not None:
+        last = valid.int() * query.shape[2]
+        mask = IntervalMask(torch.zeros_like(last), last)
+    return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], **options)
+
+
+class _Take(torch.autograd.Function):
+    """Rows of `x` (B, Hk, Sk, n) at distinct positions `index` (B, Hk, kept). What is not taken has a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        (index,) = ctx.saved_tensors
+        scattered = gradient.new_empty(ctx.shape) if ctx.shape[2] == index.shape[2] else gradient.new_zeros(ctx.shape)
+        return scattered.scatter_(2, index[..., None].expand_as(gradient), gradient), None
+
+
+def _take(index: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and their biases at `index` (B, Hk, kept)."""
+    return _Take.apply(key, index), _Take.apply(value, index), _Take.apply(key_bias[..., None], index)[..., 0]
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, keep: int, key_padding_mask: Tensor | None, causal: bool, scale: float | None
+) -> None:
+    """Raise what is wrong with the arguments."""
+    Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
+    _check_keep(keep)
+    batch, kv_heads, len_k = key.shape[:3]
+    if not isinstance(key_bias, Tensor):
+        raise TypeError(f"dmattn: key_bias: expected a torch.Tensor, received {type(key_bias).__name__}")
+    if tuple(key_bias.shape) != (batch, kv_heads, len_k):
+        raise ValueError(f"dmattn: key_bias: expected shape (B, Hk, Sk) = {(batch, kv_heads, len_k)}, received {tuple(key_bias.shape)}")
+    if key_bias.dtype not in FLOATS:
+        raise ValueError(f"dmattn: key_bias: expected a dtype of float16, bfloat16, float32 or float64, received {key_bias.dtype}")
+    if key_bias.device != key.device:
+        raise ValueError(f"dmattn: key_bias: expected key's device {key.device}, received {key_bias.device}")
+    if key_padding_mask is not None:
+        if not isinstance(key_padding_mask, Tensor):
+            raise TypeError(f"dmattn: key_padding_mask: expected a bool tensor or None, received {type(key_padding_mask).__name__}")
+        if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, len_k) or key_padding_mask.device != key.device:
+            expected = f"a bool tensor of shape (B, Sk) = {(batch, len_k)} on {key.device}"
+            received = f"{key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)} on {key_padding_mask.device}"
+            raise ValueError(f"dmattn: key_padding_mask: expected {expected}, received {received}")
+
+
+def _check_keep(keep: int) -> None:
+    if not isinstance(keep, int) or isinstance(keep, bool):
+        raise TypeError(f"dmattn: keep: expected an integer, received {type(keep).__name__}")
+    if keep < 1:
+        raise ValueError(f"dmattn: keep: expected at least 1, received {keep}")

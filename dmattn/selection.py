@@ -1,0 +1,78 @@
+"""Which keys a query keeps, where each keeps only the best: the dynamic mask.
+
+Keys of one (batch, key-value head) get unique ranks by (score, position): on equal scores the later key ranks higher. Under a causal mask
+the keep-th largest rank among the first keys never falls as keys are added, so a key once dropped never returns, and the exact mask is one
+interval of queries per key. :func:`lifetimes` finds the intervals, and an order of the keys in which those that live and die together are
+neighbours: in that order attention visits little more than the tiles that hold a kept pair.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPOCHS = 16  # the lifetime order sorts by the epoch of a key's death, then by its birth
+
+
+def scores_of(key_bias: Tensor, valid: Tensor | None) -> Tensor:
+    """The float32 values by which keys are ranked: -inf where `valid` is False, and nowhere else."""
+    scores = key_bias.detach().float().clamp(min=torch.finfo(torch.float32).min)
+    return scores if valid is None else scores.masked_fill(~valid, float("-inf"))
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """Unique ranks 0 to N - 1 along the last axis, int64; on equal scores the later entry ranks higher."""
+    order = scores.sort(dim=-1, stable=True).indices
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+
+
+def running_threshold(rank: Tensor, keep: int) -> Tensor:
+    """For every position the `keep`-th largest rank up to and including it, -1 where there are fewer; along the last axis.
+
+    Binary search over the bits of a rank in all positions at once, each level a stable partition of the ranks by one bit (a wavelet
+    matrix; Claude, Navarro and Ordonez, 2015): O(N log N).
+    """
+    length = rank.shape[-1]
+    position = torch.arange(length, device=rank.device).expand_as(rank)
+    low, high, wanted = torch.zeros_like(rank), position + 1, torch.full_like(rank, keep)
+    found = torch.zeros_like(rank)
+    for level in reversed(range(max(1, (length - 1).bit_length()))):
+        bit = (rank >> level) & 1
+        ones = torch.nn.functional.pad(bit.cumsum(-1), (1, 0))
+        zeros = length - ones[..., -1:]
+        ones_low, ones_high = ones.gather(-1, low), ones.gather(-1, high)
+        many = ones_high - ones_low
+        above = many >= wanted
+        found = found | (above.long() << level)
+        low = torch.where(above, zeros + ones_low, low - ones_low)
+        high = torch.where(above, zeros + ones_high, high - ones_high)
+        wanted = torch.where(above, wanted, wanted - many)
+        place = torch.where(bit.bool(), zeros + ones[..., :-1], position - ones[..., :-1])
+        rank = torch.empty_like(rank).scatter_(-1, place, rank)
+    return found.masked_fill(position + 1 < keep, -1)
+
+
+def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, first, last), int32 (B, Hk, Sk): in lifetime order, the keys' positions and the queries [first, last) that keep each.
+
+    Under a causal mask aligned bottom-right. An interval is empty where no query keeps the key; those keys stand at the end.
+    """
+    len_k = key_bias.shape[-1]
+    offset = len_k - len_q
+    rank = ranks(scores_of(key_bias, valid))
+    threshold = running_threshold(rank, keep) if len_k else rank
+    birth = torch.arange(len_k, device=rank.device).expand_as(rank)
+    death = torch.searchsorted(threshold, rank, right=True)
+    first, last = (birth - offset).clamp(min=0), (death - offset).clamp(0, len_q)
+    dead = last <= first
+    if valid is not None:
+        dead = dead | ~valid
+    last = last.masked_fill(dead, 0)
+    epoch = (last * EPOCHS // (len_q + 1)).masked_fill(dead, EPOCHS)
+    order = epoch.sort(dim=-1, stable=True).indices
+    return order.int(), first.gather(-1, order).int(), last.gather(-1, order).int()
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Positions of the `count` entries of the highest rank along the last axis, in order of position, int64."""
+    return ranks(scores).topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
