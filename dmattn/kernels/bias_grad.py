@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import sum_to
+from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
-from .scores import is_live, rules_of
+from .scores import any_unmasked, rules_of
 from .sequence import in_window
 from .softmax import score_gradient
 from .tiles import launch_options, pick
@@ -70,7 +71,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, tile.block_n),
+        rules=rules_of(problem),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -115,11 +116,14 @@ def _shared_gradient_kernel(
     tensors = (q, k, v, d_out, lse, delta)
     for member in tl.range(begin, end):
         seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
-        if rules.mask is None and rules.first is None:
-            total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
-        else:
-            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+        if rules.mask is not None:
+            if any_unmasked(rules, seq, rows, cols):
                 total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+        elif rules.first is not None:
+            if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
+                total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+        else:
+            total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 

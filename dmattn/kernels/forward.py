@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
-from .scores import is_live, rules_of, scores
-from .sequence import key_range, place
+from .scores import any_unmasked, rules_of, scores
+from .sequence import place
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
+from .walk import key_range, key_start
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
@@ -23,7 +25,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
-            rules=rules_of(problem, tile.block_n),
+            rules=rules_of(problem, live_blocks(problem, tile.block_m, tile.block_n)),
             out=strided(out, heads),
             lse=strided(lse, heads),
             **launch_options(problem, tile, out),
@@ -46,12 +48,12 @@ def _forward_kernel(
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if rules.mask is None and rules.first is None:
+    for step in tl.range(begin, end, BLOCK_N):
+        cols = Span(key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N), tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        if rules.mask is None:
             acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
         else:
-            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+            if any_unmasked(rules, seq, rows, cols):
                 acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
     store_tile(out, seq, rows, value_dims, acc)

@@ -1,4 +1,6 @@
-"""Bounds of the query intervals of every block of keys, by which the kernels pass over blocks that no query of theirs attends."""
+"""Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend."""
+
+from typing import Any
 
 import torch
 import triton
@@ -6,33 +8,81 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .sequence import LARGEST, place
+from .sequence import LARGEST, place, window_range
+
+LISTED = tl.constexpr(1023)  # blocks that a list names one by one; from the last of them on it goes through all, so memory is O(N)
+CHUNK = tl.constexpr(128)
 
 
-def block_bounds(first: Tensor | None, last: Tensor | None, len_k: int, block_n: int) -> Tensor | None:
-    """(B or 1, H or Hk or 1, blocks, 2) int32: over the keys of a block the smallest first and the largest last, of non-empty intervals."""
-    if first is None or last is None:
+def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
+    """(B or 1, H or Hk or 1, blocks of queries, 1 + blocks) int32: how many blocks of keys to visit, then their numbers, ascending.
+
+    The window counts too. None without intervals.
+    """
+    if problem.first is None:
         return None
-    first, last = torch.broadcast_tensors(first, last)
+    first, last = torch.broadcast_tensors(problem.first, problem.last)
     batch, heads = first.shape[:2]
-    blocks = triton.cdiv(len_k, block_n)
-    bounds = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=first.device)
-    if bounds.numel():
-        _block_bounds_kernel[(batch * heads * blocks,)](
-            first=strided(first, heads),
-            last=strided(last, heads),
-            bounds=strided(bounds, heads),
-            heads=heads,
-            len_k=len_k,
-            BLOCK_N=block_n,
-            num_warps=1,
-        )
-    return bounds
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
+    bounds = first.new_empty((batch, heads, blocks_n, 2))
+    lists = first.new_empty((batch, heads, blocks_m, 1 + min(blocks_n, LISTED.value)))
+    if not bounds.numel():
+        return lists.zero_()
+    _block_bounds_kernel[(batch * heads * blocks_n,)](
+        first=strided(first, heads),
+        last=strided(last, heads),
+        bounds=strided(bounds, heads),
+        heads=heads,
+        len_k=len_k,
+        BLOCK_N=block_n,
+        num_warps=1,
+    )
+    _live_blocks_kernel[(batch * heads * blocks_m,)](
+        bounds=strided(bounds, heads),
+        lists=strided(lists, heads),
+        left=problem.left,
+        right=problem.right,
+        heads=heads,
+        len_q=len_q,
+        len_k=len_k,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=1,
+    )
+    return lists
+
+
+@triton.jit
+def visits(lists, seq, rows, BLOCK_M: tl.constexpr):
+    """How many blocks of keys a block of queries visits."""
+    return tl.load(_list_pointer(lists, seq, rows, BLOCK_M))
+
+
+@triton.jit
+def visited_block(lists, seq, rows, visit, BLOCK_M: tl.constexpr):
+    """The block of keys of one visit."""
+    listed = tl.minimum(visit, LISTED - 1)
+    return tl.load(_list_pointer(lists, seq, rows, BLOCK_M) + 1 + listed) + (visit - listed)
+
+
+@triton.jit
+def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
+    """Whether a query of the tile lies in the interval of one of its keys."""
+    first_cols = load_rows(first, seq, cols, LARGEST)
+    last_cols = load_rows(last, seq, cols, 0)
+    live = (first_cols < last_cols) & (first_cols < rows.start + BLOCK_M) & (last_cols > rows.start)
+    return tl.max(live.to(tl.int32)) != 0
+
+
+@triton.jit
+def _list_pointer(lists, seq, rows, BLOCK_M: tl.constexpr):
+    return slice_pointer(lists, seq) + tl.cast(rows.start // BLOCK_M, tl.int64) * lists.row
 
 
 @triton.jit
 def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexpr):
-    """One program: one block of keys of one (batch, head). Reads first and last, writes their two bounds."""
+    """One program: one block of keys of one (batch, head). Writes the smallest first and the largest last of its non-empty intervals."""
     block, head, batch = place(len_k, heads, BLOCK_N)
     seq = Sequence(batch, head, 0, len_k)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N), len_k)
@@ -42,3 +92,31 @@ def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexp
     pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
     tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
     tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))
+
+
+@triton.jit
+def _live_blocks_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
+    block, head, batch = place(len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, 0, len_q)
+    row_end = tl.minimum(rows.start + BLOCK_M, len_q)
+    begin, end = window_range(left, right, seq, rows, BLOCK_M)
+    pointer = _list_pointer(lists, seq, rows, BLOCK_M)
+    count = 0
+    turn = 0  # the block from which on the list goes through all
+    final = -1  # the last live block
+    for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
+        number = chunk + tl.arange(0, CHUNK)
+        bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
+        real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
+        live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
+        live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
+        position = count + tl.cumsum(live.to(tl.int32), 0) - 1
+        tl.store(pointer + 1 + position, number, mask=live & (position < LISTED))
+        turn = tl.maximum(turn, tl.max(tl.where(live & (position == LISTED - 1), number, 0)))
+        final = tl.maximum(final, tl.max(tl.where(live, number, -1)))
+        count += tl.sum(live.to(tl.int32))
+    if count > LISTED:
+        count = LISTED + final - turn
+    tl.store(pointer, count)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
-from .scores import is_live, rules_of, through_softcap
+from .scores import any_unmasked, rules_of, through_softcap
 from .sequence import place, query_range
 from .softmax import score_gradient
 from .tiles import launch_options, pick
@@ -25,7 +25,7 @@ def key_gradients(
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, tile.block_n),
+        rules=rules_of(problem),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -64,7 +64,7 @@ def _key_gradients_kernel(
             if rules.mask is None:
                 dk, dv, sums = _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
             else:
-                if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+                if any_unmasked(rules, seq, rows, cols):
                     dk, dv, sums = _accumulate(
                         incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION
                     )

@@ -6,23 +6,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .intervals import live_blocks
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
-from .scores import is_live, rules_of, through_softcap
-from .sequence import key_range, place
+from .scores import any_unmasked, rules_of, through_softcap
+from .sequence import place
 from .softmax import score_gradient
 from .tiles import launch_options, pick
+from .walk import key_range, key_start
 
 
 def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor | None, d_bias: Tensor | None) -> None:
     """Fill those that are not None; `incoming` is (d_out, lse, delta), `d_bias` (B, H, Sq, Sk), every element of which is written."""
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("queries", problem)
+    if d_bias is not None and problem.first is not None:
+        d_bias.zero_()  # the blocks of keys that no list names
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, tile.block_n),
+        rules=rules_of(problem, live_blocks(problem, tile.block_m, tile.block_n)),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -49,17 +53,19 @@ def _query_gradients_kernel(
     stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
     dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
+    for step in tl.range(begin, end, BLOCK_N):
+        start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if rules.mask is None and rules.first is None:
+        if rules.mask is None:
             dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
         else:
-            if is_live(rules, seq, rows, cols, BLOCK_M, BLOCK_N):
+            if any_unmasked(rules, seq, rows, cols):
                 dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
             else:
                 _store_zeros(d_bias, seq, rows, start, start + 1, BLOCK_M, BLOCK_N, INDEX)
-    _store_zeros(d_bias, seq, rows, 0, begin, BLOCK_M, BLOCK_N, INDEX)
-    _store_zeros(d_bias, seq, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_M, BLOCK_N, INDEX)
+    if rules.lists is None:
+        _store_zeros(d_bias, seq, rows, 0, begin, BLOCK_M, BLOCK_N, INDEX)
+        _store_zeros(d_bias, seq, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_M, BLOCK_N, INDEX)
     if d_q is not None:
         store_tile(d_q, seq, rows, dims, dq * rules.scale)
 

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .intervals import block_bounds
-from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided
+from .layout import Span, inside, load_rows, load_tile, strided
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -16,8 +15,8 @@ class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
-    `blocks`: for every block of keys the smallest first and the largest last. Query i may attend key j only if
-    -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+    `lists`: for every block of queries the blocks of keys to visit, where there are intervals and the kernel walks keys. Query i may attend
+    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -25,7 +24,7 @@ class Rules(NamedTuple):
 
     first: Any
     last: Any
-    blocks: Any
+    lists: Any
     mask: Any
     bias: Any
     left: Any
@@ -38,9 +37,8 @@ class Rules(NamedTuple):
     bias_cols: Any
 
 
-def rules_of(problem: Any, block_n: int) -> Rules:
-    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, for blocks of `block_n` keys."""
-    blocks = block_bounds(problem.first, problem.last, problem.key.shape[2], block_n)
+def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
+    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with the `live_blocks` of its intervals."""
     heads = problem.query.shape[1]
     return Rules(
         mask=strided(problem.mask, heads),
@@ -51,7 +49,7 @@ def rules_of(problem: Any, block_n: int) -> Rules:
         bias_cols=_varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
-        blocks=strided(blocks, heads),
+        lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
         scale=problem.scale,
@@ -102,17 +100,9 @@ def through_softcap(d_scores, tanh, rules):
 
 
 @triton.jit
-def is_live(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether the mask or the intervals leave any pair of the tile."""
-    live = True
-    if rules.mask is not None:
-        live = tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols).to(tl.int32)) != 0
-    if rules.blocks is not None:
-        block = slice_pointer(rules.blocks, seq) + tl.cast(cols.start // BLOCK_N, tl.int64) * rules.blocks.row
-        first = tl.load(block)
-        last = tl.load(block + rules.blocks.col)
-        live = live & (first < rows.start + BLOCK_M) & (last > rows.start)
-    return live
+def any_unmasked(rules, seq, rows, cols):
+    """Whether the mask leaves any pair of the tile."""
+    return tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols).to(tl.int32)) != 0
 
 
 @triton.jit

@@ -1,12 +1,11 @@
-"""Which program works where: its block, head and batch entry, and the range of blocks that it has to visit."""
+"""Which program works where: its block, head and batch entry, and the range of queries or keys that it has to visit."""
 
 import triton
 import triton.language as tl
 
-from .layout import load_rows, slice_pointer
+from .layout import load_rows
 
 LARGEST = tl.constexpr(2147483647)
-BOUNDS_AT_ONCE = tl.constexpr(128)
 
 
 @triton.jit
@@ -18,32 +17,17 @@ def place(length, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[begin, end): the keys, from a block's edge, that window and intervals leave to a block of queries."""
+def window_range(left, right, seq, rows, BLOCK_M: tl.constexpr):
+    """[begin, end): the keys that the window leaves to a block of queries."""
     begin = 0
     end = seq.len_k
-    row_end = tl.minimum(rows.start + BLOCK_M, seq.len_q)
     offset = seq.len_k - seq.len_q
-    if rules.right is not None:
-        end = tl.minimum(end, row_end + offset + rules.right)
-    if rules.left is not None:
-        begin = tl.maximum(begin, rows.start + offset - rules.left)
-    if rules.blocks is not None:
-        n_blocks = tl.cdiv(seq.len_k, BLOCK_N)
-        low = n_blocks
-        high = 0
-        for chunk in range(0, n_blocks, BOUNDS_AT_ONCE):
-            block = chunk + tl.arange(0, BOUNDS_AT_ONCE)
-            pointers = slice_pointer(rules.blocks, seq) + tl.cast(block, tl.int64) * rules.blocks.row
-            first = tl.load(pointers, mask=block < n_blocks, other=LARGEST)
-            last = tl.load(pointers + rules.blocks.col, mask=block < n_blocks, other=0)
-            live = (first < row_end) & (last > rows.start)
-            low = tl.minimum(low, tl.min(tl.where(live, block, n_blocks)))
-            high = tl.maximum(high, tl.max(tl.where(live, block + 1, 0)))
-        begin = tl.maximum(begin, low * BLOCK_N)
-        end = tl.minimum(end, high * BLOCK_N)
+    if right is not None:
+        end = tl.minimum(end, tl.minimum(rows.start + BLOCK_M, seq.len_q) + offset + right)
+    if left is not None:
+        begin = tl.maximum(begin, rows.start + offset - left)
     end = tl.maximum(end, 0)
-    return tl.minimum(begin, end) // BLOCK_N * BLOCK_N, end
+    return tl.minimum(begin, end), end
 
 
 @triton.jit
