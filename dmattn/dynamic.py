@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (registers torch.ops.dmattn)
-from .functional import attention
+from .functional import attention, run
 from .masks import IntervalMask
 from .problem import FLOATS, Problem
 from .selection import best, ranks, scores_of
@@ -95,18 +95,15 @@ def dynamic_mask_attention(
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
     if keep >= len_k:
         return _attend(query, key, value, key_bias, valid, causal=causal, **options)
-    if not causal:
-        kept = best(scores_of(key_bias, valid), keep)
-        return _attend(query, *_take(kept, key, value, key_bias), None if valid is None else valid.gather(-1, kept), **options)
-    before = len_k - len_q
-    if before > keep:  # of the keys that every query sees only the best can be kept
-        new = torch.arange(before, len_k, device=key.device).expand(*key.shape[:2], len_q)
-        kept = torch.cat((best(scores_of(key_bias, valid)[..., :before], keep), new), -1)
-        key, value, key_bias = _take(kept, key, value, key_bias)
-        valid = None if valid is None else valid.gather(-1, kept)
-    order, first, last = torch.ops.dmattn.lifetimes(key_bias.detach(), valid, keep, len_q)
-    key, value, key_bias = _take(order.long(), key, value, key_bias)
-    return attention(query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], **options)
+    order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
+    problem = replace(
+        Problem.canonical(
+            query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], causal=False, window=None, scale=scale, softcap=None
+        ),
+        order=order,
+    )
+    out, lse = run(problem)
+    return (out, lse) if return_lse else out
 
 
 def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -163,26 +160,25 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, valid: 
     return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], **options)
 
 
-class _Take(torch.autograd.Function):
-    """Rows of `x` (B, Hk, Sk, n) at distinct positions `index` (B, Hk, kept). What is not taken has a gradient of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-        return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        (index,) = ctx.saved_tensors
-        scattered = gradient.new_empty(ctx.shape) if ctx.shape[2] == index.shape[2] else gradient.new_zeros(ctx.shape)
-        return scattered.scatter_(2, index[..., None].expand_as(gradient), gradient), None
-
-
-def _take(index: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and their biases at `index` (B, Hk, kept)."""
-    return _Take.apply(key, index), _Take.apply(value, index), _Take.apply(key_bias[..., None], index)[..., 0]
+def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(order, first, last) as :class:`dmattn.problem.Problem` has them."""
+    before = key_bias.shape[-1] - len_q
+    if causal and before <= keep:
+        return torch.ops.dmattn.lifetimes(key_bias, valid, keep, len_q)
+    if not causal:
+        listed = best(scores_of(key_bias, valid), keep)
+        first = torch.zeros_like(listed, dtype=torch.int32)
+        last = first + len_q if valid is None else valid.gather(-1, listed).int() * len_q
+        order = listed.int()
+    else:  # of the keys that every query sees only the best can be kept
+        new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
+        listed = torch.cat((best(scores_of(key_bias, valid)[..., :before], keep), new), -1)
+        order, first, last = torch.ops.dmattn.lifetimes(
+            key_bias.gather(-1, listed), None if valid is None else valid.gather(-1, listed), keep, len_q
+        )
+        order = listed.gather(-1, order.long()).int()
+    nobody = torch.zeros_like(key_bias, dtype=torch.int32)
+    return order, nobody.scatter(-1, listed, first), nobody.scatter(-1, listed, last)
 
 
 def _check(

@@ -102,7 +102,7 @@ def attention(
     if not isinstance(return_lse, bool):
         raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
-    out, lse = _run(problem)
+    out, lse = run(problem)
     return (out, lse) if return_lse else out
 
 
@@ -167,7 +167,7 @@ def scaled_dot_product_attention(
         softcap=None,
         top_left=True,
     )
-    out, _ = _run(problem)
+    out, _ = run(problem)
     return out.view(*query.shape[:-1], value.shape[-1]) if query.ndim < 4 else out.unflatten(0, leading) if query.ndim > 4 else out
 
 
@@ -203,7 +203,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
-def _run(problem: Problem) -> tuple[Tensor, Tensor]:
+def run(problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem, differentiable."""
     if not torch.compiler.is_compiling():
         for tensor in (problem.query, problem.key, problem.value, problem.bias):
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:

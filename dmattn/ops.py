@@ -19,7 +19,7 @@ from .problem import Problem
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? first, Tensor? last, Tensor? bias, "
-    "SymInt? left, SymInt? right, float scale, float? softcap"
+    "SymInt? left, SymInt? right, float scale, float? softcap, Tensor? order"
 )
 _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
 
@@ -99,18 +99,19 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.rules = inputs[7:]
+    *tensors, left, right, scale, softcap, order = inputs
+    ctx.save_for_backward(*tensors, order, *output)
+    ctx.rules = (left, right, scale, softcap)
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, order, out, lse = ctx.saved_tensors
     needs = [ctx.needs_input_grad[position] for position in (0, 1, 2, 6)]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, needs, *tensors, *ctx.rules)
+    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, needs, *tensors, *ctx.rules, order)
     d_query, d_key, d_value, d_bias = (gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
-    return d_query, d_key, d_value, None, None, None, d_bias, None, None, None, None
+    return d_query, d_key, d_value, None, None, None, d_bias, None, None, None, None, None
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:

@@ -53,9 +53,11 @@ def running_threshold(rank: Tensor, keep: int) -> Tensor:
 
 
 def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order, first, last), int32 (B, Hk, Sk): in lifetime order, the keys' positions and the queries [first, last) that keep each.
+    """(order, first, last), int32 (B, Hk, Sk): the keys' positions in lifetime order, and the queries [first, last) that keep each key.
 
-    Under a causal mask aligned bottom-right. An interval is empty where no query keeps the key; those keys stand at the end.
+    Under a causal mask aligned bottom-right. An interval is empty where no query keeps the key; those keys stand last in the order. Before
+    them come the epochs of death from the last to the first, so that the work begins with the longest lives, and within an epoch the keys
+    by birth, to and fro.
     """
     len_k = key_bias.shape[-1]
     offset = len_k - len_q
@@ -68,9 +70,10 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     if valid is not None:
         dead = dead | ~valid
     last = last.masked_fill(dead, 0)
-    epoch = (last * EPOCHS // (len_q + 1)).masked_fill(dead, EPOCHS)
-    order = epoch.sort(dim=-1, stable=True).indices
-    return order.int(), first.gather(-1, order).int(), last.gather(-1, order).int()
+    epoch = (EPOCHS - 1 - last * EPOCHS // (len_q + 1)).masked_fill(dead, EPOCHS)
+    turned = torch.where(epoch % 2 == 0, birth, len_k - 1 - birth)
+    order = (epoch * len_k + turned).argsort(dim=-1)
+    return order.int(), first.int(), last.int()
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -10,7 +10,7 @@ from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .scores import any_unmasked, rules_of, scores
-from .sequence import place
+from .sequence import key_positions, place
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
 from .walk import key_range, key_start
@@ -49,7 +49,9 @@ def _forward_kernel(
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        cols = Span(key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N), tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
+        col_start, col_index = key_positions(rules.order, rules.listed, seq, start, BLOCK_N, INDEX)
+        cols = Span(col_start, col_index, None if EVEN_N else len_k)
         if rules.mask is None:
             acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
         else:
