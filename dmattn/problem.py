@@ -24,7 +24,7 @@ class Problem:
     ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
     have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
     only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``. With intervals ``order`` (int32,
-    (B, H or Hk or 1, any number)) may name the keys in the order in which kernels visit them, at least all those with an interval that is
+    with the intervals' batch and head axes, any number) may name the keys in the order in which kernels visit them, at least all those with an interval that is
     not empty, none twice: it says where the work is, and changes no result.
     """
 
