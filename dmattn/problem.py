@@ -23,9 +23,11 @@ class Problem:
 
     ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
     have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
-    only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``. With intervals ``order`` (int32,
-    with the intervals' batch and head axes, any number) may name the keys in the order in which kernels visit them, at least all those with an interval that is
-    not empty, none twice: it says where the work is, and changes no result.
+    only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
+
+    Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none,
+    ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are to visit them, at least
+    those with an interval that is not empty, none twice. It changes no result.
     """
 
     query: Tensor

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,6 +12,7 @@ from .key_grad import key_gradients
 from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
+from .reorder import put_back, reordered
 from .sequence import place
 from .tiles import block_dim
 
@@ -29,6 +31,16 @@ def backward(
     d_bias: Tensor | None,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out` and `lse` are its results."""
+    if problem.order is not None:
+        with launching(problem.query):
+            problem, order = reordered(problem), problem.order
+            shapes = (problem.key, problem.value, problem.bias)
+            gradients = (d_key, d_value, d_bias)
+            listed = tuple(None if x is None else torch.empty_like(shape) for x, shape in zip(gradients, shapes, strict=True))
+            backward(problem, out, lse, d_out, d_lse, d_query, *listed)
+            if any(gradient is not None for gradient in gradients):
+                put_back(order, listed, gradients)
+        return
     kind = None if d_bias is None else BiasGradient.of(d_bias, problem)
     dense = d_bias if kind is BiasGradient.DENSE else None
     key_sums = None

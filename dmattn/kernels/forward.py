@@ -9,8 +9,9 @@ from torch import Tensor
 from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from .reorder import reordered
 from .scores import any_unmasked, rules_of, scores
-from .sequence import key_positions, place
+from .sequence import place
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
 from .walk import key_range, key_start
@@ -18,9 +19,11 @@ from .walk import key_range, key_start
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`)."""
-    batch, heads, len_q, _ = problem.query.shape
-    tile = pick("forward", problem)
     with launching(problem.query):
+        if problem.order is not None:
+            problem = reordered(problem)
+        batch, heads, len_q, _ = problem.query.shape
+        tile = pick("forward", problem)
         _forward_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
@@ -49,9 +52,7 @@ def _forward_kernel(
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
-        col_start, col_index = key_positions(rules.order, rules.listed, seq, start, BLOCK_N, INDEX)
-        cols = Span(col_start, col_index, None if EVEN_N else len_k)
+        cols = Span(key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N), tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         if rules.mask is None:
             acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
         else:

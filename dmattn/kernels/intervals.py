@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .sequence import LARGEST, key_positions, place, window_range
+from .sequence import LARGEST, place, window_range
 
 LISTED = tl.constexpr(1023)  # blocks that a list names one by one; from the last of them on it goes through all, so memory is O(N)
 CHUNK = tl.constexpr(128)
@@ -24,10 +24,7 @@ def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
     first, last = torch.broadcast_tensors(problem.first, problem.last)
     batch, heads = first.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    left, right, order, listed = problem.left, problem.right, None, len_k
-    if problem.order is not None:  # then a block of keys may stand anywhere
-        left, right, order, listed = None, None, problem.order.expand(batch, heads, -1), problem.order.shape[2]
-    blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(listed, block_n)
+    blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
     bounds = first.new_empty((batch, heads, blocks_n, 2))
     lists = first.new_empty((batch, heads, blocks_m, 1 + min(blocks_n, LISTED.value)))
     if not bounds.numel():
@@ -35,22 +32,20 @@ def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
     _block_bounds_kernel[(batch * heads * blocks_n,)](
         first=strided(first, heads),
         last=strided(last, heads),
-        order=strided(order, heads),
         bounds=strided(bounds, heads),
         heads=heads,
         len_k=len_k,
-        listed=listed,
         BLOCK_N=block_n,
         num_warps=1,
     )
     _live_blocks_kernel[(batch * heads * blocks_m,)](
         bounds=strided(bounds, heads),
         lists=strided(lists, heads),
-        left=left,
-        right=right,
+        left=problem.left,
+        right=problem.right,
         heads=heads,
         len_q=len_q,
-        listed=listed,
+        len_k=len_k,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         num_warps=1,
@@ -86,12 +81,11 @@ def _list_pointer(lists, seq, rows, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _block_bounds_kernel(first, last, order, bounds, heads, len_k, listed, BLOCK_N: tl.constexpr):
+def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexpr):
     """One program: one block of keys of one (batch, head). Writes the smallest first and the largest last of its non-empty intervals."""
-    block, head, batch = place(listed, heads, BLOCK_N)
+    block, head, batch = place(len_k, heads, BLOCK_N)
     seq = Sequence(batch, head, 0, len_k)
-    col_start, col_index = key_positions(order, listed, seq, block * BLOCK_N, BLOCK_N, tl.int32)
-    cols = Span(col_start, col_index, len_k)
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N), len_k)
     first_cols = load_rows(first, seq, cols, LARGEST)
     last_cols = load_rows(last, seq, cols, 0)
     alive = first_cols < last_cols
@@ -101,10 +95,10 @@ def _block_bounds_kernel(first, last, order, bounds, heads, len_k, listed, BLOCK
 
 
 @triton.jit
-def _live_blocks_kernel(bounds, lists, left, right, heads, len_q, listed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _live_blocks_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
     block, head, batch = place(len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, listed)
+    seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, 0, len_q)
     row_end = tl.minimum(rows.start + BLOCK_M, len_q)
     begin, end = window_range(left, right, seq, rows, BLOCK_M)

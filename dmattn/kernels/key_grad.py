@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .scores import any_unmasked, rules_of, through_softcap
-from .sequence import key_positions, place, query_range
+from .sequence import place, query_range
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 
@@ -19,11 +19,6 @@ def key_gradients(
     """Fill those that are not None; `incoming` is (d_out, lse, delta), `key_sums` (B, H, 1, Sk) float32 the sums of dS over the queries."""
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
-    if problem.order is not None and problem.order.shape[2] < len_k:
-        for gradient in (d_key, d_value, key_sums):
-            if gradient is not None:
-                gradient.zero_()  # the keys that are not listed
-        len_k = problem.order.shape[2]
     tile = pick("keys", problem)
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
@@ -49,12 +44,16 @@ def _key_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
-    block, kv_head, batch = place(len_k if rules.order is None else rules.listed, heads // groups, BLOCK_N)
-    first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
-    col_start, col_index = key_positions(rules.order, rules.listed, first_seq, block * BLOCK_N, BLOCK_N, INDEX)
-    cols = Span(col_start, col_index, None if EVEN_N else len_k)
+    block, kv_head, batch = place(len_k, heads // groups, BLOCK_N)
+    if rules.first is not None:  # heads fastest: where keys stand in lifetime order, the long work of every head comes first
+        together = tl.num_programs(0) // tl.cdiv(len_k, BLOCK_N)
+        block = tl.program_id(0) // together
+        kv_head = tl.program_id(0) % together % (heads // groups)
+        batch = tl.program_id(0) % together // (heads // groups)
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
     k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .intervals import live_blocks
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .scores import any_unmasked, rules_of, through_softcap
-from .sequence import key_positions, place
+from .sequence import place
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 from .walk import key_range, key_start
@@ -55,8 +55,7 @@ def _query_gradients_kernel(
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
-        col_start, col_index = key_positions(rules.order, rules.listed, seq, start, BLOCK_N, INDEX)
-        cols = Span(col_start, col_index, None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         if rules.mask is None:
             dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
         else:

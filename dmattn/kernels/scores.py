@@ -15,9 +15,8 @@ class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
-    `order`: the positions of the `listed` keys to visit; None is all as they stand. `lists`: for every block of queries the blocks of keys
-    to visit, where there are intervals and the kernel walks keys. Query i may attend key j only if
-    -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+    `lists`: for every block of queries the blocks of keys to visit, where there are intervals and the kernel walks keys. Query i may attend
+    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -25,7 +24,6 @@ class Rules(NamedTuple):
 
     first: Any
     last: Any
-    order: Any
     lists: Any
     mask: Any
     bias: Any
@@ -33,7 +31,6 @@ class Rules(NamedTuple):
     right: Any
     scale: Any
     softcap: Any
-    listed: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -52,8 +49,6 @@ def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
         bias_cols=_varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
-        order=strided(problem.order, heads),
-        listed=None if problem.order is None else problem.order.shape[2],
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,

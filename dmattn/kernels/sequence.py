@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import load_rows, slice_pointer
+from .layout import load_rows
 
 LARGEST = tl.constexpr(2147483647)
 
@@ -14,16 +14,6 @@ def place(length, heads, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     blocks = tl.cdiv(length, BLOCK)
     return program % blocks, program // blocks % heads, program // blocks // heads
-
-
-@triton.jit
-def key_positions(order, listed, seq, start, BLOCK_N: tl.constexpr, INDEX: tl.constexpr):
-    """(start, index) of the span of BLOCK_N keys from the `start`-th on: as they stand, or in the order in which they are listed."""
-    if order is None:
-        return start, tl.arange(0, BLOCK_N).to(INDEX)
-    else:
-        number = start + tl.arange(0, BLOCK_N)
-        return 0, tl.load(slice_pointer(order, seq) + number, mask=number < listed, other=seq.len_k).to(INDEX)
 
 
 @triton.jit

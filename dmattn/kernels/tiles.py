@@ -76,8 +76,8 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
         BLOCK_D=block_dim(head_dim),
         BLOCK_DV=block_dim(value_dim),
         EVEN_M=len_q % tile.block_m == 0,
-        EVEN_N=(len_k if problem.order is None else problem.order.shape[2]) % tile.block_n == 0,
-        INDEX=tl.int64 if _needs_wide_index(problem.order, query, key, value, problem.mask, problem.bias, *outputs) else tl.int32,
+        EVEN_N=len_k % tile.block_n == 0,
+        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, *outputs) else tl.int32,
         PRECISION=_dot_precision(query),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -89,10 +89,9 @@ def block_dim(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def _needs_wide_index(order: Tensor | None, *tensors: Tensor | None) -> bool:
-    """Whether an offset inside one tile (with an `order`, inside one head) may pass 2**31 elements, so that indices must be 64-bit."""
-    reach = 512 if order is None else max(x.shape[axis] for x in tensors if x is not None for axis in (2, x.ndim - 1))
-    return any(x is not None and max(x.stride()[2:]) * reach >= 1 << 31 for x in tensors)
+def _needs_wide_index(*tensors: Tensor | None) -> bool:
+    """Whether an offset inside one tile may pass 2**31 elements, so that indices must be 64-bit."""
+    return any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in tensors)
 
 
 def _dot_precision(x: Tensor) -> str:
