@@ -1,4 +1,4 @@
-"""The operators, ``dmattn::forward``, ``dmattn::backward`` and ``dmattn::lifetimes``: the one door to autograd, torch.compile and the device code.
+"""The operators `dmattn::forward`, `backward` and `lifetimes`: the one door to autograd, torch.compile and the device code.
 
 The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors, and CPU
 tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
