@@ -51,7 +51,9 @@ def dynamic_bias(value: Tensor, A: Tensor, dt_proj: Callable[[Tensor], Tensor]) 
     steps = dt_proj(rearrange(value, "b h s d -> b s (h d)"))
     if tuple(steps.shape) != (batch, len_k, kv_heads):
         raise ValueError(f"dmattn: dt_proj: expected a result of shape (B, Sk, Hk) = {(batch, len_k, kv_heads)}, received {tuple(steps.shape)}")
-    return rearrange(torch.exp(A * F.softplus(steps)), "b s h -> b h s")
+    # contiguous, as in PyTorch 2.13 softplus's gradient has other strides than its tracer says where layouts differ, and cannot be compiled
+    steps = rearrange(steps, "b s h -> b h s").contiguous()
+    return torch.exp(A[:, None] * F.softplus(steps))
 
 
 class DynamicMaskAttention(nn.Module):
