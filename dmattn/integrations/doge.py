@@ -5,10 +5,9 @@
 >>> doge.enable(model)
 
 Each DogeAttention becomes a :class:`dmattn.DynamicMaskAttention` that holds the same parameters, and the model stops making the (S, S) mask
-that its own attention needs. Logits, loss and gradients are those of eager attention wherever a head's scores differ from key to key. Of
-equal scores Doge keeps whichever `torch.topk` returns, which depends on the length; here it is the later key, so that decoding with a cache
-equals the full pass. Equal are all scores of a head whose A is 0, those of one token at two places in the first layer, as values do not know
-their position, and some in bfloat16.
+that its own attention needs. Logits, loss and gradients are those of eager attention wherever a head's scores differ from key to key. Equal
+are all scores of a head whose A is 0; those of one token at several places in the first layer, as values do not know their position; and
+some in bfloat16. Of these Doge keeps whichever `torch.topk` returns, which depends on the length; here it is the later key.
 """
 
 from __future__ import annotations
