@@ -161,7 +161,8 @@ class DynamicMaskAttention(nn.Module):
             attention_mask: bool or integer, (B, Sk) for all Sk keys, cached ones included: nonzero for a real token. None: all are real.
                 A token that sees no key gets o_proj(0).
             past_key_values: a cache that grows, such as Transformers' DynamicCache, by its methods ``get_seq_length(layer_idx)`` and
-                ``update(key, value, layer_idx)``, which appends the S new keys and values (B, Hk, S, head_dim) and returns all.
+                ``update(key, value, layer_idx)``, which appends the S new keys and values (B, Hk, S, head_dim) and returns all. It holds no
+                scores: those of all keys are computed from the values at every call.
 
         Returns:
             (B, S, hidden_size).
