@@ -89,6 +89,8 @@ def dynamic_mask_attention(
 
     Source: Shi et al., Trainable Dynamic Mask Sparse Attention, 2025 (arXiv:2508.02124); the intervals are this library's.
     """
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
     _check(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
     len_q, len_k = query.shape[2], key.shape[2]
     valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
@@ -163,9 +165,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, valid: 
 def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(order, first, last) as :class:`dmattn.problem.Problem` has them."""
     before = key_bias.shape[-1] - len_q
-    if causal and before <= keep:
+    if causal and len_q > 1 and before <= keep:
         return torch.ops.dmattn.lifetimes(key_bias, valid, keep, len_q)
-    if not causal:
+    if not causal or len_q == 1:
         listed = best(scores_of(key_bias, valid), keep)
         first = torch.zeros_like(listed, dtype=torch.int32)
         last = first + len_q if valid is None else valid.gather(-1, listed).int() * len_q

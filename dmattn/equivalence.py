@@ -1,8 +1,8 @@
 """How a result is judged: named cases, their inputs, and the one tolerance rule that tests, benchmarks and `dmattn verify` share.
 
 Truth is :mod:`dmattn.reference` in float64 on the already rounded inputs. A tensor passes when its largest error is at most twice that
-of the plain PyTorch computation in the input dtype, plus a band of two roundings: of the largest true value where the inputs have 16 bits,
-in the coarser of the tensor's dtype and (for gradients, which read the rounded out) the inputs'; in float32 of the terms that are summed
+of the plain PyTorch computation in the input dtype, plus a band of two roundings of the largest true value, in the coarser of the tensor's
+dtype and (for gradients, which read the rounded out) the inputs'. Inputs in float32 add two float32 roundings of the terms that are summed
 (:func:`term_sizes`), for where they cancel their roundings remain.
 """
 
@@ -257,8 +257,10 @@ def _verdict(name: str, ours: Tensor, standard: Standard) -> Verdict:
     rounding = torch.finfo(ours.dtype).eps
     if name.startswith("d_"):
         rounding = max(rounding, torch.finfo(inputs_dtype).eps)
-    size = largest if inputs_dtype.itemsize == 2 else max(largest, standard.sizes[name])
-    budget = PLAIN_FACTOR * plain_max + BAND_ROUNDINGS * rounding * size
+    band = rounding * largest
+    if inputs_dtype.itemsize > 2:
+        band += torch.finfo(torch.float32).eps * standard.sizes[name]
+    budget = PLAIN_FACTOR * plain_max + BAND_ROUNDINGS * band
     place = int(error.argmax())
     worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), error.shape))
     most = error.flatten()[place].item()

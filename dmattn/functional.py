@@ -67,16 +67,17 @@ def attention(
         s_ij  = -inf  where the mask, causal or the window hides key j from query i
         lse_i = log sum_j exp(s_ij)        o_i = sum_j exp(s_ij - lse_i) v_j
 
-    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. What is masked cannot leak:
-    NaN or infinity in the bias at a hidden place changes nothing. Results and gradients are bitwise deterministic.
+    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. NaN or infinity in the bias
+    at a hidden place changes nothing. Results and gradients are bitwise deterministic.
 
     Args:
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
         key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
-        bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk.
-            -inf masks. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once.
+        bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
+            so does any value below -2.36e38, finfo.min among them. Differentiable: the gradient has the bias's own shape and dtype, summed
+            in float32 and rounded once.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -86,7 +87,8 @@ def attention(
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
     bias keeps its own. float32 products follow ``torch.get_float32_matmul_precision()``. CPU and float64 tensors take a PyTorch path with
-    the same semantics. Second derivatives, forward-mode AD and vmap are not supported and raise.
+    the same semantics. Second derivatives, forward-mode AD and torch.func's transforms raise, but for vmap,
+    which calls once for each element.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
@@ -155,6 +157,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = _four_axes_mask(attn_mask, leading)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"dmattn: is_causal: expected True or False, received {type(is_causal).__name__}")
     problem = Problem.canonical(
         _four_axes(query),
         _four_axes(key),
@@ -166,6 +170,7 @@ def scaled_dot_product_attention(
         scale=scale,
         softcap=None,
         top_left=True,
+        mask_name="attn_mask",
     )
     out, _ = run(problem)
     return out.view(*query.shape[:-1], value.shape[-1]) if query.ndim < 4 else out.unflatten(0, leading) if query.ndim > 4 else out
@@ -191,6 +196,11 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"dmattn: lses: expected as many tensors as outs and at least one, received {len(outs)} outs and {len(lses)} lses")
     for position, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        for name, tensor in (("outs", out), ("lses", lse)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"dmattn: {name}[{position}]: expected a torch.Tensor, received {type(tensor).__name__}")
+        if out.dtype != outs[0].dtype:
+            raise ValueError(f"dmattn: outs[{position}]: expected dtype {outs[0].dtype}, received {out.dtype}")
         if out.shape != outs[0].shape:
             raise ValueError(f"dmattn: outs[{position}]: expected shape {tuple(outs[0].shape)}, received {tuple(out.shape)}")
         if lse.shape != out.shape[:-1]:

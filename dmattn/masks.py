@@ -15,7 +15,8 @@ class IntervalMask:
     """A mask given by one query interval per key: query i attends key j iff ``first[..., j] <= i < last[..., j]``.
 
     Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
-    (``last <= first``) hides the key from every query. Two masks intersect with ``&``.
+    (``last <= first``) hides the key from every query. Two masks intersect with ``&``. The queries are those of the call, counted from 0:
+    a mask made for Sq queries does not fit a call with fewer, as with a cache.
 
     Args:
         first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
@@ -50,7 +51,15 @@ class IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last))
+        try:
+            return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last))
+        except RuntimeError as error:
+            shapes = f"{tuple(self.first.shape)} and {tuple(other.first.shape)} on {self.first.device} and {other.first.device}"
+            raise ValueError(f"IntervalMask: &: expected masks of broadcastable shapes on one device, received {shapes}") from error
+
+    def to(self, device: torch.device | str) -> IntervalMask:
+        """The same mask on another device."""
+        return IntervalMask(self.first.to(device), self.last.to(device))
 
     def to_dense(self, len_q: int) -> Tensor:
         """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
@@ -65,9 +74,13 @@ class IntervalMask:
     @classmethod
     def window(cls, len_q: int, len_k: int, *, left: int | None, right: int | None, device: torch.device | str | None = None) -> IntervalMask:
         """Query i attends key j iff ``-left <= j - (i + len_k - len_q) <= right``; None leaves a side unbounded. Shape (Sk,)."""
+        _check_lengths("window", len_q=len_q, len_k=len_k)
         for name, size in (("left", left), ("right", right)):
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+                raise TypeError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {type(size).__name__}")
             if size is not None and size < 0:
                 raise ValueError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {size}")
+        left, right = (None if side is None or side >= len_q + len_k else side for side in (left, right))  # int32 has an end
         diagonal = torch.arange(len_k, dtype=torch.int32, device=device) - (len_k - len_q)
         first = torch.zeros_like(diagonal) if right is None else (diagonal - right).clamp(min=0)
         last = torch.full_like(diagonal, len_q) if left is None else (diagonal + left + 1).clamp(max=len_q)
@@ -110,6 +123,7 @@ class IntervalMask:
         if prefix_lengths.ndim != 1:
             received = tuple(prefix_lengths.shape)
             raise ValueError(f"IntervalMask.prefix_lm: prefix_lengths: expected shape (B,), received {received}")
+        _check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
         causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
         inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
         return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape))
@@ -126,8 +140,17 @@ class IntervalMask:
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
+        _check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last)
+
+
+def _check_lengths(constructor: str, **lengths: int) -> None:
+    for name, length in lengths.items():
+        if isinstance(length, (bool, float, str)) or length is None:
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {type(length).__name__}")
+        if length < 0:
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
 
 
 def _with_head_axis(first: Tensor, last: Tensor) -> IntervalMask:

@@ -45,6 +45,8 @@ def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, need
     """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
     problem = Problem(*inputs)
     gradients = allocate_backward(problem, needs)
+    if lse.numel() == 0:  # no query, so nothing depends on what there is
+        return tuple(gradient.zero_() for gradient in gradients)
     wanted = [gradient if need and gradient.numel() else None for gradient, need in zip(gradients, needs, strict=True)]
     if any(gradient is not None for gradient in wanted):
         with torch.autocast(problem.query.device.type, enabled=False):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +12,8 @@ from torch import Tensor
 from .masks import IntervalMask
 
 MAX_HEAD_DIM = 256
+UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
@@ -62,8 +63,11 @@ class Problem:
         scale: float | None,
         softcap: float | None,
         top_left: bool = False,
+        mask_name: str | None = None,
     ) -> Problem:
         """Check everything, change nothing: views only. `top_left` aligns causal and window as torch's SDPA does.
+
+        `mask_name` is what mask and bias are called in messages, where the caller has one argument for both.
 
         Raises TypeError or ValueError naming the argument.
         """
@@ -79,12 +83,12 @@ class Problem:
             mask = None
         elif mask is not None:
             _check_mask(mask)
-            mask = _broadcastable("mask", mask, pairs, kv_heads, query.device)
+            mask = _broadcastable(mask_name or "mask", mask, pairs, kv_heads, query.device)
         if bias is not None:
-            _tensor("bias", bias)
+            _tensor(mask_name or "bias", bias)
             if bias.dtype not in FLOATS:
-                _fail("bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
-            bias = _broadcastable("bias", bias, pairs, kv_heads, query.device)
+                _fail(mask_name or "bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
+            bias = _broadcastable(mask_name or "bias", bias, pairs, kv_heads, query.device)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
@@ -92,13 +96,13 @@ class Problem:
             scale = head_dim**-0.5
         elif not _real(scale):
             _fail("scale", "a real number", _kind(scale), TypeError)
-        elif not -math.inf < scale < math.inf:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", "a finite number", scale)
+        elif not -LARGEST_FLOAT <= scale <= LARGEST_FLOAT:  # math.isfinite cannot be traced on a symbolic number
+            _fail("scale", "a finite float32 number", scale)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
-            if not 0 < softcap < math.inf:
-                _fail("softcap", "a positive finite number or None", softcap)
+            if not 0 < softcap <= LARGEST_FLOAT:
+                _fail("softcap", "a positive finite float32 number or None", softcap)
         return cls(query, key, value, mask, first, last, bias, left, right, scale, softcap)
 
 
@@ -156,16 +160,13 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: i
     """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
-    if tensor.ndim <= len(full):
-        view = tensor[(None,) * (len(full) - tensor.ndim)]
-        # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
-        fits = [n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)]
-        if all(fits):
-            return view
-    axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
-    choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
-    _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
-    raise AssertionError("unreachable")
+    view = tensor[(None,) * (len(full) - tensor.ndim)]
+    # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
+    if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
+        axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
+        choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
+        _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
+    return view
 
 
 def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:
@@ -173,14 +174,14 @@ def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:
         _fail("causal", "True or False", _kind(causal), TypeError)
     sides = (window, window) if window is None or isinstance(window, int) else window
     if not isinstance(sides, tuple) or len(sides) != 2:
-        received = f"{len(window)} values" if isinstance(window, (tuple, list)) else _kind(window)
+        received = f"a {_kind(window)} of {len(window)}" if isinstance(window, (tuple, list)) else _kind(window)
         _fail("window", "an integer, a tuple (left, right) or None", received, TypeError)
     for side in sides:
         if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
             _fail("window", "integers or None", _kind(side), TypeError)
         if side is not None and side < 0:
             _fail("window", "non-negative integers", window)
-    left, right = sides
+    left, right = (None if side is None or side >= UNBOUNDED else side for side in sides)
     return left, 0 if causal else right
 
 
@@ -197,5 +198,5 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _fail(name: str, expected: str, received: object, error: type[Exception] = ValueError) -> None:
+def _fail(name: str, expected: str, received: object, error: type[Exception] = ValueError) -> NoReturn:
     raise error(f"dmattn: {name}: expected {expected}, received {received}")

@@ -9,6 +9,8 @@ from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
 
+MASKING = torch.finfo(torch.float32).min / 1.4426950408889634  # a bias below is -inf in base 2, in which the kernels compute
+
 __all__ = ["attention", "dynamic_mask"]
 
 
@@ -32,7 +34,8 @@ def attention(
     their own dtype is the truth against which the library is tested. Gradients come from autograd, of any order.
     """
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
-    out, lse = attend(problem, dtype or query.dtype)
+    with torch.autocast(problem.query.device.type, enabled=False):
+        out, lse = attend(problem, dtype or query.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -81,7 +84,8 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
         tanh = torch.tanh(scores / problem.softcap)
         scores = problem.softcap * tanh
     if problem.bias is not None:
-        scores = scores + per_query_head(problem.bias, heads).to(dtype)
+        bias = per_query_head(problem.bias, heads).to(dtype)
+        scores = scores + bias.masked_fill(bias < MASKING, float("-inf"))
     hidden = _hidden(problem, row_start, rows, rows if len_q is None else len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
 

@@ -64,7 +64,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     rank = ranks(scores_of(key_bias, valid))
     threshold = running_threshold(rank, keep) if len_k else rank
     birth = torch.arange(len_k, device=rank.device).expand_as(rank)
-    death = torch.searchsorted(threshold, rank, right=True)
+    death = torch.searchsorted(threshold, rank.contiguous(), right=True)
     first, last = (birth - offset).clamp(min=0), (death - offset).clamp(0, len_q)
     dead = last <= first
     if valid is not None:

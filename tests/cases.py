@@ -145,6 +145,8 @@ OPTIONS = (
     Case("window-wider-than-the-sequence-37", 37, window=1000, reason="a window that hides nothing"),
     Case("window-zero-37", 37, window=0, bias="1hqk", reason="every query sees its own key alone"),
     Case("window-zero-more-queries-37x19", 37, 19, window=0, reason="one key each, and empty rows"),
+    Case("window-of-2-to-the-31-19x37", 19, 37, window=2**31 - 1, reason="a side that people take for unbounded, and that positions cannot exceed"),
+    Case("window-of-2-to-the-63-37x19", 37, 19, window=(2**63, 3), reason="beyond 64 bits"),
     Case("window-unbounded-19x37", 19, 37, window=(None, None), reason="no bound on either side"),
     Case("window-mask-bias-65", 65, window=(20, 3), mask="b1qk", bias="1hqk", reason="window, mask and shared dBias"),
     Case("window-past-whole-tiles-97x65", 97, 65, batch=1, heads=1, window=(10, 3), bias="bhqk", reason="tiles the window never visits get a zero dBias"),

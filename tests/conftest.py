@@ -7,6 +7,7 @@ bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyT
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 NO_CUDA = "needs a CUDA device" if not torch.cuda.is_available() else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
 NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or ops.interpreting(), reason=NO_CUDA))
+
+
+def needs_cuda(test: Callable) -> Callable:
+    """Mark a test that has no CPU half."""
+    for mark in NEEDS_CUDA:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import NEEDS_CUDA
 from test_transformers import TOLERANCE, Step, assert_equal_steps, error, largest, train_step
 from torch import Tensor, nn
 
@@ -29,8 +30,7 @@ from dmattn.integrations import doge  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 LENGTH, KEEP, VOCABULARY = 23, 6, 64
 PADDED = 4  # tokens of padding in the first row of the batch
 PADDING = ("none", "left", "right")
@@ -278,7 +278,8 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     model.gradient_checkpointing_enable()
     again = train_step(model, batch)
     assert torch.equal(again.logits, plain.logits)
-    assert all(torch.equal(again.gradients[name], plain.gradients[name]) for name in plain.gradients)
+    for name, gradient in plain.gradients.items():  # values get gradients from two sides, added in either order
+        torch.testing.assert_close(again.gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
 
 
 def test_a_compiled_model_has_no_graph_break() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from dmattn.equivalence import Case, Standard, check, judge, results
 from dmattn.functional import attention
+from dmattn.ops import interpreting
 
 
 @pytest.mark.parametrize(("case", "device", "dtype"), cases.runs())
@@ -76,3 +77,22 @@ def test_failure_names_the_place() -> None:
     assert f"at (1, 0, 3, 7): got {wrong['out'][1, 0, 3, 7].item():.9g}, wanted {true['out'][1, 0, 3, 7].item():.9g}" in str(verdict)
     assert "budget" in str(verdict)
     assert "FAILED" in str(verdict)
+
+
+CAN_BE_JUDGED = [case for case in cases.CASES if case.keep != "nothing"]
+
+
+@pytest.mark.skipif(interpreting(), reason="about the rule, not about the kernels")
+@pytest.mark.parametrize("case", CAN_BE_JUDGED, ids=lambda case: case.name)
+def test_rule_leaves_no_room_for_zeros_or_a_tenth_more(case: Case) -> None:
+    """In float32, for every tensor that is not itself as small as its rounding errors."""
+    inputs = case.inputs(torch.float32)
+    standard = Standard.of(inputs, case.options)
+    for name, true in standard.true.items():
+        finite = true.masked_fill(true.isinf(), 0.0)
+        if finite.numel() == 0 or finite.abs().max() < 1e-3:
+            continue
+        for factor in (0.0, 1.1):
+            wrong = torch.where(true.isinf(), true, factor * true).to(standard.plain[name].dtype)
+            (verdict,) = judge({name: wrong}, standard)
+            assert not verdict.passed, f"{factor} * {verdict}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn import attention, merge_attention, ops, reference
+from dmattn import IntervalMask, attention, merge_attention, ops, reference
 from dmattn.equivalence import Case, results
 
 
@@ -51,6 +51,10 @@ def test_merge_errors() -> None:
         merge_attention([out, out[..., :2]], [lse, lse])
     with pytest.raises(ValueError, match=r"lses\[0\]: expected shape"):
         merge_attention([out], [lse[..., :1]])
+    with pytest.raises(TypeError, match=r"outs\[0\]: expected a torch.Tensor, received int"):
+        merge_attention([1], [lse])
+    with pytest.raises(ValueError, match=r"outs\[1\]: expected dtype torch.float32, received torch.float16"):
+        merge_attention([out, out.half()], [lse, lse])
 
 
 @pytest.mark.parametrize("wanted", [("bias",), ("query",), ("key",), ("value",), ("query", "bias"), ("key", "value")], ids=str)
@@ -169,3 +173,51 @@ def test_several_heads_of_odd_length_do_not_touch_each_other(device: str) -> Non
 def test_out_merges_its_heads_without_a_copy(device: str) -> None:
     out = attention(*(normal(2, 3, 5, 8, device=device) for _ in range(3)))
     assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -2.4e38])
+def test_the_lowest_finite_bias_masks(lowest: float, device: str) -> None:
+    """Models write finfo.min for -inf. A row of nothing else sees nothing, on every path."""
+    inputs = Case("lowest", 19, 37, bias="11qk").inputs(torch.float32, device)
+    inputs.bias[..., 3, :] = lowest
+    inputs.bias[..., 5, 1:] = lowest
+    for function in (attention, reference.attention):
+        out, lse = function(inputs.query, inputs.key, inputs.value, bias=inputs.bias, return_lse=True)
+        assert not out[:, :, 3].any()
+        assert bool((lse[:, :, 3] == float("-inf")).all())
+        torch.testing.assert_close(out[:, :, 5], inputs.value[:, :, 0])
+
+
+@pytest.mark.parametrize("heads", [0, 2])
+def test_a_bias_that_meets_no_query_has_a_gradient_of_zero(heads: int, device: str) -> None:
+    query = torch.randn(2, heads, 0 if heads else 3, 16, device=device)
+    key = torch.randn(2, heads, 5, 16, device=device, requires_grad=True)
+    for shape in ((1, 1, 1, 5), (1, 1, 1, 1), (5,)):
+        bias = torch.randn(shape, device=device, requires_grad=True)
+        attention(query, key, key, bias=bias).sum().backward()
+        assert not bias.grad.any()
+        assert not key.grad.any()
+
+
+HIDING = {
+    "mask": dict(mask=torch.arange(256) >= 128),
+    "mask-pair-by-pair": dict(mask=(torch.arange(256) >= 128).expand(1, 2, 128, 256)),
+    "window": dict(window=(63, None), causal=True),
+    "intervals": dict(mask=IntervalMask.padding((torch.arange(256) >= 128)[None], 128)),
+}
+
+
+@pytest.mark.parametrize("bias", ["bhqk", "1hqk", "bh1k"])
+@pytest.mark.parametrize("hidden_by", HIDING)
+def test_tiles_that_are_wholly_hidden_are_not_computed(hidden_by: str, bias: str, device: str) -> None:
+    """NaN in keys and values would spread from there through any product. A whole tile is at most 128 keys wide."""
+    if device == "cpu" and not ops.interpreting():
+        pytest.skip("the PyTorch path computes what it hides")
+    seen = 64 if hidden_by == "window" else 128  # the first key that some query sees
+    inputs = Case("hidden", 128, 256, batch=1, head_dim=16, bias=bias).inputs(torch.float32, device)
+    options = {name: option.to(device) if name == "mask" else option for name, option in HIDING[hidden_by].items()}
+    clean = results(lambda *args, mask, **rest: attention(*args, **rest), inputs, options)
+    inputs.key[:, :, :seen] = inputs.value[:, :, :seen] = float("nan")
+    poisoned = results(lambda *args, mask, **rest: attention(*args, **rest), inputs, options)
+    for name, tensor in poisoned.items():
+        assert torch.equal(tensor, clean[name]), name

@@ -25,6 +25,13 @@ def test_causal_and_window(len_q: int, len_k: int) -> None:
         assert torch.equal(IntervalMask.window(len_q, len_k, left=left, right=right).to_dense(len_q), dense)
 
 
+@pytest.mark.parametrize("side", [2**31 - 5, 2**31 - 1, 2**31, 2**63])
+def test_a_side_too_large_for_an_int32_is_unbounded(side: int) -> None:
+    for len_q, len_k in ((4, 6), (6, 4)):
+        wide, unbounded = (IntervalMask.window(len_q, len_k, left=bound, right=bound).to_dense(len_q) for bound in (side, None))
+        assert torch.equal(wide, unbounded)
+
+
 def test_documents_are_runs_of_equal_ids() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1, 0], [7, 7, 7, 7, 7, 7]])
     runs = [[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]]
@@ -84,3 +91,32 @@ INT = torch.zeros(3, dtype=torch.int32)
 def test_errors(make, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: IntervalMask.window(4, 4, left="a", right=0),
+            TypeError,
+            "window: left: expected a non-negative integer or None, received str",
+        ),
+        (lambda: IntervalMask.window(4, 4, left=0, right=1.5), TypeError, "window: right: .* received float"),
+        (lambda: IntervalMask.window(4.0, 4, left=0, right=1), TypeError, "window: len_q: expected an integer, received float"),
+        (lambda: IntervalMask.causal(4, -1), ValueError, "window: len_k: expected a non-negative integer, received -1"),
+        (lambda: IntervalMask.padding(torch.ones(1, 3, dtype=torch.bool), "9"), TypeError, "padding: len_q: expected an integer, received str"),
+        (
+            lambda: IntervalMask.causal(4, 5) & IntervalMask.causal(4, 6),
+            ValueError,
+            r"&: expected masks of broadcastable shapes .* \(5,\) and \(6,\)",
+        ),
+    ],
+)
+def test_errors_of_constructors(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_to_another_device() -> None:
+    mask = IntervalMask.causal(3, 4).to("meta")
+    assert mask.first.device == mask.last.device == torch.device("meta")

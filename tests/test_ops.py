@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import NEEDS_CUDA, needs_cuda
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import attention, ops, reference
@@ -17,7 +18,6 @@ CASES = [
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
 ]
 no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def test_compiles_into_one_graph_that_holds_the_operator(case: Case, dynamic: bo
 
 
 @no_compile
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_inductor_gives_eagers_results(device: str) -> None:
     case = Case("inductor", 65, 37, heads=4, kv_heads=2, bias="1hqk", causal=True)
     inputs = case.inputs(torch.float32, device)
@@ -121,7 +121,7 @@ def test_the_interpreter_refuses_bfloat16() -> None:
         attention(inputs.query, inputs.key, inputs.value)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cuda_graph_replays_on_new_inputs(case: Case, device: str) -> None:
     inputs, other = (case.inputs(torch.float32, device, seed) for seed in (0, 1))
@@ -141,14 +141,14 @@ def test_cuda_graph_replays_on_new_inputs(case: Case, device: str) -> None:
     assert all(torch.equal(captured[name], value) for name, value in expected.items())
 
 
-@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_launches_on_the_tensors_own_device() -> None:
     torch.cuda.set_device(0)
     assert all(verdict.passed for verdict in check(CASES[1], torch.bfloat16, "cuda:1"))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("axis", ["rows", "cols", "heads"])
 def test_offsets_past_two_to_the_31(axis: str, device: str) -> None:
     """A bias whose elements lie further apart than 32-bit indices reach; only its few elements are ever touched."""
@@ -166,7 +166,7 @@ def test_offsets_past_two_to_the_31(axis: str, device: str) -> None:
     torch.testing.assert_close(far, close)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_float32_products_follow_torchs_precision(device: str) -> None:
     inputs = Case("precision", 65, head_dim=64).inputs(torch.float32, device)
     exact = attention(inputs.query, inputs.key, inputs.value)

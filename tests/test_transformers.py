@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor, nn
 
 import dmattn
@@ -32,7 +33,6 @@ LENGTH = 13
 PADDED = 4  # tokens of padding in the first row of the batch
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 slow_interpreted = pytest.mark.skipif(interpreting(), reason="hundreds of small calls; the interpreter takes milliseconds for each tile")
 
 
@@ -198,7 +198,7 @@ def assert_equal_steps(got: Step, want: Step) -> None:
         assert difference <= allowed, f"gradient of {name}: off by {difference:.2e}, allowed {allowed:.2e}"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_training_step_equals_eager(family: Family, padding: str, device: str, calls: list[dict]) -> None:
@@ -216,8 +216,7 @@ def test_a_training_step_equals_eager(family: Family, padding: str, device: str,
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("padding", ["left"])
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_a_bfloat16_step_is_as_exact_as_eager(family: Family, padding: str) -> None:
     """Truth is eager in float32 with the same rounded weights; ours may err twice as much as eager in bfloat16, plus four roundings."""
     model = family.build().to("cuda", torch.bfloat16)
@@ -266,7 +265,7 @@ def test_the_models_can_tell_a_wrong_attention(family: Family, monkeypatch: pyte
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter computes bfloat16 wrongly")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_autocast_unifies_the_dtypes_of_rotary_models(device: str) -> None:
     """Under autocast Llama passes q and k in float32 and v in bfloat16."""
     model = llama().to(device)
@@ -347,7 +346,7 @@ def test_a_mask_of_the_users_own(kind: str) -> None:
 
 
 @slow_interpreted
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_greedy_generation_gives_the_tokens_of_eager(family: Family, cache: str, device: str) -> None:
@@ -367,7 +366,7 @@ def test_greedy_generation_gives_the_tokens_of_eager(family: Family, cache: str,
 
 
 @pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("make", [llama, t5])
 def test_a_compiled_model_has_no_graph_break(make: Callable[[], nn.Module], padding: str, device: str) -> None:

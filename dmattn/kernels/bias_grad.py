@@ -19,6 +19,7 @@ from .softmax import score_gradient
 from .tiles import launch_options, pick
 
 PROGRAMS_PER_PROCESSOR = 4
+MEMORY_SHARE = 0.05  # of the bytes of query, key, value and bias, which the parts of a sum may take
 
 
 class BiasGradient(Enum):
@@ -55,14 +56,15 @@ def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
 def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
     """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk); `incoming` is (d_out, lse, delta).
 
-    Members are split over programs only as far as is needed to fill the GPU; the parts are summed in order afterwards.
+    Members are split over programs only as far as is needed to fill the GPU and as memory is worth it; the parts are summed in order.
     """
     batch, heads, len_q, _ = problem.query.shape
     bias_batch, bias_heads, _, len_k = d_bias.shape
     tile = pick("bias", problem)
     tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
     members = batch // bias_batch * (heads // bias_heads)
-    splits = max(1, min(members, PROGRAMS_PER_PROCESSOR * _processors(problem.query.device) // tiles))
+    fill = PROGRAMS_PER_PROCESSOR * _processors(problem.query.device) // tiles
+    splits = max(1, min(members, fill, int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1))  # less 1 for their sum
     parts = d_bias
     if splits > 1:
         parts = torch.empty((splits * bias_batch, bias_heads, len_q, len_k), dtype=torch.float32, device=d_bias.device)
@@ -139,6 +141,10 @@ def _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.con
     delta_rows = load_rows(delta, seq, rows, 0.0)
     _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
     return ds
+
+
+def _size(problem: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in (problem.query, problem.key, problem.value, problem.bias))
 
 
 @cache

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
+from threading import RLock
 
 import torch
 import triton
 from torch import Tensor
 
+_one_at_a_time = RLock()  # the assembler is a setting of the process, and every device has its own backward thread
+
 
 @contextmanager
 def launching(x: Tensor) -> Iterator[None]:
     """Launch on the device of `x`, which need not be the current one, and compile for it."""
-    assembler = _assembler(x.device)
-    tools = vars(triton.knobs.nvidia)  # not setattr, which would write to os.environ
-    before = tools.get("ptxas")
-    if assembler is not None:
-        tools["ptxas"] = assembler
-    try:
+    with ExitStack() as stack:
         if x.is_cuda:
-            with torch.cuda.device(x.device):
-                yield
-        else:
+            stack.enter_context(torch.cuda.device(x.device))
+        assembler = _assembler(x.device)
+        if assembler is not None:
+            stack.enter_context(_assembling_with(assembler))
+        yield
+
+
+@contextmanager
+def _assembling_with(path: str) -> Iterator[None]:
+    """Triton's assembler is that at `path`, for one thread at a time."""
+    with _one_at_a_time:
+        tools = vars(triton.knobs.nvidia)  # not setattr, which would write to os.environ
+        before = dict(tools)
+        tools["ptxas"] = path
+        try:
             yield
-    finally:
-        if before is not None:
-            tools["ptxas"] = before
-        elif assembler is not None:
-            tools.pop("ptxas", None)
+        finally:
+            tools.pop("ptxas")
+            if "ptxas" in before:
+                tools["ptxas"] = before["ptxas"]
 
 
 @cache
@@ -53,7 +62,7 @@ def _assembler(device: torch.device) -> str | None:
     ptxas 12.8, with which Triton up to 3.8 compiles for Hopper, loses the register that holds the shared-memory address of a matrix product
     where two operands of different widths have shared one address (seen with Triton 3.6 as wrong results and as reads out of bounds; see also
     https://github.com/triton-lang/triton/issues/11366). Triton 3.6 and later bring a newer one for Blackwell, which Triton 3.9 uses for
-    Hopper too.
+    Hopper too. Triton 3.5 has 12.8 alone, but computes such addresses in another way: none of the known cases goes wrong there.
     """
     tools = triton.knobs.nvidia
     if device_family(device) != "sm_90" or not hasattr(tools, "ptxas_blackwell"):

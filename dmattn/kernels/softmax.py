@@ -1,4 +1,4 @@
-"""The online softmax in base 2. Rows with nothing to attend are handled here and nowhere else."""
+"""The online softmax in base 2, and what becomes of rows with nothing to attend."""
 
 import triton
 import triton.language as tl

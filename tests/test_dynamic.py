@@ -1,0 +1,278 @@
+"""dynamic_mask_attention and topk_mask against brute force, by the budget rule; the plan behind them; errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_cuda
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dmattn import dynamic_mask_attention, ops, reference, topk_mask
+from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.selection import lifetimes, ranks, running_threshold
+
+EXAMPLES = 15 if ops.interpreting() else 100
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "distinct": lambda noise: noise,
+    "ties": lambda noise: noise.mul(2).round() / 2,
+    "equal": torch.zeros_like,
+    "rising": lambda noise: torch.arange(noise.shape[-1]).expand_as(noise) / 16.0,
+    "falling": lambda noise: -torch.arange(noise.shape[-1]).expand_as(noise) / 16.0,
+    "walk": lambda noise: noise.cumsum(-1) / 4,
+}
+WAYS = dict(
+    self_attention=dict(len_q=37, keep=9),
+    many_blocks=dict(len_q=150, keep=40),
+    keep_one=dict(len_q=19, keep=1),
+    keep_all=dict(len_q=19, keep=19),
+    keep_more_than_all=dict(len_q=19, keep=50),
+    cached_prefix=dict(len_q=19, len_k=37, keep=25),
+    long_cached_prefix=dict(len_q=5, len_k=65, keep=9),
+    one_query=dict(len_q=1, len_k=65, keep=9),
+    one_key=dict(len_q=1, len_k=1, keep=3),
+    more_queries_than_keys=dict(len_q=37, len_k=19, keep=7),
+    both_ways=dict(len_q=37, len_k=65, keep=9, causal=False),
+    both_ways_keep_all=dict(len_q=37, len_k=19, keep=30, causal=False),
+)
+
+
+def dynamic(keep: int, causal: bool, key_padding_mask: Tensor | None) -> Callable[..., Any]:
+    """dynamic_mask_attention, called like attention: the mask, which it makes itself, is the one it is judged by."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, bias: Tensor, scale: float | None, return_lse: bool, **_: Any) -> Any:
+        options = dict(keep=keep, causal=causal, key_padding_mask=key_padding_mask, scale=scale, return_lse=return_lse)
+        return dynamic_mask_attention(query, key, value, bias[:, :, 0], **options)
+
+    return call
+
+
+def failures(
+    device: str, dtype: torch.dtype, *, len_q: int, len_k: int | None = None, keep: int, causal: bool = True, scores: str = "distinct",
+    padding: bool = False, seed: int = 0, **case: Any,
+) -> list[str]:  # fmt: skip
+    """What is outside its budget, of the results and gradients of one problem."""
+    case = dict(heads=4, kv_heads=2, head_dim=16) | case
+    problem = Case("dynamic", len_q, len_k, bias="bg1k", **case)
+    given_ = problem.inputs(dtype, device, seed)
+    bias = SCORES[scores](given_.bias.float().cpu()).to(device, given_.bias.dtype)
+    real = None
+    if padding:
+        real = torch.rand((bias.shape[0], bias.shape[-1]), generator=torch.Generator().manual_seed(seed)).to(device) < 0.6
+    kept = reference.dynamic_mask(bias[:, :, 0], keep, len_q=len_q, causal=causal, valid=None if real is None else real[:, None])
+    inputs = Inputs(given_.query, given_.key, given_.value, kept, bias, given_.d_out, given_.d_lse)
+    ours = results(dynamic(keep, causal, real), inputs, problem.options)
+    return [str(verdict) for verdict in judge(ours, Standard.of(inputs, problem.options)) if not verdict.passed]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_brute_force(device: str, way: str, scores: str, unwritten_shows: None) -> None:
+    assert not failures(device, torch.float32, scores=scores, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_padded_keys_are_never_kept(device: str, way: str, unwritten_shows: None) -> None:
+    assert not failures(device, torch.float32, padding=True, scores="ties", **WAYS[way])
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(bias_dtype=torch.float32), dict(transposed=True), dict(value_dim=40), dict(scale=0.5, heads=2)]
+)
+def test_half_precision(device: str, half: torch.dtype, changes: dict) -> None:
+    assert not failures(device, half, len_q=70, keep=17, **changes)
+
+
+@needs_cuda
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize(
+    "size", [dict(len_q=2048, keep=256), dict(len_q=300, len_k=2048, keep=512), dict(len_q=1, len_k=4096, keep=100)], ids=str
+)
+def test_larger_on_a_gpu(size: dict, scores: str) -> None:
+    assert not failures("cuda", torch.bfloat16, scores=scores, head_dim=64, batch=1, **size)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    len_q=st.integers(1, 50), len_k=st.integers(1, 70), keep=st.integers(1, 80), causal=st.booleans(), scores=st.sampled_from(sorted(SCORES)),
+    padding=st.booleans(), seed=st.integers(0, 1000), kv_heads=st.integers(1, 2), group=st.integers(1, 2), batch=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.float16]), scale=st.none() | st.floats(0.1, 1.0),
+)  # fmt: skip
+def test_any_problem(device: str, kv_heads: int, group: int, dtype: torch.dtype, **problem: Any) -> None:
+    assert not failures(device, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=8, **problem)
+
+
+def test_equal_scores_are_a_sliding_window() -> None:
+    query, key, value = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(3))
+    got = dynamic_mask_attention(query, key, value, torch.zeros(1, 2, 30, dtype=torch.float64), keep=7)
+    position = torch.arange(30)
+    near = (position[:, None] - position >= 0) & (position[:, None] - position < 7)
+    torch.testing.assert_close(got, reference.attention(query, key, value, mask=near))
+
+
+@pytest.mark.parametrize("offset", [0, 13, -4])
+@pytest.mark.parametrize("scores", SCORES)
+def test_every_query_keeps_as_many_as_it_may(scores: str, offset: int) -> None:
+    len_q, keep = 40, 11
+    bias = SCORES[scores](torch.randn(2, 3, len_q + offset, generator=torch.Generator().manual_seed(1)))
+    order, first, last = lifetimes(bias, None, keep, len_q)
+    query = torch.arange(len_q)[:, None]
+    alive = (first[..., None, :] <= query) & (query < last[..., None, :])
+    assert torch.equal(alive, reference.dynamic_mask(bias, keep, len_q=len_q))
+    assert torch.equal(alive.sum(-1), (query[:, 0] + 1 + offset).clamp(0, keep).expand(2, 3, -1))
+    assert torch.equal(order.sort(-1).values, torch.arange(len_q + offset, dtype=torch.int32).expand_as(order))
+    dead = (last <= first).gather(-1, order.long())
+    assert torch.equal(dead, dead.int().sort(-1).values.bool()), "keys that nobody keeps stand last"
+
+
+def test_lifetime_order_visits_few_tiles() -> None:
+    """Tiles of 64 x 64 that hold a kept pair, over the fewest that could: many more in order of position."""
+    length, keep, tile = 4096, 256, 64
+    bias = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(0))
+    order, first, last = (x[0, 0].long() for x in lifetimes(bias, None, keep, length))
+
+    def tiles(order: Tensor) -> int:
+        count = 0
+        for begin, end in zip(first[order].split(tile), last[order].split(tile), strict=True):
+            alive = end > begin
+            if alive.any():
+                count += int((end[alive].max() - 1) // tile - begin[alive].min() // tile + 1)
+        return count
+
+    fewest = (last - first).clamp(min=0).sum().item() / tile**2
+    assert tiles(order) < 2 * fewest < tiles(torch.arange(length)) / 2
+
+
+def test_thresholds_by_sorting_every_prefix() -> None:
+    rank = ranks(torch.randn(3, 41, generator=torch.Generator().manual_seed(2)))
+    for keep in (1, 5, 41, 60):
+        found = running_threshold(rank, keep)
+        for end in range(1, 42):
+            prefix = rank[:, :end].sort(-1, descending=True).values
+            assert torch.equal(found[:, end - 1], prefix[:, keep - 1] if end >= keep else torch.full((3,), -1))
+
+
+def test_results_repeat_bitwise(device: str, half: torch.dtype) -> None:
+    inputs = Case("repeat", 130, heads=4, kv_heads=2, head_dim=32, bias="bg1k").inputs(half, device)
+    runs = [results(dynamic(33, True, None), inputs, Case("repeat", 130).options) for _ in range(2)]
+    for name, first in runs[0].items():
+        assert torch.equal(first, runs[1][name]), name
+
+
+def test_gradient_only_for_what_needs_it(device: str) -> None:
+    query, key, value = (torch.randn(1, 2, 33, 16, device=device) for _ in range(3))
+    bias = torch.randn(1, 2, 33, device=device, requires_grad=True)
+    dynamic_mask_attention(query, key, value, bias, keep=5).sum().backward()
+    assert bias.grad is not None
+    value.requires_grad_()
+    dynamic_mask_attention(query, key, value, bias.detach(), keep=5).sum().backward()
+    torch.testing.assert_close(value.grad.sum(), torch.tensor(2 * 33 * 16.0, device=device), rtol=1e-5, atol=0.0)
+
+
+def test_zero_lengths(device: str) -> None:
+    for len_q, len_k in ((0, 5), (5, 0), (0, 0)):
+        query, key = torch.randn(1, 2, len_q, 16, device=device), torch.randn(1, 2, len_k, 16, device=device)
+        out, lse = dynamic_mask_attention(query, key, key, torch.zeros(1, 2, len_k, device=device), keep=2, return_lse=True)
+        assert out.shape == query.shape
+        assert not out.any()
+        assert bool((lse == float("-inf")).all())
+
+
+@pytest.mark.skipif(ops.interpreting(), reason="torch.compile does not go with Triton's interpreter")
+def test_compiles_without_a_break(device: str) -> None:
+    query, key, value = (torch.randn(1, 2, 40, 16, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 2, 40, device=device, requires_grad=True)
+    leaves = (query, key, value, bias)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return dynamic_mask_attention(*tensors, keep=9)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*leaves), call(*leaves))
+    for got, want in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), torch.autograd.grad(call(*leaves).sum(), leaves), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@needs_cuda
+@pytest.mark.parametrize("size", [(200, 200), (1, 300), (7, 300)])
+def test_nothing_waits_for_the_gpu(size: tuple[int, int]) -> None:
+    """A CUDA graph can hold the whole call, plan included, and follows new scores."""
+    query, key, value = (torch.randn(1, 2, length, 32, device="cuda", dtype=torch.bfloat16) for length in (size[0], size[1], size[1]))
+    bias = torch.randn(1, 2, size[1], device="cuda")
+    dynamic_mask_attention(query, key, value, bias, keep=40)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dynamic_mask_attention(query, key, value, bias, keep=40)
+    bias.copy_(torch.randn_like(bias))
+    graph.replay()
+    assert torch.equal(out, dynamic_mask_attention(query, key, value, bias, keep=40))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 9), (9, 9), (1, 1, 9, 5), (4, 1, 1)])
+def test_topk_mask_row_by_row(shape: tuple[int, ...], causal: bool) -> None:
+    random = torch.Generator().manual_seed(3)
+    bias = torch.randn(shape, generator=random).mul(2).round()
+    seen = torch.rand(shape[-2:], generator=random) < 0.7
+    for keep in (1, 3, 20):
+        for mask in (None, seen):
+            got = topk_mask(bias, keep, mask=mask, causal=causal)
+            for row in range(shape[-2]):
+                visible = torch.ones(shape[-1], dtype=torch.bool) if mask is None else mask[row].clone()
+                if causal:
+                    visible &= torch.arange(shape[-1]) <= row + shape[-1] - shape[-2]
+                want = reference.dynamic_mask(bias[..., row, :], keep, len_q=1, causal=False, valid=visible)
+                assert torch.equal(got[..., row, :], want[..., 0, :])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(keep=0), ValueError, "keep: expected at least 1, received 0"),
+        (dict(keep=2.0), TypeError, "keep: expected an integer, received float"),
+        (dict(keep=True), TypeError, "keep: expected an integer, received bool"),
+        (dict(key_bias=torch.zeros(1, 4, 6)), ValueError, r"key_bias: expected shape \(B, Hk, Sk\) = \(1, 2, 6\), received \(1, 4, 6\)"),
+        (dict(key_bias=torch.zeros(1, 2, 6, dtype=torch.int32)), ValueError, "key_bias: expected a dtype of .* received torch.int32"),
+        (dict(key_bias=None), TypeError, "key_bias: expected a torch.Tensor, received NoneType"),
+        (
+            dict(key_padding_mask=torch.ones(1, 5, dtype=torch.bool)),
+            ValueError,
+            r"key_padding_mask: expected a bool tensor of shape .* = \(1, 6\)",
+        ),
+        (dict(key_padding_mask=torch.ones(1, 6)), ValueError, "key_padding_mask: expected a bool tensor .* received torch.float32"),
+        (dict(key_padding_mask=[True]), TypeError, "key_padding_mask: expected a bool tensor or None, received list"),
+        (dict(causal=None), TypeError, "causal: expected True or False, received NoneType"),
+        (dict(scale=float("nan")), ValueError, "scale: expected a finite float32 number, received nan"),
+        (dict(return_lse=1), TypeError, "return_lse: expected True or False, received int"),
+        (dict(query=torch.zeros(1, 3, 4, 8)), ValueError, "key: expected a number of heads that divides query's 3, received 2"),
+    ],
+)
+def test_wrong_arguments(changes: dict, error: type[Exception], message: str) -> None:
+    arguments = dict(
+        query=torch.zeros(1, 4, 4, 8), key=torch.zeros(1, 2, 6, 8), value=torch.zeros(1, 2, 6, 8), key_bias=torch.zeros(1, 2, 6), keep=3
+    )
+    with pytest.raises(error, match=message):
+        dynamic_mask_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(bias=torch.zeros(4)), ValueError, r"bias: expected a float tensor \(..., Sq, Sk\), received torch.float32 of shape \(4,\)"),
+        (dict(bias=torch.zeros(4, 4, dtype=torch.int64)), ValueError, "bias: expected a float tensor"),
+        (dict(bias=None), TypeError, "bias: expected a torch.Tensor"),
+        (dict(keep=-1), ValueError, "keep: expected at least 1, received -1"),
+        (dict(mask=torch.ones(4, 5, dtype=torch.bool)), ValueError, r"mask: expected a shape broadcastable to \(4, 6\), received \(4, 5\)"),
+        (dict(mask=torch.ones(4, 6)), ValueError, "mask: expected a bool tensor on cpu, received torch.float32"),
+        (dict(mask=1), TypeError, "mask: expected a bool tensor or None, received int"),
+        (dict(causal=1), TypeError, "causal: expected True or False, received int"),
+    ],
+)
+def test_wrong_arguments_of_topk_mask(changes: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        topk_mask(**(dict(bias=torch.zeros(4, 6), keep=3) | changes))
