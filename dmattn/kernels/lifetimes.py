@@ -1,0 +1,293 @@
+"""The plan of a dynamic mask: the queries that keep each key, and the keys in lifetime order, as `dmattn.selection` defines them.
+
+The key at place d, best first, dies at the keep-th smallest of the positions of the keys at places 0 to d - 1: from there on `keep` better
+keys are in sight. With F(d, x) the number of keys among the first d places whose position is below x, that is the first x with
+F(d, x + 1) >= keep. F grows along both axes, so all deaths lie on one staircase through the square of places and positions.
+
+Cut the square in blocks of about sqrt(N) by sqrt(N). The staircase passes at most one of the cells on each diagonal, 2 sqrt(N) cells in all; a
+table of F at the corners tells which, and one program finds the deaths inside each. Work O(N log N), memory O(N), whatever the scores.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..selection import EPOCHS
+from .launch import launching
+from .layout import Sequence, Span, load_rows, strided
+from .sequence import LARGEST, place
+
+SMALLEST_BLOCK = 64  # places or positions of a cell, at least
+TILE = 1024  # positions of a program that works on positions alone
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`dmattn.selection.lifetimes` returns, bit by bit: six launches and a sort, and no wait for the device.
+
+    `key_bias` (B, Hk, Sk) of any strides, not empty; `valid` broadcasts to it.
+    """
+    batch, heads, len_k = key_bias.shape
+    sequences = batch * heads
+    block = block_size(len_k)
+    blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
+    scores = torch.empty(key_bias.shape, dtype=torch.float32, device=key_bias.device)
+    by_position = torch.empty((2, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
+    places, deaths = by_position
+    below = torch.empty((sequences, blocks, blocks), dtype=torch.int32, device=key_bias.device)
+    epochs = torch.empty((sequences, tiles, EPOCHS), dtype=torch.int32, device=key_bias.device)
+    order, first, last = torch.empty((3, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
+    rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
+    with launching(key_bias):
+        _scores_kernel[(sequences * tiles,)](
+            key_bias=strided(key_bias, heads),
+            valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
+            scores_ptr=scores,
+            heads=heads,
+            len_k=len_k,
+            TILE=TILE,
+            num_warps=4,
+        )
+        ranked_scores, ranked = scores.sort(dim=-1, stable=True)
+        _count_kernel[(sequences * blocks,)](
+            ranked_ptr=ranked, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4
+        )
+        _accumulate_kernel[(sequences * triton.cdiv(blocks, 16),)](below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
+        _deaths_kernel[(sequences * (2 * blocks - 1),)](
+            ranked_ptr=ranked,
+            ranked_scores_ptr=ranked_scores,
+            places_ptr=places,
+            below_ptr=below,
+            deaths_ptr=deaths,
+            **rules,
+            BLOCK=block,
+            PART=triton.next_power_of_2(isqrt(block)),
+            num_warps=4 if block < 256 else 8,
+        )
+        _count_epochs_kernel[(sequences * tiles,)](
+            deaths_ptr=deaths, epochs_ptr=epochs, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=TILE, num_warps=4
+        )
+        _place_kernel[(sequences * tiles,)](
+            deaths_ptr=deaths,
+            epochs_ptr=epochs,
+            order_ptr=order,
+            first_ptr=first,
+            last_ptr=last,
+            len_q=len_q,
+            len_k=len_k,
+            EPOCHS=EPOCHS,
+            TILE=TILE,
+            TILES_AT_ONCE=64,
+            num_warps=8,
+        )
+    return order, first, last
+
+
+def block_size(len_k: int) -> int:
+    """Places, and positions, of a block: a power of two, and no more blocks than a block has members."""
+    return max(SMALLEST_BLOCK, triton.next_power_of_2(isqrt(len_k - 1) + 1))
+
+
+@triton.jit
+def _scores_kernel(key_bias, valid, scores_ptr, heads, len_k, TILE: tl.constexpr):
+    """One program: TILE keys of one (batch, head). Reads key_bias and valid, writes the float32 score to sort by, -inf where not valid."""
+    block, head, batch = place(len_k, heads, TILE)
+    seq = Sequence(batch, head, 0, len_k)
+    cols = Span(block * TILE, tl.arange(0, TILE).to(tl.int64), len_k)
+    scores = load_rows(key_bias, seq, cols, 0).to(tl.float32)  # [TILE]
+    scores = tl.where(scores < _LOWEST, _LOWEST, scores)  # NaN stays
+    scores = tl.where(scores == 0, 0.0, scores)  # -0.0 ties with 0.0, which not every sort knows
+    if valid is not None:
+        scores = tl.where(load_rows(valid, seq, cols, 0) != 0, scores, float("-inf"))
+    tl.store(_row(scores_ptr, batch * heads + head, len_k) + cols.start + cols.index, scores, mask=cols.index < len_k - cols.start)
+
+
+@triton.jit
+def _count_kernel(ranked_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
+    """One program: BLOCK places of one sequence.
+
+    Reads ranked (sequences, Sk), positions from the worst to the best. Writes places, the inverse counted from the best, and its row of
+    below (sequences, blocks, blocks): how many of these places have a position in the first 1, 2, ... blocks of positions.
+    """
+    blocks = tl.cdiv(len_k, BLOCK)
+    block = tl.program_id(0) % blocks
+    sequence = tl.program_id(0) // blocks
+    index = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], places
+    real = index < len_k
+    positions = _positions(ranked_ptr, sequence, index, len_k)  # [BLOCK]
+    tl.store(_row(places_ptr, sequence, len_k) + positions, index, mask=real)
+    counts = tl.histogram(positions // BLOCK, BLOCK, mask=real)  # [BLOCK], of which `blocks` are real
+    column = tl.arange(0, BLOCK)
+    row_ptr = _row(below_ptr, sequence, blocks * blocks) + block * blocks
+    tl.store(row_ptr + column, tl.cumsum(counts, 0), mask=column < blocks)
+
+
+@triton.jit
+def _accumulate_kernel(below_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: COLS columns of below (sequences, blocks, blocks) of one sequence, replaced by their running sums over the rows."""
+    parts = tl.cdiv(blocks, COLS)
+    sequence = tl.program_id(0) // parts
+    column = tl.program_id(0) % parts * COLS + tl.arange(0, COLS)
+    table_ptr = _row(below_ptr, sequence, blocks * blocks)
+    total = tl.zeros((COLS,), tl.int32)
+    for start in range(0, blocks, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < blocks)[:, None] & (column < blocks)[None, :]
+        pointers = table_ptr + row[:, None] * blocks + column[None, :]  # [ROWS, COLS]
+        counts = tl.load(pointers, mask=inside, other=0)
+        tl.store(pointers, tl.cumsum(counts, 0) + total[None, :], mask=inside)
+        total += tl.sum(counts, 0)
+
+
+@triton.jit(do_not_specialize=["keep", "len_q"])
+def _deaths_kernel(
+    ranked_ptr,
+    ranked_scores_ptr,
+    places_ptr,
+    below_ptr,
+    deaths_ptr,
+    keep,
+    len_q,
+    len_k,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """One program: the cell, BLOCK places by BLOCK positions, in which the staircase passes one diagonal of one sequence.
+
+    Reads the ranked positions and scores, places, and the table below. Writes deaths (sequences, Sk), by position, of the places whose death is
+    in the cell: the first query, of those that see it, that no longer keeps the key; 0 where none ever does. Every key gets its death from one
+    program: the first `keep` - 1 places, which never die, from the cells at the last positions.
+    """
+    blocks = tl.cdiv(len_k, BLOCK)
+    diagonal = tl.program_id(0) % (2 * blocks - 1)
+    sequence = tl.program_id(0) // (2 * blocks - 1)
+    table_ptr = _row(below_ptr, sequence, blocks * blocks)
+    row, column = _crossing(table_ptr, diagonal, keep, blocks)
+    corner = tl.load(table_ptr + (row - 1) * blocks + column - 1, mask=(row > 0) & (column > 0), other=0)  # F where the cell begins
+
+    row_start = row * BLOCK
+    column_start = column * BLOCK
+    index = row_start + tl.arange(0, BLOCK)  # [BLOCK], places
+    positions = _positions(ranked_ptr, sequence, index, len_k)  # [BLOCK]
+    row_places_ptr = _row(places_ptr, sequence, len_k)
+    col = column_start + tl.arange(0, BLOCK)
+    earlier = tl.load(row_places_ptr + col, mask=col < len_k, other=LARGEST) < row_start  # [BLOCK], positions whose key ranks above the cell
+    earlier = tl.cumsum(tl.sum(tl.reshape(earlier.to(tl.int32), (BLOCK // PART, PART)), 1), 0)  # [BLOCK // PART]
+
+    # F at every place of the cell: at its first position, and at the end of each PART of its positions.
+    at_start = (positions < column_start).to(tl.int32)
+    at_start = corner + tl.cumsum(at_start, 0) - at_start  # [BLOCK]
+    ends = column_start + PART * (1 + tl.arange(0, BLOCK // PART))
+    at_ends = (positions[:, None] < ends[None, :]).to(tl.int32)
+    at_ends = corner + earlier[None, :] + tl.cumsum(at_ends, 0) - at_ends  # [BLOCK, BLOCK // PART]
+    short = at_ends < keep
+    passed = tl.sum(short.to(tl.int32), 1)  # [BLOCK], parts before the one with the death
+    wanted = keep - tl.maximum(at_start, tl.max(tl.where(short, at_ends, 0), 1))
+    here = (at_start < keep) & (passed < BLOCK // PART)
+
+    start = column_start + passed * PART
+    members = start[:, None] + tl.arange(0, PART)[None, :]  # [BLOCK, PART], positions
+    rivals = tl.load(row_places_ptr + members, mask=here[:, None] & (members < len_k), other=LARGEST)
+    better = tl.cumsum((rivals < index[:, None]).to(tl.int32), 1)
+    death = tl.where(here, start + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
+    here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
+
+    offset = len_k - len_q
+    real = index < len_k
+    scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - index), mask=real, other=0)
+    lives = (death > positions) & (death > offset) & (scores != float("-inf"))
+    death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
+    tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & real)
+
+
+@triton.jit(do_not_specialize=["len_q"])
+def _count_epochs_kernel(deaths_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr):
+    """One program: TILE positions of one sequence. Reads deaths, writes its row of epochs (sequences, tiles, EPOCHS): how many die in each."""
+    tiles = tl.cdiv(len_k, TILE)
+    sequence = tl.program_id(0) // tiles
+    position = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=position < len_k, other=0)  # [TILE]
+    counts = tl.histogram(_epoch(death, len_q, EPOCHS), EPOCHS, mask=death > 0)
+    tl.store(_row(epochs_ptr, tl.program_id(0), EPOCHS) + tl.arange(0, EPOCHS), counts)
+
+
+@triton.jit(do_not_specialize=["len_q"])
+def _place_kernel(
+    deaths_ptr,
+    epochs_ptr,
+    order_ptr,
+    first_ptr,
+    last_ptr,
+    len_q,
+    len_k,
+    EPOCHS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_AT_ONCE: tl.constexpr,
+):
+    """One program: TILE positions of one sequence. Reads deaths and epochs, writes order, first and last (sequences, Sk) in lifetime order."""
+    tiles = tl.cdiv(len_k, TILE)
+    own = tl.program_id(0) % tiles
+    sequence = tl.program_id(0) // tiles
+    column = tl.arange(0, EPOCHS)
+    total = tl.zeros((EPOCHS,), tl.int32)
+    earlier = tl.zeros((EPOCHS,), tl.int32)
+    for chunk in range(0, tiles, TILES_AT_ONCE):
+        tile = chunk + tl.arange(0, TILES_AT_ONCE)[:, None]
+        pointers = _row(epochs_ptr, sequence, tiles * EPOCHS) + tile * EPOCHS + column[None, :]
+        counts = tl.load(pointers, mask=tile < tiles, other=0)  # [TILES_AT_ONCE, EPOCHS]
+        total += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where(tile < own, counts, 0), 0)
+
+    position = own * TILE + tl.arange(0, TILE)
+    real = position < len_k
+    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=real, other=0)  # [TILE]
+    lives = death > 0
+    dies = ((_epoch(death, len_q, EPOCHS)[:, None] == column[None, :]) & lives[:, None]).to(tl.int32)  # [TILE, EPOCHS]
+    before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # of each epoch, the keys at smaller positions
+    living_before = tl.sum(before, 1)
+    start = tl.cumsum(total, 0) - total  # [EPOCHS], where the epoch begins
+    slot = tl.sum(dies * (start[None, :] + before), 1)
+    slot = tl.where(lives, slot, tl.sum(total) + position - living_before)
+
+    tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=real)
+    tl.store(_row(first_ptr, sequence, len_k) + slot, tl.maximum(position - (len_k - len_q), 0), mask=real)
+    tl.store(_row(last_ptr, sequence, len_k) + slot, death, mask=real)
+
+
+@triton.jit
+def _crossing(table_ptr, diagonal, keep, blocks):
+    """(row, column) of the cell in which the staircase passes a diagonal: the first whose far corner has F >= keep, or the last of all."""
+    shift = blocks - 1 - diagonal  # column - row on the diagonal
+    low = tl.maximum(-shift, 0)
+    high = tl.minimum(diagonal, blocks - 1)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(table_ptr + middle * blocks + middle + shift) >= keep:
+            high = middle
+        else:
+            low = middle + 1
+    return low, low + shift
+
+
+@triton.jit
+def _positions(ranked_ptr, sequence, index, len_k):
+    """Positions of the keys at places `index`, counted from the best; LARGEST beyond the last."""
+    pointers = _row(ranked_ptr, sequence, len_k) + (len_k - 1 - index)
+    return tl.load(pointers, mask=index < len_k, other=LARGEST).to(tl.int32)
+
+
+@triton.jit
+def _epoch(death, len_q, EPOCHS: tl.constexpr):
+    """In which of the EPOCHS equal parts of the queries a key dies."""
+    return (death.to(tl.int64) * EPOCHS // (len_q + 1)).to(tl.int32)
+
+
+@triton.jit
+def _row(ptr, row, length):
+    """Where a row of a contiguous (rows, length) tensor begins."""
+    return ptr + tl.cast(row, tl.int64) * length
