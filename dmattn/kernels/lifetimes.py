@@ -23,7 +23,8 @@ from .layout import Sequence, Span, load_rows, strided
 from .sequence import LARGEST, place
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
-TILE = 1024  # positions of a program that works on positions alone
+MOST_ROWS = 128  # places of a cell at once
+TILE = 512  # positions of a program that works on positions alone
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -37,8 +38,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     block = block_size(len_k)
     blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
     scores = torch.empty(key_bias.shape, dtype=torch.float32, device=key_bias.device)
-    by_position = torch.empty((2, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
-    places, deaths = by_position
+    places, deaths = torch.empty((2, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
     below = torch.empty((sequences, blocks, blocks), dtype=torch.int32, device=key_bias.device)
     epochs = torch.empty((sequences, tiles, EPOCHS), dtype=torch.int32, device=key_bias.device)
     order, first, last = torch.empty((3, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
@@ -67,7 +67,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
             **rules,
             BLOCK=block,
             PART=triton.next_power_of_2(isqrt(block)),
-            num_warps=4 if block < 256 else 8,
+            ROWS=min(block, MOST_ROWS),
+            num_warps=4 if block <= 256 else 8,
         )
         _count_epochs_kernel[(sequences * tiles,)](
             deaths_ptr=deaths, epochs_ptr=epochs, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=TILE, num_warps=4
@@ -156,6 +157,7 @@ def _deaths_kernel(
     len_k,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """One program: the cell, BLOCK places by BLOCK positions, in which the staircase passes one diagonal of one sequence.
 
@@ -172,37 +174,40 @@ def _deaths_kernel(
 
     row_start = row * BLOCK
     column_start = column * BLOCK
-    index = row_start + tl.arange(0, BLOCK)  # [BLOCK], places
-    positions = _positions(ranked_ptr, sequence, index, len_k)  # [BLOCK]
-    row_places_ptr = _row(places_ptr, sequence, len_k)
-    col = column_start + tl.arange(0, BLOCK)
-    earlier = tl.load(row_places_ptr + col, mask=col < len_k, other=LARGEST) < row_start  # [BLOCK], positions whose key ranks above the cell
-    earlier = tl.cumsum(tl.sum(tl.reshape(earlier.to(tl.int32), (BLOCK // PART, PART)), 1), 0)  # [BLOCK // PART]
-
-    # F at every place of the cell: at its first position, and at the end of each PART of its positions.
-    at_start = (positions < column_start).to(tl.int32)
-    at_start = corner + tl.cumsum(at_start, 0) - at_start  # [BLOCK]
+    own_places_ptr = _row(places_ptr, sequence, len_k)
+    col = column_start + tl.arange(0, BLOCK)  # [BLOCK], positions
+    earlier = tl.load(own_places_ptr + col, mask=col < len_k, other=LARGEST) < row_start
+    earlier = tl.cumsum(tl.sum(tl.reshape(earlier.to(tl.int32), (BLOCK // PART, PART)), 1), 0)  # [BLOCK // PART], with a place above the cell
     ends = column_start + PART * (1 + tl.arange(0, BLOCK // PART))
-    at_ends = (positions[:, None] < ends[None, :]).to(tl.int32)
-    at_ends = corner + earlier[None, :] + tl.cumsum(at_ends, 0) - at_ends  # [BLOCK, BLOCK // PART]
-    short = at_ends < keep
-    passed = tl.sum(short.to(tl.int32), 1)  # [BLOCK], parts before the one with the death
-    wanted = keep - tl.maximum(at_start, tl.max(tl.where(short, at_ends, 0), 1))
-    here = (at_start < keep) & (passed < BLOCK // PART)
-
-    start = column_start + passed * PART
-    members = start[:, None] + tl.arange(0, PART)[None, :]  # [BLOCK, PART], positions
-    rivals = tl.load(row_places_ptr + members, mask=here[:, None] & (members < len_k), other=LARGEST)
-    better = tl.cumsum((rivals < index[:, None]).to(tl.int32), 1)
-    death = tl.where(here, start + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
-    here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
-
+    from_start = corner  # F at the first position of the cell, at the place where the rows below begin
+    from_ends = corner + earlier  # and at the end of each PART of its positions
     offset = len_k - len_q
-    real = index < len_k
-    scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - index), mask=real, other=0)
-    lives = (death > positions) & (death > offset) & (scores != float("-inf"))
-    death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
-    tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & real)
+    for start in range(0, BLOCK, ROWS):
+        index = row_start + start + tl.arange(0, ROWS)  # [ROWS], places
+        real = index < len_k
+        positions = _positions(ranked_ptr, sequence, index, len_k)  # [ROWS]
+        scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - index), mask=real, other=0)  # [ROWS]
+        lower = (positions < column_start).to(tl.int32)
+        at_start = from_start + tl.cumsum(lower, 0) - lower
+        from_start += tl.sum(lower, 0)
+        lower = (positions[:, None] < ends[None, :]).to(tl.int32)
+        at_ends = from_ends[None, :] + tl.cumsum(lower, 0) - lower  # [ROWS, BLOCK // PART]
+        from_ends += tl.sum(lower, 0)
+
+        short = at_ends < keep
+        passed = tl.sum(short.to(tl.int32), 1)  # [ROWS], the parts before the one with the death
+        wanted = keep - tl.maximum(at_start, tl.max(tl.where(short, at_ends, 0), 1))
+        here = (at_start < keep) & (passed < BLOCK // PART)
+        part = column_start + passed * PART
+        members = part[:, None] + tl.arange(0, PART)[None, :]  # [ROWS, PART], positions
+        rivals = tl.load(own_places_ptr + members, mask=here[:, None] & (members < len_k), other=LARGEST)
+        better = tl.cumsum((rivals < index[:, None]).to(tl.int32), 1)
+        death = tl.where(here, part + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
+        here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
+
+        lives = (death > positions) & (death > offset) & (scores != float("-inf"))
+        death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
+        tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & real)
 
 
 @triton.jit(do_not_specialize=["len_q"])
