@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..selection import EPOCHS
 from .launch import launching
-from .layout import Sequence, Span, load_rows, strided
+from .layout import Sequence, Span, inside, load_rows, strided
 from .sequence import LARGEST, place
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
@@ -38,10 +38,10 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     block = block_size(len_k)
     blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
     scores = torch.empty(key_bias.shape, dtype=torch.float32, device=key_bias.device)
-    places, deaths = torch.empty((2, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
-    below = torch.empty((sequences, blocks, blocks), dtype=torch.int32, device=key_bias.device)
-    epochs = torch.empty((sequences, tiles, EPOCHS), dtype=torch.int32, device=key_bias.device)
-    order, first, last = torch.empty((3, *key_bias.shape), dtype=torch.int32, device=key_bias.device)
+    order, first, last, places, deaths, below, epochs = (
+        torch.empty(size, dtype=torch.int32, device=key_bias.device)
+        for size in (*5 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
+    )
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     with launching(key_bias):
         _scores_kernel[(sequences * tiles,)](
@@ -54,9 +54,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
             num_warps=4,
         )
         ranked_scores, ranked = scores.sort(dim=-1, stable=True)
-        _count_kernel[(sequences * blocks,)](
-            ranked_ptr=ranked, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4
-        )
+        _count_kernel[(sequences * blocks,)](ranked_ptr=ranked, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
         _accumulate_kernel[(sequences * triton.cdiv(blocks, 16),)](below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
         _deaths_kernel[(sequences * (2 * blocks - 1),)](
             ranked_ptr=ranked,
@@ -105,7 +103,7 @@ def _scores_kernel(key_bias, valid, scores_ptr, heads, len_k, TILE: tl.constexpr
     scores = tl.where(scores == 0, 0.0, scores)  # -0.0 ties with 0.0, which not every sort knows
     if valid is not None:
         scores = tl.where(load_rows(valid, seq, cols, 0) != 0, scores, float("-inf"))
-    tl.store(_row(scores_ptr, batch * heads + head, len_k) + cols.start + cols.index, scores, mask=cols.index < len_k - cols.start)
+    tl.store(_row(scores_ptr, batch * heads + head, len_k) + cols.start + cols.index, scores, mask=inside(cols))
 
 
 @triton.jit
@@ -118,11 +116,10 @@ def _count_kernel(ranked_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr)
     blocks = tl.cdiv(len_k, BLOCK)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
-    index = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], places
-    real = index < len_k
-    positions = _positions(ranked_ptr, sequence, index, len_k)  # [BLOCK]
-    tl.store(_row(places_ptr, sequence, len_k) + positions, index, mask=real)
-    counts = tl.histogram(positions // BLOCK, BLOCK, mask=real)  # [BLOCK], of which `blocks` are real
+    places = Span(block * BLOCK, tl.arange(0, BLOCK), len_k)
+    positions = _positions(ranked_ptr, sequence, places)  # [BLOCK]
+    tl.store(_row(places_ptr, sequence, len_k) + positions, places.start + places.index, mask=inside(places))
+    counts = tl.histogram(positions // BLOCK, BLOCK, mask=inside(places))  # [BLOCK], of which `blocks` are real
     column = tl.arange(0, BLOCK)
     row_ptr = _row(below_ptr, sequence, blocks * blocks) + block * blocks
     tl.store(row_ptr + column, tl.cumsum(counts, 0), mask=column < blocks)
@@ -133,15 +130,15 @@ def _accumulate_kernel(below_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
     """One program: COLS columns of below (sequences, blocks, blocks) of one sequence, replaced by their running sums over the rows."""
     parts = tl.cdiv(blocks, COLS)
     sequence = tl.program_id(0) // parts
-    column = tl.program_id(0) % parts * COLS + tl.arange(0, COLS)
+    cols = Span(tl.program_id(0) % parts * COLS, tl.arange(0, COLS), blocks)
     table_ptr = _row(below_ptr, sequence, blocks * blocks)
     total = tl.zeros((COLS,), tl.int32)
     for start in range(0, blocks, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < blocks)[:, None] & (column < blocks)[None, :]
-        pointers = table_ptr + row[:, None] * blocks + column[None, :]  # [ROWS, COLS]
-        counts = tl.load(pointers, mask=inside, other=0)
-        tl.store(pointers, tl.cumsum(counts, 0) + total[None, :], mask=inside)
+        rows = Span(start, tl.arange(0, ROWS), blocks)
+        pointers = table_ptr + (rows.start + rows.index)[:, None] * blocks + (cols.start + cols.index)[None, :]  # [ROWS, COLS]
+        real = inside(rows)[:, None] & inside(cols)[None, :]
+        counts = tl.load(pointers, mask=real, other=0)
+        tl.store(pointers, tl.cumsum(counts, 0) + total[None, :], mask=real)
         total += tl.sum(counts, 0)
 
 
@@ -175,18 +172,17 @@ def _deaths_kernel(
     row_start = row * BLOCK
     column_start = column * BLOCK
     own_places_ptr = _row(places_ptr, sequence, len_k)
-    col = column_start + tl.arange(0, BLOCK)  # [BLOCK], positions
-    earlier = tl.load(own_places_ptr + col, mask=col < len_k, other=LARGEST) < row_start
+    cols = Span(column_start, tl.arange(0, BLOCK), len_k)  # positions
+    earlier = tl.load(own_places_ptr + cols.start + cols.index, mask=inside(cols), other=LARGEST) < row_start  # [BLOCK]
     earlier = tl.cumsum(tl.sum(tl.reshape(earlier.to(tl.int32), (BLOCK // PART, PART)), 1), 0)  # [BLOCK // PART], with a place above the cell
     ends = column_start + PART * (1 + tl.arange(0, BLOCK // PART))
     from_start = corner  # F at the first position of the cell, at the place where the rows below begin
     from_ends = corner + earlier  # and at the end of each PART of its positions
     offset = len_k - len_q
     for start in range(0, BLOCK, ROWS):
-        index = row_start + start + tl.arange(0, ROWS)  # [ROWS], places
-        real = index < len_k
-        positions = _positions(ranked_ptr, sequence, index, len_k)  # [ROWS]
-        scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - index), mask=real, other=0)  # [ROWS]
+        rows = Span(row_start + start, tl.arange(0, ROWS), len_k)  # places
+        positions = _positions(ranked_ptr, sequence, rows)  # [ROWS]
+        scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - rows.start - rows.index), mask=inside(rows), other=0)
         lower = (positions < column_start).to(tl.int32)
         at_start = from_start + tl.cumsum(lower, 0) - lower
         from_start += tl.sum(lower, 0)
@@ -201,13 +197,13 @@ def _deaths_kernel(
         part = column_start + passed * PART
         members = part[:, None] + tl.arange(0, PART)[None, :]  # [ROWS, PART], positions
         rivals = tl.load(own_places_ptr + members, mask=here[:, None] & (members < len_k), other=LARGEST)
-        better = tl.cumsum((rivals < index[:, None]).to(tl.int32), 1)
+        better = tl.cumsum((rivals < (rows.start + rows.index)[:, None]).to(tl.int32), 1)
         death = tl.where(here, part + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
         here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
 
         lives = (death > positions) & (death > offset) & (scores != float("-inf"))
         death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
-        tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & real)
+        tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
 
 
 @triton.jit(do_not_specialize=["len_q"])
@@ -215,8 +211,8 @@ def _count_epochs_kernel(deaths_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.conste
     """One program: TILE positions of one sequence. Reads deaths, writes its row of epochs (sequences, tiles, EPOCHS): how many die in each."""
     tiles = tl.cdiv(len_k, TILE)
     sequence = tl.program_id(0) // tiles
-    position = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=position < len_k, other=0)  # [TILE]
+    cols = Span(tl.program_id(0) % tiles * TILE, tl.arange(0, TILE), len_k)
+    death = tl.load(_row(deaths_ptr, sequence, len_k) + cols.start + cols.index, mask=inside(cols), other=0)  # [TILE]
     counts = tl.histogram(_epoch(death, len_q, EPOCHS), EPOCHS, mask=death > 0)
     tl.store(_row(epochs_ptr, tl.program_id(0), EPOCHS) + tl.arange(0, EPOCHS), counts)
 
@@ -242,15 +238,15 @@ def _place_kernel(
     total = tl.zeros((EPOCHS,), tl.int32)
     earlier = tl.zeros((EPOCHS,), tl.int32)
     for chunk in range(0, tiles, TILES_AT_ONCE):
-        tile = chunk + tl.arange(0, TILES_AT_ONCE)[:, None]
-        pointers = _row(epochs_ptr, sequence, tiles * EPOCHS) + tile * EPOCHS + column[None, :]
-        counts = tl.load(pointers, mask=tile < tiles, other=0)  # [TILES_AT_ONCE, EPOCHS]
+        tile = tl.arange(0, TILES_AT_ONCE)[:, None]
+        pointers = _row(epochs_ptr, sequence, tiles * EPOCHS) + (chunk + tile) * EPOCHS + column[None, :]
+        counts = tl.load(pointers, mask=tile < tiles - chunk, other=0)  # [TILES_AT_ONCE, EPOCHS]
         total += tl.sum(counts, 0)
-        earlier += tl.sum(tl.where(tile < own, counts, 0), 0)
+        earlier += tl.sum(tl.where(tile < own - chunk, counts, 0), 0)
 
-    position = own * TILE + tl.arange(0, TILE)
-    real = position < len_k
-    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=real, other=0)  # [TILE]
+    cols = Span(own * TILE, tl.arange(0, TILE), len_k)
+    position = cols.start + cols.index  # [TILE]
+    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=inside(cols), other=0)  # [TILE]
     lives = death > 0
     dies = ((_epoch(death, len_q, EPOCHS)[:, None] == column[None, :]) & lives[:, None]).to(tl.int32)  # [TILE, EPOCHS]
     before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # of each epoch, the keys at smaller positions
@@ -259,9 +255,9 @@ def _place_kernel(
     slot = tl.sum(dies * (start[None, :] + before), 1)
     slot = tl.where(lives, slot, tl.sum(total) + position - living_before)
 
-    tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=real)
-    tl.store(_row(first_ptr, sequence, len_k) + slot, tl.maximum(position - (len_k - len_q), 0), mask=real)
-    tl.store(_row(last_ptr, sequence, len_k) + slot, death, mask=real)
+    tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=inside(cols))
+    tl.store(_row(first_ptr, sequence, len_k) + slot, tl.maximum(position - (len_k - len_q), 0), mask=inside(cols))
+    tl.store(_row(last_ptr, sequence, len_k) + slot, death, mask=inside(cols))
 
 
 @triton.jit
@@ -280,10 +276,10 @@ def _crossing(table_ptr, diagonal, keep, blocks):
 
 
 @triton.jit
-def _positions(ranked_ptr, sequence, index, len_k):
-    """Positions of the keys at places `index`, counted from the best; LARGEST beyond the last."""
-    pointers = _row(ranked_ptr, sequence, len_k) + (len_k - 1 - index)
-    return tl.load(pointers, mask=index < len_k, other=LARGEST).to(tl.int32)
+def _positions(ranked_ptr, sequence, places):
+    """Positions of the keys at a span of places, counted from the best; LARGEST beyond the last."""
+    pointers = _row(ranked_ptr, sequence, places.length) + (places.length - 1 - places.start - places.index)
+    return tl.load(pointers, mask=inside(places), other=LARGEST).to(tl.int32)
 
 
 @triton.jit
