@@ -38,9 +38,9 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     block = block_size(len_k)
     blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
     scores = torch.empty(key_bias.shape, dtype=torch.float32, device=key_bias.device)
-    order, first, last, places, deaths, below, epochs = (
+    order, first, last, places, below, epochs = (
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
-        for size in (*5 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
+        for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
     )
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     with launching(key_bias):
@@ -61,7 +61,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
             ranked_scores_ptr=ranked_scores,
             places_ptr=places,
             below_ptr=below,
-            deaths_ptr=deaths,
+            last_ptr=last,
             **rules,
             BLOCK=block,
             PART=triton.next_power_of_2(isqrt(block)),
@@ -69,14 +69,13 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
             num_warps=4 if block <= 256 else 8,
         )
         _count_epochs_kernel[(sequences * tiles,)](
-            deaths_ptr=deaths, epochs_ptr=epochs, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=TILE, num_warps=4
+            last_ptr=last, epochs_ptr=epochs, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=TILE, num_warps=4
         )
-        _place_kernel[(sequences * tiles,)](
-            deaths_ptr=deaths,
-            epochs_ptr=epochs,
-            order_ptr=order,
-            first_ptr=first,
+        _order_kernel[(sequences * tiles,)](
             last_ptr=last,
+            epochs_ptr=epochs,
+            first_ptr=first,
+            order_ptr=order,
             len_q=len_q,
             len_k=len_k,
             EPOCHS=EPOCHS,
@@ -148,7 +147,7 @@ def _deaths_kernel(
     ranked_scores_ptr,
     places_ptr,
     below_ptr,
-    deaths_ptr,
+    last_ptr,
     keep,
     len_q,
     len_k,
@@ -158,9 +157,8 @@ def _deaths_kernel(
 ):
     """One program: the cell, BLOCK places by BLOCK positions, in which the staircase passes one diagonal of one sequence.
 
-    Reads the ranked positions and scores, places, and the table below. Writes deaths (sequences, Sk), by position, of the places whose death is
-    in the cell: the first query, of those that see it, that no longer keeps the key; 0 where none ever does. Every key gets its death from one
-    program: the first `keep` - 1 places, which never die, from the cells at the last positions.
+    Reads the ranked positions and scores, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
+    the cell. Every key gets its own from one program: the first `keep` places, which never die, from the cells at the last positions.
     """
     blocks = tl.cdiv(len_k, BLOCK)
     diagonal = tl.program_id(0) % (2 * blocks - 1)
@@ -203,61 +201,61 @@ def _deaths_kernel(
 
         lives = (death > positions) & (death > offset) & (scores != float("-inf"))
         death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
-        tl.store(_row(deaths_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
+        tl.store(_row(last_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
 
 
 @triton.jit(do_not_specialize=["len_q"])
-def _count_epochs_kernel(deaths_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr):
-    """One program: TILE positions of one sequence. Reads deaths, writes its row of epochs (sequences, tiles, EPOCHS): how many die in each."""
+def _count_epochs_kernel(last_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr):
+    """One program: TILE positions of one sequence.
+
+    Reads last, writes its row of epochs (sequences, tiles, EPOCHS): how many keys die in each.
+    """
     tiles = tl.cdiv(len_k, TILE)
     sequence = tl.program_id(0) // tiles
     cols = Span(tl.program_id(0) % tiles * TILE, tl.arange(0, TILE), len_k)
-    death = tl.load(_row(deaths_ptr, sequence, len_k) + cols.start + cols.index, mask=inside(cols), other=0)  # [TILE]
-    counts = tl.histogram(_epoch(death, len_q, EPOCHS), EPOCHS, mask=death > 0)
+    last = tl.load(_row(last_ptr, sequence, len_k) + cols.start + cols.index, mask=inside(cols), other=0)  # [TILE]
+    counts = tl.histogram(_epoch(last, len_q, EPOCHS), EPOCHS, mask=last > 0)
     tl.store(_row(epochs_ptr, tl.program_id(0), EPOCHS) + tl.arange(0, EPOCHS), counts)
 
 
 @triton.jit(do_not_specialize=["len_q"])
-def _place_kernel(
-    deaths_ptr,
-    epochs_ptr,
-    order_ptr,
-    first_ptr,
+def _order_kernel(
     last_ptr,
+    epochs_ptr,
+    first_ptr,
+    order_ptr,
     len_q,
     len_k,
     EPOCHS: tl.constexpr,
     TILE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
 ):
-    """One program: TILE positions of one sequence. Reads deaths and epochs, writes order, first and last (sequences, Sk) in lifetime order."""
+    """One program: TILE positions of one sequence. Reads last and epochs; writes first, and the positions where they stand in the order."""
     tiles = tl.cdiv(len_k, TILE)
     own = tl.program_id(0) % tiles
     sequence = tl.program_id(0) // tiles
-    column = tl.arange(0, EPOCHS)
+    epoch = tl.arange(0, EPOCHS)
     total = tl.zeros((EPOCHS,), tl.int32)
     earlier = tl.zeros((EPOCHS,), tl.int32)
     for chunk in range(0, tiles, TILES_AT_ONCE):
         tile = tl.arange(0, TILES_AT_ONCE)[:, None]
-        pointers = _row(epochs_ptr, sequence, tiles * EPOCHS) + (chunk + tile) * EPOCHS + column[None, :]
+        pointers = _row(epochs_ptr, sequence, tiles * EPOCHS) + (chunk + tile) * EPOCHS + epoch[None, :]
         counts = tl.load(pointers, mask=tile < tiles - chunk, other=0)  # [TILES_AT_ONCE, EPOCHS]
         total += tl.sum(counts, 0)
         earlier += tl.sum(tl.where(tile < own - chunk, counts, 0), 0)
 
     cols = Span(own * TILE, tl.arange(0, TILE), len_k)
     position = cols.start + cols.index  # [TILE]
-    death = tl.load(_row(deaths_ptr, sequence, len_k) + position, mask=inside(cols), other=0)  # [TILE]
-    lives = death > 0
-    dies = ((_epoch(death, len_q, EPOCHS)[:, None] == column[None, :]) & lives[:, None]).to(tl.int32)  # [TILE, EPOCHS]
-    before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # of each epoch, the keys at smaller positions
-    living_before = tl.sum(before, 1)
-    start = tl.cumsum(total, 0) - total  # [EPOCHS], where the epoch begins
-    slot = tl.sum(dies * (start[None, :] + before), 1)
-    slot = tl.where(lives, slot, tl.sum(total) + position - living_before)
+    last = tl.load(_row(last_ptr, sequence, len_k) + position, mask=inside(cols), other=0)  # [TILE]
+    dies = ((_epoch(last, len_q, EPOCHS)[:, None] == epoch[None, :]) & (last > 0)[:, None]).to(tl.int32)  # [TILE, EPOCHS]
+    before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # keys of the epoch at smaller positions
+    start = tl.cumsum(total, 0) - total  # [EPOCHS]
+    slots = tl.where((epoch % 2 == 0)[None, :], start[None, :] + before, (start + total - 1)[None, :] - before)
+    nobody = tl.sum(total) + position - tl.sum(before, 1)  # [TILE], the slots of keys that no query keeps
+    slot = tl.where(last > 0, tl.sum(dies * slots, 1), nobody)
 
+    tl.store(_row(first_ptr, sequence, len_k) + position, tl.maximum(position - (len_k - len_q), 0), mask=inside(cols))
     tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=inside(cols))
-    tl.store(_row(first_ptr, sequence, len_k) + slot, tl.maximum(position - (len_k - len_q), 0), mask=inside(cols))
-    tl.store(_row(last_ptr, sequence, len_k) + slot, death, mask=inside(cols))
 
 
 @triton.jit
@@ -283,9 +281,9 @@ def _positions(ranked_ptr, sequence, places):
 
 
 @triton.jit
-def _epoch(death, len_q, EPOCHS: tl.constexpr):
-    """In which of the EPOCHS equal parts of the queries a key dies."""
-    return (death.to(tl.int64) * EPOCHS // (len_q + 1)).to(tl.int32)
+def _epoch(last, len_q, EPOCHS: tl.constexpr):
+    """In which of the EPOCHS equal parts of the queries, counted from the end, a key dies."""
+    return EPOCHS - 1 - (last.to(tl.int64) * EPOCHS // (len_q + 1)).to(tl.int32)
 
 
 @triton.jit
