@@ -44,6 +44,7 @@ LAUNCHES = (
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
+PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
 
 class NoDevice:
@@ -96,7 +97,10 @@ def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str,
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory and atomics of one compiled kernel."""
+    """Registers, spilled bytes (stores), shared memory and atomics on global memory of one compiled kernel.
+
+    Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order.
+    """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
         fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code)}
@@ -104,7 +108,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     else:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.", compiled.asm["ptx"], re.M)
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", compiled.asm["ptx"], re.M)
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, "atomics": len(atomics)}
 
 
@@ -136,6 +140,12 @@ def report(name: str) -> list[dict[str, Any]]:
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *(x if x.ndim == 4 else None for x in gradients))
         rows += [{"target": name, "case": case.name, **record} for record in records]
+    for case_name, length in PLANS:
+        key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
+        valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
+        with compiling_only(gpu_target(name), seen) as records:
+            kernels.lifetimes(key_bias, valid, 1024, length)
+        rows += [{"target": name, "case": case_name, **record} for record in records]
     return rows
 
 
