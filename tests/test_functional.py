@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -215,9 +217,10 @@ def test_tiles_that_are_wholly_hidden_are_not_computed(hidden_by: str, bias: str
         pytest.skip("the PyTorch path computes what it hides")
     seen = 64 if hidden_by == "window" else 128  # the first key that some query sees
     inputs = Case("hidden", 128, 256, batch=1, head_dim=16, bias=bias).inputs(torch.float32, device)
-    options = {name: option.to(device) if name == "mask" else option for name, option in HIDING[hidden_by].items()}
-    clean = results(lambda *args, mask, **rest: attention(*args, **rest), inputs, options)
+    options = dict(HIDING[hidden_by])
+    mask = options.pop("mask", None)
+    inputs = replace(inputs, mask=None if mask is None else mask.to(device))
+    clean = results(attention, inputs, options)
     inputs.key[:, :, :seen] = inputs.value[:, :, :seen] = float("nan")
-    poisoned = results(lambda *args, mask, **rest: attention(*args, **rest), inputs, options)
-    for name, tensor in poisoned.items():
+    for name, tensor in results(attention, inputs, options).items():
         assert torch.equal(tensor, clean[name]), name
