@@ -36,6 +36,10 @@ _TABLE = {
         "keys": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
         "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
+        # With intervals, whose tiles are full of short lives: smaller ones waste less.
+        "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
+        "keys by intervals": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(32, 64, 8, 1))),
+        "queries by intervals": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
     },
     "hip": {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
@@ -53,7 +57,11 @@ def pick(kernel: str, problem: Any) -> Tile:
     if family == "interpreter":
         return _INTERPRETED
     dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
-    rows = _WIDE_FLOATS if query.dtype == torch.float32 else _TABLE.get(family, _DEFAULT)[kernel]
+    table = _TABLE.get(family, _DEFAULT)
+    by_intervals = f"{kernel} by intervals"
+    rows = table[by_intervals if problem.first is not None and by_intervals in table else kernel]
+    if query.dtype == torch.float32:
+        rows = _WIDE_FLOATS
     tile = next(tile for largest, tile in rows if dim <= largest)
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     if tile.block_m > 64 and (few_rows or (problem.mask is not None and tile.warps == 4)):  # a mask takes registers
