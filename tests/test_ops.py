@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
@@ -164,6 +166,39 @@ def test_offsets_past_two_to_the_31(axis: str, device: str) -> None:
     bias.copy_(near)
     far, close = (attention(inputs.query, inputs.key, inputs.value, bias=x) for x in (bias, near))
     torch.testing.assert_close(far, close)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["query", "key", "value", "d_out"])
+def test_operands_past_two_to_the_31(name: str) -> None:
+    """Rows further apart than 32-bit indices reach, in both passes."""
+    case = Case("far", 70, 66, bias="1hqk", batch=1, heads=1)
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    near = getattr(inputs, name)
+    stride = 1 << 25
+    storage = torch.empty((near.shape[2] - 1) * stride + near.shape[3], dtype=torch.bfloat16, device="cuda")
+    far = storage.as_strided(near.shape, (0, 0, stride, 1))
+    far.copy_(near)
+    assert storage.numel() > 1 << 31
+    expected = results(attention, inputs, case.options)
+    for result, value in results(attention, replace(inputs, **{name: far}), case.options).items():
+        torch.testing.assert_close(value, expected[result], msg=result)
+
+
+@needs_cuda
+def test_a_bias_of_more_than_two_to_the_31_elements() -> None:
+    """Its gradient too: the last head gives what it gives alone."""
+    case = Case("many", 8192, batch=1, heads=33, head_dim=16, bias_dtype=torch.bfloat16)
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free memory")
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    bias = torch.empty(1, 33, 8192, 8192, dtype=torch.bfloat16, device="cuda").normal_()
+    assert bias.numel() > 1 << 31
+    whole = results(attention, replace(inputs, bias=bias), case.options)
+    last = {field: getattr(inputs, field)[:, -1:] for field in ("query", "key", "value", "d_out", "d_lse")}
+    alone = results(attention, replace(inputs, **last, bias=bias[:, -1:]), case.options)
+    for name, value in alone.items():
+        assert torch.equal(whole[name][:, -1:], value), name
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
