@@ -15,7 +15,7 @@ from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile
 from .sequence import place
 from .tiles import block_dim
 
-ROWS = 64
+ROWS = 128  # no fewer than a tile of keys has, so that a tile with a key that some query attends is copied whole
 
 
 def reordered(problem: Any) -> Any:
@@ -36,6 +36,7 @@ def reordered(problem: Any) -> Any:
             len_k=len_k,
             listed=listed,
             BACK=False,
+            num_warps=8,
             **_dims(head_dim, value_dim),
         )
     return replace(problem, key=key, value=value, first=first, last=last, bias=bias, order=None)
@@ -59,6 +60,7 @@ def put_back(order: Tensor, listed_gradients: tuple[Tensor | None, ...], gradien
             len_k=len_k,
             listed=listed,
             BACK=True,
+            num_warps=8,
             **_dims(*dims),
         )
 
@@ -77,7 +79,10 @@ def _reorder_kernel(
     order, sources, targets, kv_heads, len_k, listed, BACK: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list, or BACK."""
+    """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list, or BACK.
+
+    Keys and values of a block that no query attends are left unwritten: no kernel multiplies by them.
+    """
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
     in_list = Span(block * BLOCK, tl.arange(0, BLOCK), listed)
@@ -92,12 +97,17 @@ def _reorder_kernel(
         to_rows = in_list
     key, value, first, last, bias = sources
     to_key, to_value, to_first, to_last, to_bias = targets
-    if key is not None:
-        store_tile(to_key, seq, to_rows, dims, load_tile(key, seq, rows, dims))
-    if value is not None:
-        store_tile(to_value, seq, to_rows, value_dims, load_tile(value, seq, rows, value_dims))
+    attended = True
     if first is not None:
-        store_rows(to_first, seq, to_rows, load_rows(first, seq, rows, 0))
-        store_rows(to_last, seq, to_rows, load_rows(last, seq, rows, 0))
+        first_rows = load_rows(first, seq, rows, 0)
+        last_rows = load_rows(last, seq, rows, 0)
+        store_rows(to_first, seq, to_rows, first_rows)
+        store_rows(to_last, seq, to_rows, last_rows)
+        attended = tl.max((first_rows < last_rows).to(tl.int32)) != 0
+    if attended:
+        if key is not None:
+            store_tile(to_key, seq, to_rows, dims, load_tile(key, seq, rows, dims))
+        if value is not None:
+            store_tile(to_value, seq, to_rows, value_dims, load_tile(value, seq, rows, value_dims))
     if bias is not None:
         store_rows(to_bias, seq, to_rows, load_rows(bias, seq, rows, 0.0))
