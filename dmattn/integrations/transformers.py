@@ -6,6 +6,9 @@
 
 The attention registry receives :func:`attend`, the mask registry :func:`make_mask`. Together they keep one rule: a mask that a model asks
 for is always built. So a call that arrives without a mask is one whose model never asked, and no causality or padding can get lost.
+
+A padded query of a left-padded batch attends nothing and gives 0, as with Transformers' "sdpa"; "eager" gives it the mean of all values. A
+loss that predicts the first real token from it differs from eager's by that.
 """
 
 from __future__ import annotations
