@@ -38,8 +38,8 @@ _TABLE = {
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         # With intervals, whose tiles are full of short lives: smaller ones waste less.
         "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
-        "keys by intervals": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(32, 64, 8, 1))),
-        "queries by intervals": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
+        "keys by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(32, 64, 8, 1))),
+        "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
     },
     "hip": {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
