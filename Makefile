@@ -60,3 +60,4 @@ bench: $(installed)
 	$(python) benchmarks/forward_equivalence.py --json benchmarks/results/forward_equivalence.json
 	$(python) benchmarks/backward_equivalence.py --json benchmarks/results/backward_equivalence.json
 	$(python) benchmarks/speed.py
+	$(python) benchmarks/dynamic_mask.py

@@ -93,3 +93,56 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
         assert max(*eager["difference"], *record["contenders"]["sdpa_math"]["difference"]) < 1e-4
         assert "CPU" in record["contenders"]["flex"]["forward"]["error"]
     assert "refused" in result["workloads"][0]["contenders"]["sdpa_flash"]["forward"]["error"]
+
+
+def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_path):
+    names = ["length-4096", "length-8192", "keep-512", "headline-32768x32768", "decode-4x8192"]
+    peers = ["dense_flash", "sdpa_math", "sdpa_cudnn", "sdpa", "dmattn_dense", "flex"]
+    code, printed, result = run("dynamic_mask.py", tmp_path, "--tiny", "--points", *names, "--peers", *peers)
+    assert code == 0
+    check_environment(result["environment"], "dynamic_mask.py")
+    assert [record["point"] for record in result["points"]] == names
+    for record in result["points"]:
+        steps = ["forward"] if record["group"] == "decode" else ["forward", "backward"]
+        found = record["contenders"]
+        assert set(found) == {"dmattn", *peers} - (set() if record["group"] == "headline" else {"sdpa"})
+        for step in steps:
+            assert found["dmattn"][step]["repeatable"]
+            assert min(found[name][step]["median_ms"] for name in ("dmattn", "dense_flash", "sdpa_math", "dmattn_dense")) > 0
+        assert record["keep"] < record["len_k"]
+        assert min(found["dmattn"]["plan"]["median_ms"], *(found["flex"][step]["median_ms"] for step in ("plan", "planned_forward"))) > 0
+        assert [len(found[name]["difference"]) for name in ("sdpa_math", "flex")] == [5 if "backward" in steps else 1, 1]
+        assert max(*found["sdpa_math"]["difference"], *found["dmattn_dense"]["difference"], *found["flex"]["difference"]) < 1e-5
+        assert "RuntimeError" in found["sdpa_cudnn"]["forward"]["error"]
+    assert result["points"][3]["contenders"]["sdpa"]["backend"] == "math"
+    assert any(line.startswith("dmattn backward, 32 to 64 (x 2): time x ") for line in printed)
+    assert any("49.8x" in line and "(math)" in line for line in printed)
+
+
+def test_dynamic_mask_begins_no_peer_when_the_budget_is_spent(tmp_path):
+    code, printed, result = run("dynamic_mask.py", tmp_path, "--tiny", "--points", "length-1024", "--peers", "flex", "--budget", "0")
+    assert code == 0
+    contenders = result["points"][0]["contenders"]
+    assert contenders["dmattn"]["backward"]["repeatable"]
+    assert "budget" in contenders["flex"]["forward"]["error"]
+    assert any(line.startswith("flex forward: not run: the budget of 0 s was spent: length-1024") for line in printed)
+
+
+def test_dynamic_mask_plots_a_result_file(tmp_path):
+    """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
+    pytest.importorskip("matplotlib")
+    points = []
+    for length in (1024, 2048, 4096):
+        steps = {step: {"median_ms": length / 1e3, "extra_bytes": 8 * length, "repeatable": True} for step in ("forward", "backward")}
+        flex = {"forward": {"error": "out of memory"}} if length == 4096 else steps
+        sizes = dict(group="length", len_q=length, len_k=length, keep=64, heads=4, kv_heads=2, head_dim=16)
+        points.append({"point": f"length-{length}", **sizes, "contenders": {"dmattn": steps, "flex": flex}})
+    environment = {"dtype": "bf16", "device": "a GPU", "versions": {"torch": "2"}}
+    source, target = tmp_path / "result.json", tmp_path / "scaling.png"
+    source.write_text(json.dumps({"environment": environment, "points": points}))
+    command = [sys.executable, str(BENCHMARKS / "dynamic_mask.py"), "--json", str(source), "--plot", str(target)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in done.stdout
+    assert "flex forward: out of memory: length-4096" in done.stdout

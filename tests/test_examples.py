@@ -1,0 +1,69 @@
+"""The examples do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from dmattn import ops
+
+pytestmark = pytest.mark.skipif(ops.interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def train_doge() -> ModuleType:
+    pytest.importorskip("transformers", reason="the example trains a model of Transformers")
+    return load("train_doge")
+
+
+SIZE = dict(length=64, keep=8, steps=6, batch=2, width=64, layers=2)
+
+
+def test_a_doge_learns_the_same_with_both(train_doge, tmp_path, capsys):
+    target = tmp_path / "result.json"
+    arguments = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
+    assert train_doge.main(["--device", "cpu", "--json", str(target), *arguments]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(target.read_text())
+    assert result["size"] == SIZE
+    assert result["agreed"]
+    assert result["final_difference"] <= result["largest_difference"] < 1e-5
+    eager, ours = (result["runs"][name]["losses"] for name in ("eager, sorting", "dmattn"))
+    assert len(eager) == len(ours) == SIZE["steps"]
+    assert ours[-1] < ours[0] - 0.2
+    assert f"{ours[-1]:.5f}" in printed
+    assert "keeps the later of equal scores" in printed
+    assert all(run["tokens_per_second"] > 0 for run in result["runs"].values())
+
+
+def test_curves_of_one_key_more_are_told_apart(train_doge):
+    batches = train_doge.sample(train_doge.corpus()[0], SIZE["length"], SIZE["batch"], SIZE["steps"], torch.device("cpu"))
+    with train_doge.later_key_wins():
+        eager = train_doge.train(train_doge.build(SIZE), batches, "fp32")
+    model = train_doge.build({**SIZE, "keep": SIZE["keep"] + 1})
+    train_doge.doge.enable(model)
+    ours = train_doge.train(model, batches, "fp32")
+    assert max(train_doge.apart(eager, ours, step) for step in range(SIZE["steps"])) > train_doge.TOLERANCE["fp32"]
+
+
+def test_topk_is_itself_again_after_the_example(train_doge):
+    topk, scores = torch.topk, torch.tensor([1.0, 2.0, 2.0, 0.0, 1.0])
+    with train_doge.later_key_wins():
+        assert torch.topk(scores, 3, dim=-1, largest=True, sorted=False).indices.tolist() == [2, 1, 4]
+    assert torch.topk is topk
