@@ -11,7 +11,7 @@ from torch import Tensor
 from .functional import attention, run
 from .masks import IntervalMask
 from .problem import FLOATS, Problem
-from .selection import best, ranks, scores_of
+from .selection import ranks
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
 
@@ -168,19 +168,16 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
     if causal and len_q > 1 and before <= keep:
         return torch.ops.dmattn.lifetimes(key_bias, valid, keep, len_q)
     if not causal or len_q == 1:
-        listed = best(scores_of(key_bias, valid), keep)
-        first = torch.zeros_like(listed, dtype=torch.int32)
-        last = first + len_q if valid is None else valid.gather(-1, listed).int() * len_q
-        order = listed.int()
-    else:  # of the keys that every query sees only the best can be kept
-        new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
-        listed = torch.cat((best(scores_of(key_bias, valid)[..., :before], keep), new), -1)
-        order, first, last = torch.ops.dmattn.lifetimes(
-            key_bias.gather(-1, listed), None if valid is None else valid.gather(-1, listed), keep, len_q
-        )
-        order = listed.gather(-1, order.long()).int()
-    nobody = torch.zeros_like(key_bias, dtype=torch.int32)
-    return order, nobody.scatter(-1, listed, first), nobody.scatter(-1, listed, last)
+        order, first, last = torch.ops.dmattn.best(key_bias, valid, keep, len_q)
+        return order, first.expand(key_bias.shape), last
+    # of the keys that every query sees only the best can be kept
+    seen = torch.ops.dmattn.best(key_bias[..., :before], None if valid is None else valid[..., :before], keep, None)[0]
+    new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
+    listed = torch.cat((seen.long(), new), -1)
+    order, _, last = torch.ops.dmattn.lifetimes(key_bias.gather(-1, listed), None if valid is None else valid.gather(-1, listed), keep, len_q)
+    order = listed.gather(-1, order.long()).int()
+    first = torch.arange(-before, len_q, dtype=torch.int32, device=key_bias.device).clamp(min=0).expand(key_bias.shape)
+    return order, first, torch.zeros_like(key_bias, dtype=torch.int32).scatter_(-1, listed, last)
 
 
 def _check(

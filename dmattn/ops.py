@@ -1,4 +1,4 @@
-"""The operators ``dmattn::forward``, ``backward`` and ``lifetimes``: the one door to autograd, torch.compile and the device code.
+"""The operators ``dmattn::forward``, ``backward``, ``lifetimes`` and ``best``: the one door to autograd, torch.compile and the device code.
 
 The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors,
 and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
@@ -71,6 +71,46 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
 def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     order, first, last = (key_bias.new_empty(key_bias.shape, dtype=torch.int32) for _ in range(3))
     return order, first, last
+
+
+@torch.library.custom_op(
+    "dmattn::best",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor key_bias, Tensor? valid, int keep, SymInt? len_q) -> (Tensor order, Tensor first, Tensor last)",
+)
+def best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The `keep` <= Sk keys of the best :func:`dmattn.selection.scores_of`, and the mask that lets `len_q` queries attend those that are valid.
+
+    ``order`` (B, Hk, keep), int32, ascending positions; the intervals ``first`` (1, 1, 1) and ``last`` (B, Hk, Sk), int32, or without `len_q`
+    two empty tensors. No gradient.
+    """
+    order, first, last = allocate_best(key_bias, keep, len_q)
+    torch._check(1 <= keep <= key_bias.shape[-1], lambda: f"dmattn::best: keep {keep} of {key_bias.shape[-1]} keys")
+    if not order.numel():
+        return order, first.zero_(), last
+    if key_bias.is_cuda or interpreting():
+        bounds = (None, None) if len_q is None else (first, last)
+        _kernels(key_bias.device).best(key_bias, valid, order, *bounds, len_q or 0)
+        return order, first, last
+    listed = selection.best(selection.scores_of(key_bias, valid), keep)
+    order.copy_(listed)
+    if len_q is not None:
+        attended = torch.full_like(order, len_q) if valid is None else valid.expand(key_bias.shape).gather(-1, listed).int() * len_q
+        last.zero_().scatter_(-1, listed, attended)
+    return order, first.zero_(), last
+
+
+def allocate_best(key_bias: Tensor, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised (order, first, last)."""
+    sizes = ((*key_bias.shape[:2], keep), (0,) if len_q is None else (1, 1, 1), (0,) if len_q is None else key_bias.shape)
+    order, first, last = (key_bias.new_empty(size, dtype=torch.int32) for size in sizes)
+    return order, first, last
+
+
+@best.register_fake
+def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    return allocate_best(key_bias, keep, len_q)
 
 
 def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,8 @@ def report(name: str) -> list[dict[str, Any]]:
         valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
         with compiling_only(gpu_target(name), seen) as records:
             kernels.lifetimes(key_bias, valid, 1024, length)
+            for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
+                kernels.best(scores, valid, *ops.allocate_best(scores, 100, 1), 1)
         rows += [{"target": name, "case": case_name, **record} for record in records]
     return rows
 

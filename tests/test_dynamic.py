@@ -184,8 +184,9 @@ def test_zero_lengths(device: str) -> None:
 
 
 @pytest.mark.skipif(ops.interpreting(), reason="torch.compile does not go with Triton's interpreter")
-def test_compiles_without_a_break(device: str) -> None:
-    query, key, value = (torch.randn(1, 2, 40, 16, device=device, requires_grad=True) for _ in range(3))
+@pytest.mark.parametrize("len_q", [40, 7, 1])
+def test_compiles_without_a_break(device: str, len_q: int) -> None:
+    query, key, value = (torch.randn(1, 2, length, 16, device=device, requires_grad=True) for length in (len_q, 40, 40))
     bias = torch.randn(1, 2, 40, device=device, requires_grad=True)
     leaves = (query, key, value, bias)
 
