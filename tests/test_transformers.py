@@ -569,9 +569,9 @@ def test_sinks_take_part_in_the_softmax() -> None:
         assert error(got, expected) <= 1e-5
 
 
-def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **arguments) -> None:
+def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **arguments) -> tuple[Tensor, Tensor | None]:
     mask = arguments.pop("attention_mask", torch.ones(2, 1, *lengths, dtype=torch.bool))
-    integration.attend(layer or Layer(False), *random_qkv(*lengths), mask, **arguments)
+    return integration.attend(layer or Layer(False), *random_qkv(*lengths), mask, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,11 @@ def test_a_mask_that_is_no_tensor_raises() -> None:
 
 
 def test_dropout_is_ignored_in_evaluation() -> None:
-    attend(Layer(False).eval(), dropout=0.1)
+    torch.manual_seed(0)
+    dropped, _ = attend(Layer(False).eval(), dropout=0.1)
+    torch.manual_seed(0)
+    kept, _ = attend(Layer(False).eval())
+    assert torch.equal(dropped, kept)
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter computes bfloat16 wrongly")

@@ -212,6 +212,7 @@ def _load(row_ptr, cols, row):
 
 @triton.jit
 def _save(state_ptr, own, known, wanted, before):
+    """Write the three numbers with which the next digit's search goes on."""
     tl.store(state_ptr + own * 3, known)
     tl.store(state_ptr + own * 3 + 1, wanted)
     tl.store(state_ptr + own * 3 + 2, before)

@@ -77,6 +77,7 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _list_pointer(lists, seq, rows, BLOCK_M: tl.constexpr):
+    """Where the list of a block of queries begins, with its count."""
     return slice_pointer(lists, seq) + tl.cast(rows.start // BLOCK_M, tl.int64) * lists.row
 
 

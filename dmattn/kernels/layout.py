@@ -112,10 +112,12 @@ def store_rows(t, seq, rows, x):
 
 @triton.jit
 def _row_pointers(t, seq, rows):
+    """Pointers to a vector per row of one sequence."""
     return slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
 
 
 @triton.jit
 def _tile_pointers(t, seq, rows, cols):
+    """Pointers to [rows, cols] of one sequence; offsets of whole blocks are 64-bit."""
     corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
     return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
