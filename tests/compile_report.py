@@ -97,19 +97,25 @@ def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str,
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory and atomics on global memory of one compiled kernel.
+    """Registers, spilled bytes (stores), shared memory, atomics on global memory and uneven sums of one compiled kernel.
 
-    Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order.
+    Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order. An uneven sum adds another
+    lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
         fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code)}
         registers, spilled, atomics = fields["vgpr_count"], fields["vgpr_spill_count"] * 4, re.findall(r"global_atomic|buffer_atomic", code)
+        uneven: list[str] = []
     else:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", compiled.asm["ptx"], re.M)
-    return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, "atomics": len(atomics)}
+        code = compiled.asm["ptx"]
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", code, re.M)
+        from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
+        uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
+    counts = {"atomics": len(atomics), "uneven": len(uneven)}
+    return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:
@@ -157,5 +163,5 @@ if __name__ == "__main__":
         print(json.dumps(found))
     else:
         for row in found:
-            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics"))
+            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics", "uneven"))
             print(f"{row['target']:7s} {row['case']:26s} {row['kernel']:26s} {numbers}")
