@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,23 @@ from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients
 from dmattn.kernels.launch import device_family, launching
+from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
+from dmattn.kernels.reorder import reordered
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
 
 CANDIDATES = {
     "forward": (
         (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 64, 4, 2), (64, 64, 4, 1),
-        (128, 64, 8, 1),
+        (128, 64, 8, 1), (128, 32, 4, 5), (64, 32, 4, 4),
     ),
     "keys": (
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (32, 128, 4, 2), (32, 128, 8, 3),
-        (128, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 3), (64, 64, 4, 1), (32, 128, 8, 2),
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2),
+        (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3),
+    ),
+    "products": (
+        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4),
     ),
     "queries": (
         (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (64, 32, 4, 3),
@@ -45,14 +51,21 @@ CANDIDATES = {
 }  # fmt: skip
 
 
+DEFAULT_WORKLOADS = "biasbh_d128,biasbh_d128_causal,bias1h_d64,bias1h_d128,plain_d128,biaskey_gqa_causal,t5_window,evoformer_row,dma_w1024_16k"
+DYNAMIC, KEEP = Workload("dma_w1024_16k", 1, 16, 8, 16384, 16384, 128, bias="bg1k"), 1024
+
+
 def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.Tensor]:
-    """The problem and the gradient that comes in."""
+    """The problem and the gradient that comes in; that of a dynamic mask with its keys in lifetime order."""
     tensors = workload.tensors(torch.bfloat16, device)
     given = {name: None if x is None else x.detach() for name, x in tensors.items()}
     problem = Problem.canonical(
         given["query"], given["key"], given["value"], mask=given["mask"], bias=given["bias"],
         causal=workload.causal, window=None, scale=None, softcap=None,
     )  # fmt: skip
+    if workload is DYNAMIC:
+        order, first, last = lifetimes(given["bias"][:, :, 0], None, KEEP, workload.len_q)
+        problem = reordered(replace(problem, first=first, last=last, order=order))
     return problem, given["d_out"]
 
 
@@ -69,9 +82,11 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     dense = d_bias if kind is BiasGradient.DENSE else None
     calls = {
         "forward": lambda: forward(problem, out, lse),
-        "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums),
-        "queries": lambda: query_gradients(problem, incoming, d_query, dense),
+        "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums, dense),
+        "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
+    if dense is not None:
+        calls["products"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
     if kind is BiasGradient.SHARED:
         calls["bias"] = lambda: shared_gradient(problem, incoming, d_bias)
     return calls
@@ -85,9 +100,9 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
     for kernel, call in launches(problem, d_out).items():
         if kernel not in kernels:
             continue
-        usual = table[kernel]
+        usual = dict(table)
         for candidate in CANDIDATES[kernel]:
-            table[kernel] = ((256, Tile(*candidate)),)
+            table.update({kind: ((256, Tile(*candidate)),) for kind in usual if kind.partition(" ")[0] == kernel})
             row = {"workload": workload.name, "kernel": kernel, "tile": candidate, "ms": None, "refused": None}
             try:
                 with launching(problem.query):
@@ -95,14 +110,14 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
             except Exception as error:
                 row["refused"] = reason(error)
             rows.append(row)
-        table[kernel] = usual
+        table.update(usual)
     return rows
 
 
 def main() -> int:
     """Sweep, print the best tiles of each kernel and workload, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="biasbh_d128,biasbh_d128_causal,bias1h_d64,bias1h_d128,plain_d128,biaskey_gqa_causal,t5_window")
+    parser.add_argument("--workloads", default=DEFAULT_WORKLOADS)
     parser.add_argument("--kernels", default="forward,keys,queries,bias")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -110,7 +125,7 @@ def main() -> int:
     where = environment(device)
     print(describe(where))
     rows = []
-    for workload in WORKLOADS:
+    for workload in (*WORKLOADS, DYNAMIC):
         if workload.name not in arguments.workloads.split(","):
             continue
         found = sweep(workload, arguments.kernels.split(","), device)

@@ -49,10 +49,12 @@ def backward(
     with launching(problem.query):
         delta = _delta(out, d_out, d_lse, lse)
         incoming = (d_out, lse, delta)
-        if d_key is not None or d_value is not None or key_sums is not None:
-            key_gradients(problem, incoming, d_key, d_value, key_sums)
-        if d_query is not None or dense is not None:
-            query_gradients(problem, incoming, d_query, dense)
+        keys_wanted = d_key is not None or d_value is not None
+        stored = keys_wanted and _serves_queries(dense, problem)
+        if keys_wanted or key_sums is not None:
+            key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
+        if d_query is not None or (dense is not None and not stored):
+            query_gradients(problem, incoming, d_query, dense, stored)
         if kind is BiasGradient.SHARED:
             shared_gradient(problem, incoming, d_bias)
         elif kind is BiasGradient.PER_KEY:
@@ -61,13 +63,22 @@ def backward(
             per_query_gradient(lse, d_lse, d_bias)
 
 
+def _serves_queries(dense: Tensor | None, problem: Any) -> bool:
+    """Whether a dBias that is dS is what dQ is the product of, so that dS need not be computed twice.
+
+    It is where nothing stands between scores and products, and where the bias's dtype rounds dS no more than a product with the keys does.
+    """
+    return dense is not None and problem.softcap is None and dense.dtype in (problem.query.dtype, torch.float32)
+
+
 def _delta(out: Tensor, d_out: Tensor, d_lse: Tensor | None, lse: Tensor) -> Tensor:
-    """delta = rowsum(dO * O) - dLSE, (B, H, Sq) float32."""
+    """delta = rowsum(dO * O) - dLSE, (B, H, Sq) float32; 0 for an empty row, whose dLSE may be anything."""
     batch, heads, len_q, value_dim = out.shape
     delta = lse.new_empty(lse.shape)
     _delta_kernel[(triton.cdiv(len_q, DELTA_ROWS) * heads * batch,)](
         out=strided(out, heads),
         d_out=strided(d_out, heads),
+        lse=strided(lse, heads),
         d_lse=strided(d_lse, heads),
         delta=strided(delta, heads),
         heads=heads,
@@ -82,7 +93,7 @@ def _delta(out: Tensor, d_out: Tensor, d_lse: Tensor | None, lse: Tensor) -> Ten
 
 @triton.jit
 def _delta_kernel(
-    out, d_out, d_lse, delta, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+    out, d_out, lse, d_lse, delta, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: delta of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     block, head, batch = place(len_q, heads, BLOCK_M)
@@ -94,4 +105,5 @@ def _delta_kernel(
     total = tl.sum(out_tile * d_out_tile, 1)
     if d_lse is not None:
         total -= load_rows(d_lse, seq, rows, 0.0)
+        total = tl.where(load_rows(lse, seq, rows, 0.0) == float("-inf"), 0.0, total)
     store_rows(delta, seq, rows, total)

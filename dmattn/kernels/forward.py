@@ -67,7 +67,7 @@ def _forward_kernel(
 def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION)
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, False, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)

@@ -86,7 +86,7 @@ def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexp
     """One program: one block of keys of one (batch, head). Writes the smallest first and the largest last of its non-empty intervals."""
     block, head, batch = place(len_k, heads, BLOCK_N)
     seq = Sequence(batch, head, 0, len_k)
-    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N), len_k)
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
     first_cols = load_rows(first, seq, cols, LARGEST)
     last_cols = load_rows(last, seq, cols, 0)
     alive = first_cols < last_cols

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .scores import any_unmasked, rules_of, through_softcap
 from .sequence import place, query_range
 from .softmax import score_gradient
@@ -14,12 +14,23 @@ from .tiles import launch_options, pick
 
 
 def key_gradients(
-    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_key: Tensor | None, d_value: Tensor | None, key_sums: Tensor | None
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    key_sums: Tensor | None,
+    d_bias: Tensor | None,
 ) -> None:
-    """Fill those that are not None; `incoming` is (d_out, lse, delta), `key_sums` (B, H, 1, Sk) float32 the sums of dS over the queries."""
+    """Fill those that are not None; `incoming` is (d_out, lse, delta).
+
+    `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries, `d_bias` (B, H, Sq, Sk) is dS itself, every element of which is
+    written.
+    """
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
+    if d_bias is not None and problem.first is not None:
+        d_bias.zero_()  # what lies outside the intervals
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
         q=strided(problem.query, heads),
@@ -32,14 +43,15 @@ def key_gradients(
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+        d_bias=strided(d_bias, heads),
         groups=heads // kv_heads,
-        **launch_options(problem, tile, incoming[0], d_key, d_value),
+        **launch_options(problem, tile, incoming[0], d_key, d_value, d_bias),
     )
 
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, d_out, lse, delta, d_k, d_v, key_sums, groups, heads, len_q, len_k,
+    q, k, v, rules, d_out, lse, delta, d_k, d_v, key_sums, d_bias, groups, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +71,7 @@ def _key_gradients_kernel(
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
     incoming = (q, d_out, lse, delta)
-    wanted = (d_k, d_v, key_sums)
+    wanted = (d_k, d_v, key_sums, d_bias)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
         seq = Sequence(batch, head, len_q, len_k)
         sums = tl.full([BLOCK_N], 0.0, tl.float32)
@@ -73,6 +85,15 @@ def _key_gradients_kernel(
                     dk, dv, sums = _accumulate(
                         incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION
                     )
+                else:
+                    store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+        if rules.first is None:
+            for start in tl.range(0, begin, BLOCK_M):
+                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
+                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+            for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_M) * BLOCK_M, len_q, BLOCK_M):
+                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
+                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
         if key_sums is not None:
             store_rows(key_sums, seq, cols, sums)
     if d_k is not None:
@@ -85,16 +106,18 @@ def _key_gradients_kernel(
 def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
-    d_k, d_v, key_sums = wanted
+    d_k, d_v, key_sums, d_bias = wanted
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, True, PRECISION)
     if d_v is not None:
-        dv = tl.dot(tl.trans(p.to(d_out_tile.dtype)), d_out_tile, dv, input_precision=PRECISION)
+        dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:
-        sums += tl.sum(ds, 0)
+        sums += tl.sum(ds, 1)
+    if d_bias is not None:
+        store_tile(d_bias, seq, rows, cols, tl.trans(ds))
     if d_k is not None:
-        dk = tl.dot(tl.trans(through_softcap(ds, tanh, rules).to(q_tile.dtype)), q_tile, dk, input_precision=PRECISION)
+        dk = tl.dot(through_softcap(ds, tanh, rules).to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv, sums

@@ -93,6 +93,13 @@ def store_tile(t, seq, rows, cols, x):
 
 
 @triton.jit
+def store_zeros(t, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write 0 to [rows, cols] of one sequence; nothing where there is no tensor."""
+    if t is not None:
+        store_tile(t, seq, rows, cols, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))
+
+
+@triton.jit
 def load_rows(t, seq, rows, other):
     """A vector per row of one sequence, `other` beyond the bounds."""
     if rows.length is None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .intervals import live_blocks
-from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
+from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .scores import any_unmasked, rules_of, through_softcap
 from .sequence import place
 from .softmax import score_gradient
@@ -15,11 +15,16 @@ from .tiles import launch_options, pick
 from .walk import key_range, key_start
 
 
-def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor | None, d_bias: Tensor | None) -> None:
-    """Fill those that are not None; `incoming` is (d_out, lse, delta), `d_bias` (B, H, Sq, Sk), every element of which is written."""
+def query_gradients(
+    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False
+) -> None:
+    """Fill those that are not None; `incoming` is (d_out, lse, delta), `d_bias` (B, H, Sq, Sk), every element of which is written.
+
+    With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
+    """
     batch, heads, len_q, _ = problem.query.shape
-    tile = pick("queries", problem)
-    if d_bias is not None and problem.first is not None:
+    tile = pick("products" if stored else "queries", problem)
+    if d_bias is not None and problem.first is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
@@ -32,17 +37,18 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         delta=delta,
         d_q=strided(d_query, heads),
         d_bias=strided(d_bias, heads),
+        STORED=stored,
         **launch_options(problem, tile, incoming[0], d_query, d_bias),
     )
 
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, v, rules, d_out, lse, delta, d_q, d_bias, heads, len_q, len_k,
+    q, k, v, rules, d_out, lse, delta, d_q, d_bias, heads, len_q, len_k, STORED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias."""
+    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias if not STORED."""
     block, head, batch = place(len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
@@ -56,16 +62,23 @@ def _query_gradients_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if rules.mask is None:
+        if STORED:
+            k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+            dq = tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        elif rules.mask is None:
             dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
         else:
             if any_unmasked(rules, seq, rows, cols):
                 dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
             else:
-                _store_zeros(d_bias, seq, rows, start, start + 1, BLOCK_M, BLOCK_N, INDEX)
-    if rules.lists is None:
-        _store_zeros(d_bias, seq, rows, 0, begin, BLOCK_M, BLOCK_N, INDEX)
-        _store_zeros(d_bias, seq, rows, begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_M, BLOCK_N, INDEX)
+                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+    if rules.lists is None and not STORED:
+        for start in tl.range(0, begin, BLOCK_N):
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
+            store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+        for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_N):
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
+            store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
     if d_q is not None:
         store_tile(d_q, seq, rows, dims, dq * rules.scale)
 
@@ -76,18 +89,9 @@ def _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, ro
     lse_rows, delta_rows = stats
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-    _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION)
+    _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, False, PRECISION)
     if d_bias is not None:
         store_tile(d_bias, seq, rows, cols, ds)
     if d_q is not None:
         dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
-
-
-@triton.jit
-def _store_zeros(d_bias, seq, rows, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INDEX: tl.constexpr):
-    """The dBias of the tiles from key `begin` to `end`, which nothing attends; nothing if no dBias is wanted."""
-    if d_bias is not None:
-        for start in tl.range(begin, end, BLOCK_N):
-            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), seq.len_k)
-            store_tile(d_bias, seq, rows, cols, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32))

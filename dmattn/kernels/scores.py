@@ -62,9 +62,15 @@ def _varies(x: Tensor | None, axis: int) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
-    """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N]."""
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
+    """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
+
+    With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries takes them for its left factor without leaving registers.
+    """
+    if KEYS_DOWN:
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    else:
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     tanh = 0.0
     if rules.softcap is None:
         s *= rules.scale * LOG2E
@@ -72,22 +78,40 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION: tl.constexpr):
         tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
     if rules.bias is not None:
-        s += _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols).to(tl.float32) * LOG2E
-    i = (rows.start + rows.index)[:, None]
-    j = (cols.start + cols.index)[None, :]
+        s += _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
+    i = by_query(rows.start + rows.index, KEYS_DOWN)
+    j = by_key(cols.start + cols.index, KEYS_DOWN)
     if cols.length is not None:
-        s = tl.where(inside(cols)[None, :], s, float("-inf"))
+        s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols) != 0, s, float("-inf"))
+        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
     if rules.first is not None:
-        first = load_rows(rules.first, seq, cols, 0)[None, :]
-        last = load_rows(rules.last, seq, cols, 0)[None, :]
+        first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
+        last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
     if rules.right is not None:
         s = tl.where(j - i <= rules.right + (seq.len_k - seq.len_q), s, float("-inf"))
     if rules.left is not None:
         s = tl.where(j - i >= (seq.len_k - seq.len_q) - rules.left, s, float("-inf"))
     return s, tanh
+
+
+@triton.jit
+def by_query(x, KEYS_DOWN: tl.constexpr):
+    """A value per query, spread over a tile of pairs."""
+    if KEYS_DOWN:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def by_key(x, KEYS_DOWN: tl.constexpr):
+    """A value per key, spread over a tile of pairs."""
+    if KEYS_DOWN:
+        return x[:, None]
+    else:
+        return x[None, :]
 
 
 @triton.jit
@@ -102,21 +126,24 @@ def through_softcap(d_scores, tanh, rules):
 @triton.jit
 def any_unmasked(rules, seq, rows, cols):
     """Whether the mask leaves any pair of the tile."""
-    return tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols).to(tl.int32)) != 0
+    return tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, False).to(tl.int32)) != 0
 
 
 @triton.jit
-def _load_pairs(t, by_row, by_col, seq, rows, cols):
+def _load_pairs(t, by_row, by_col, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     """A tile of the mask or bias, with an axis of 1 where it is broadcast: loaded once, and broadcast on chip."""
     one = Span(0, tl.arange(0, 1), None)
     if by_row is None and by_col is None:
-        return load_tile(t, seq, one, one)
+        tile = load_tile(t, seq, one, one)
     elif by_row is None:
-        return load_tile(t, seq, one, cols)
+        tile = load_tile(t, seq, one, cols)
     elif by_col is None:
-        return load_tile(t, seq, rows, one)
+        tile = load_tile(t, seq, rows, one)
     else:
-        return load_tile(t, seq, rows, cols)
+        tile = load_tile(t, seq, rows, cols)
+    if KEYS_DOWN:
+        tile = tl.trans(tile)
+    return tile
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, scores
+from .scores import LOG2E, by_query, scores
 
 
 @triton.jit
@@ -31,16 +31,18 @@ def softmax_finish(acc, row_max, row_sum):
 
 
 @triton.jit
-def probabilities(s, lse_rows):
-    """exp of the scores less their logsumexp; 0 throughout an empty row."""
+def score_gradient(
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(p, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+
+    p = exp(s - lse), 0 throughout an empty row; dS = p * (dO V^T - delta), the gradient of the scores and so of the bias.
+    """
+    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN, PRECISION)
     lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
-    return tl.exp2(s - lse2[:, None])
-
-
-@triton.jit
-def score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, PRECISION: tl.constexpr):
-    """(p, dS, tanh of the capped score) of one tile: dS = p * (dO V^T - delta), the gradient of the scores and so of the bias."""
-    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, PRECISION)
-    p = probabilities(s, lse_rows)
-    d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
-    return p, p * (d_p - delta_rows[:, None]), tanh
+    p = tl.exp2(s - by_query(lse2, KEYS_DOWN))
+    if KEYS_DOWN:
+        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+    else:
+        d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
+    return p, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh

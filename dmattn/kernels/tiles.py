@@ -27,23 +27,27 @@ _DEFAULT = {
     "forward": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "keys": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
 }
 _TABLE = {
     # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_h200.json); head dim 256 untimed.
     "sm_90": {
         "forward": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
-        "keys": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
+        "keys": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
+        # With a bias or mask of pairs, whose tiles take registers and shared memory.
+        "keys with pairs": ((64, Tile(64, 64, 4, 3)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
         "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
+        "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         # With intervals, whose tiles are full of short lives: smaller ones waste less.
         "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
-        "keys by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(32, 64, 8, 1))),
+        "keys by intervals": ((64, Tile(32, 64, 4, 3)), (128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
         "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
     },
     "hip": {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
-        for kernel in ("forward", "keys", "queries", "bias")
+        for kernel in ("forward", "keys", "queries", "products", "bias")
     },
 }
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
@@ -51,15 +55,17 @@ _INTERPRETED = Tile(32, 32, 4, 1)
 
 
 def pick(kernel: str, problem: Any) -> Tile:
-    """The tile of `kernel` ("forward", "keys", "queries" or "bias") for a problem's head dims, dtype and device."""
+    """The tile of `kernel` ("forward", "keys", "queries", "products" or "bias") for a problem's head dims, dtype and device."""
     query = problem.query
     family = device_family(query.device)
     if family == "interpreter":
         return _INTERPRETED
     dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
     table = _TABLE.get(family, _DEFAULT)
-    by_intervals = f"{kernel} by intervals"
-    rows = table[by_intervals if problem.first is not None and by_intervals in table else kernel]
+    kinds = [f"{kernel} by intervals"] if problem.first is not None else []
+    if any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (problem.bias, problem.mask)):
+        kinds.append(f"{kernel} with pairs")
+    rows = table[next((kind for kind in kinds if kind in table), kernel)]
     if query.dtype == torch.float32:
         rows = _WIDE_FLOATS
     tile = next(tile for largest, tile in rows if dim <= largest)
@@ -85,7 +91,7 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
         BLOCK_DV=block_dim(value_dim),
         EVEN_M=len_q % tile.block_m == 0,
         EVEN_N=len_k % tile.block_n == 0,
-        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, *outputs) else tl.int32,
+        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, problem.first, problem.last, *outputs) else tl.int32,
         PRECISION=_dot_precision(query),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -1,0 +1,30 @@
+"""The lists of live key blocks, when a list is too short to name them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+from dmattn.equivalence import Case, check
+from dmattn.kernels import intervals
+from dmattn.ops import interpreting
+
+LISTED, CHUNK = 3, 2
+
+
+@pytest.mark.skipif(not interpreting(), reason="shortens the lists of the kernels in the interpreter; a compiled kernel keeps its length")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("documents", 70, 170, intervals="documents", bias="bhqk"),
+        Case("padding", 37, 170, kv_heads=1, intervals="padding", bias="bg1k"),
+        Case("random", 37, 170, batch=1, intervals="random", window=(110, 30)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_blocks_past_the_end_of_a_list(case: Case, monkeypatch: pytest.MonkeyPatch, unwritten_shows: None) -> None:
+    monkeypatch.setattr(intervals, "LISTED", tl.constexpr(LISTED))
+    monkeypatch.setattr(intervals, "CHUNK", tl.constexpr(CHUNK))
+    verdicts = check(case, torch.float32, "cpu")
+    assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
