@@ -85,9 +85,10 @@ def kernels_on(device, monkeypatch):
     if device == "cpu":
         if not ops.interpreting():
             pytest.skip("kernels run on a GPU, or in Triton's interpreter")
-        module = importlib.import_module("dmattn.kernels.lifetimes")
-        for name, small in (("SMALLEST_BLOCK", 4), ("MOST_ROWS", 4), ("TILE", 16)):
-            monkeypatch.setattr(module, name, small)
+        small = {"lifetimes": {"SMALLEST_BLOCK": 4, "MOST_ROWS": 4, "TILE": 16}, "ranks": {"RUN": 8, "MERGED": 2, "BLOCK": 4}}
+        for module, sizes in small.items():
+            for name, size in sizes.items():
+                monkeypatch.setattr(importlib.import_module(f"dmattn.kernels.{module}"), name, size)
     return device
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ascending import ascending
 from .launch import launching
 from .layout import Sequence, Span, inside, load_rows, strided
 
@@ -93,7 +94,7 @@ def _keys_kernel(key_bias, valid, keys_ptr, counts_ptr, state_ptr, shift, keep, 
     counts = tl.zeros((BINS,), tl.int32)
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE).to(tl.int64), len_k)
-        keys = _ascending(load_rows(key_bias, seq, cols, 0))  # [TILE]
+        keys = ascending(load_rows(key_bias, seq, cols, 0))  # [TILE]
         if valid is not None:
             keys = tl.where(load_rows(valid, seq, cols, 0) != 0, keys, 0)
         pointers = keys_ptr + own // tiles * row + cols.start + cols.index
@@ -160,25 +161,6 @@ def _best_kernel(
         level += total >> 16
     if first_ptr is not None:
         tl.store(first_ptr, 0, mask=own == 0)
-
-
-@triton.jit
-def _ascending(scores):
-    """Unsigned numbers from 1 on, in the order of scores as `torch.sort` has it: of 16-bit scores, or else of scores as float32."""
-    if scores.dtype.primitive_bitwidth == 16:
-        bits = scores.to(tl.uint16, bitcast=True).to(tl.uint32)
-        return _numbers(bits, 0x8000, 0x7C00 if scores.dtype == tl.float16 else 0x7F80)
-    else:
-        bits = scores.to(tl.float32).to(tl.uint32, bitcast=True)
-        return _numbers(tl.where(bits == 0xFF800000, 0xFF7FFFFF, bits), 0x80000000, 0x7F800000)  # -inf ties with the lowest finite number
-
-
-@triton.jit
-def _numbers(bits, SIGN: tl.constexpr, INFINITY: tl.constexpr):
-    """The bits of a float, with those of its sign and of infinity, as a number: -0.0 is 0.0, NaN is above all."""
-    magnitude = bits & (SIGN - 1)
-    numbers = tl.where(bits >= SIGN, SIGN - magnitude, SIGN + magnitude)
-    return tl.where(magnitude > INFINITY, 2 * SIGN - 1, numbers).to(tl.uint32)
 
 
 @triton.jit

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from ..selection import EPOCHS
 from .launch import launching
-from .layout import Sequence, Span, inside, load_rows, strided
-from .sequence import LARGEST, place
+from .layout import Span, inside
+from .ranks import HIDDEN, ranked
+from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
 MOST_ROWS = 128  # places of a cell at once
 TILE = 512  # positions of a program that works on positions alone
-_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`dmattn.selection.lifetimes` returns, bit by bit: six launches and a sort, and no wait for the device.
+    """What :func:`dmattn.selection.lifetimes` returns, bit by bit, and no wait for the device.
 
     `key_bias` (B, Hk, Sk) of any strides, not empty; `valid` broadcasts to it.
     """
@@ -37,28 +37,17 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     sequences = batch * heads
     block = block_size(len_k)
     blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
-    scores = torch.empty(key_bias.shape, dtype=torch.float32, device=key_bias.device)
     order, first, last, places, below, epochs = (
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
     )
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     with launching(key_bias):
-        _scores_kernel[(sequences * tiles,)](
-            key_bias=strided(key_bias, heads),
-            valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
-            scores_ptr=scores,
-            heads=heads,
-            len_k=len_k,
-            TILE=TILE,
-            num_warps=4,
-        )
-        ranked_scores, ranked = scores.sort(dim=-1, stable=True)
-        _count_kernel[(sequences * blocks,)](ranked_ptr=ranked, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
+        ranks = ranked(key_bias, valid)
+        _count_kernel[(sequences * blocks,)](ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
         _accumulate_kernel[(sequences * triton.cdiv(blocks, 16),)](below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
         _deaths_kernel[(sequences * (2 * blocks - 1),)](
-            ranked_ptr=ranked,
-            ranked_scores_ptr=ranked_scores,
+            ranks_ptr=ranks,
             places_ptr=places,
             below_ptr=below,
             last_ptr=last,
@@ -92,31 +81,17 @@ def block_size(len_k: int) -> int:
 
 
 @triton.jit
-def _scores_kernel(key_bias, valid, scores_ptr, heads, len_k, TILE: tl.constexpr):
-    """One program: TILE keys of one (batch, head). Reads key_bias and valid, writes the float32 score to sort by, -inf where not valid."""
-    block, head, batch = place(len_k, heads, TILE)
-    seq = Sequence(batch, head, 0, len_k)
-    cols = Span(block * TILE, tl.arange(0, TILE).to(tl.int64), len_k)
-    scores = load_rows(key_bias, seq, cols, 0).to(tl.float32)  # [TILE]
-    scores = tl.where(scores < _LOWEST, _LOWEST, scores)  # NaN stays
-    scores = tl.where(scores == 0, 0.0, scores)  # -0.0 ties with 0.0, which not every sort knows
-    if valid is not None:
-        scores = tl.where(load_rows(valid, seq, cols, 0) != 0, scores, float("-inf"))
-    tl.store(_row(scores_ptr, batch * heads + head, len_k) + cols.start + cols.index, scores, mask=inside(cols))
-
-
-@triton.jit
-def _count_kernel(ranked_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
+def _count_kernel(ranks_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
     """One program: BLOCK places of one sequence.
 
-    Reads ranked (sequences, Sk), positions from the worst to the best. Writes places, the inverse counted from the best, and its row of
+    Reads ranks (sequences, Sk), numbers from the worst key to the best. Writes places, the inverse counted from the best, and its row of
     below (sequences, blocks, blocks): how many of these places have a position in the first 1, 2, ... blocks of positions.
     """
     blocks = tl.cdiv(len_k, BLOCK)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
     places = Span(block * BLOCK, tl.arange(0, BLOCK), len_k)
-    positions = _positions(ranked_ptr, sequence, places)  # [BLOCK]
+    positions = _positions(ranks_ptr, sequence, places)  # [BLOCK]
     tl.store(_row(places_ptr, sequence, len_k) + positions, places.start + places.index, mask=inside(places))
     counts = tl.histogram(positions // BLOCK, BLOCK, mask=inside(places))  # [BLOCK], of which `blocks` are real
     column = tl.arange(0, BLOCK)
@@ -143,8 +118,7 @@ def _accumulate_kernel(below_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit(do_not_specialize=["keep", "len_q"])
 def _deaths_kernel(
-    ranked_ptr,
-    ranked_scores_ptr,
+    ranks_ptr,
     places_ptr,
     below_ptr,
     last_ptr,
@@ -157,7 +131,7 @@ def _deaths_kernel(
 ):
     """One program: the cell, BLOCK places by BLOCK positions, in which the staircase passes one diagonal of one sequence.
 
-    Reads the ranked positions and scores, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
+    Reads ranks, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
     the cell. Every key gets its own from one program: the first `keep` places, which never die, from the cells at the last positions.
     """
     blocks = tl.cdiv(len_k, BLOCK)
@@ -179,8 +153,8 @@ def _deaths_kernel(
     offset = len_k - len_q
     for start in range(0, BLOCK, ROWS):
         rows = Span(row_start + start, tl.arange(0, ROWS), len_k)  # places
-        positions = _positions(ranked_ptr, sequence, rows)  # [ROWS]
-        scores = tl.load(_row(ranked_scores_ptr, sequence, len_k) + (len_k - 1 - rows.start - rows.index), mask=inside(rows), other=0)
+        positions = _positions(ranks_ptr, sequence, rows)  # [ROWS]
+        hidden = tl.load(_ranks(ranks_ptr, sequence, rows), mask=inside(rows), other=0) >> 32 == HIDDEN
         lower = (positions < column_start).to(tl.int32)
         at_start = from_start + tl.cumsum(lower, 0) - lower
         from_start += tl.sum(lower, 0)
@@ -199,7 +173,7 @@ def _deaths_kernel(
         death = tl.where(here, part + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
         here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
 
-        lives = (death > positions) & (death > offset) & (scores != float("-inf"))
+        lives = (death > positions) & (death > offset) & ~hidden
         death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
         tl.store(_row(last_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
 
@@ -274,10 +248,15 @@ def _crossing(table_ptr, diagonal, keep, blocks):
 
 
 @triton.jit
-def _positions(ranked_ptr, sequence, places):
+def _positions(ranks_ptr, sequence, places):
     """Positions of the keys at a span of places, counted from the best; LARGEST beyond the last."""
-    pointers = _row(ranked_ptr, sequence, places.length) + (places.length - 1 - places.start - places.index)
-    return tl.load(pointers, mask=inside(places), other=LARGEST).to(tl.int32)
+    return tl.load(_ranks(ranks_ptr, sequence, places), mask=inside(places), other=LARGEST).to(tl.int32)
+
+
+@triton.jit
+def _ranks(ranks_ptr, sequence, places):
+    """Pointers to the numbers of the keys at a span of places, counted from the best."""
+    return _row(ranks_ptr, sequence, places.length) + (places.length - 1 - places.start - places.index)
 
 
 @triton.jit
