@@ -63,8 +63,9 @@ def test_merge_errors() -> None:
 @pytest.mark.parametrize("bias", ["bhqk", "1hqk", "bh1k", "1hq1"])
 def test_only_the_gradients_asked_for(wanted: tuple[str, ...], bias: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias alone may require grad, too; what nobody asked for is never allocated."""
-    inputs = Case("some", 19, 37, bias=bias).inputs(torch.float32, device)
-    standard = Standard.of(inputs, {})
+    case = Case("some", 19, 37, bias=bias)
+    inputs = case.inputs(torch.float32, device)
+    standard = Standard.of(inputs, case.options)
     allocate, made = ops.allocate_backward, []
     monkeypatch.setattr(ops, "allocate_backward", lambda *arguments: made.append(allocate(*arguments)) or made[-1])
     leaves = {name: getattr(inputs, name).clone().requires_grad_(name in wanted) for name in ("query", "key", "value", "bias")}

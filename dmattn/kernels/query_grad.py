@@ -62,15 +62,12 @@ def _query_gradients_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if STORED:
-            k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-            dq = tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-        elif rules.mask is None:
-            dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
+        if rules.mask is None:
+            dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED, PRECISION)
         else:
             if any_unmasked(rules, seq, rows, cols):
-                dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION)
-            else:
+                dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED, PRECISION)
+            elif not STORED:
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
@@ -84,14 +81,19 @@ def _query_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
-    """One tile of keys: dS stored if dBias is wanted, and added to dq if dQ is."""
-    lse_rows, delta_rows = stats
+def _accumulate(
+    q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """One tile of keys: dS, stored if dBias is wanted or read where it is STORED already, and added to dq if dQ is wanted."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-    _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, False, PRECISION)
-    if d_bias is not None:
-        store_tile(d_bias, seq, rows, cols, ds)
-    if d_q is not None:
-        dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-    return dq
+    if STORED:
+        return tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    else:
+        lse_rows, delta_rows = stats
+        v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, False, PRECISION)
+        if d_bias is not None:
+            store_tile(d_bias, seq, rows, cols, ds)
+        if d_q is not None:
+            dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        return dq

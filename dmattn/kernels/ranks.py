@@ -18,7 +18,7 @@ from .layout import Sequence, Span, inside, load_rows, strided
 from .sequence import place
 
 RUN = 1024  # keys of a run that one program sorts
-MERGED = 8  # runs at a time
+MERGED = 4  # runs at a time
 BLOCK = 128  # keys of a program that merges; a divisor of RUN
 _PADDING = tl.constexpr((1 << 63) - 1)
 HIDDEN = tl.constexpr(-(1 << 31))  # the high half of the number of a key that is not valid
