@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -38,11 +40,12 @@ class Timing:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Command, date, commit, versions and device, as a result file records them."""
+    """Command, date, commit, digest of the package, versions and device, as a result file records them."""
     return {
         "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
+        "sources": _sources(),
         "versions": {**report.versions(), "cuda": torch.version.cuda or "none"},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else report.devices()["cpu"],
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -145,7 +148,19 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def _sources() -> str:
+    """A digest of the package's source files, which tells whether a result was measured with the code at hand."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "dmattn").rglob("*.py")):
+        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _commit() -> str:
+    """`SOURCE_COMMIT` where a machine without the repository's history is told of it, else what git says."""
+    if "SOURCE_COMMIT" in os.environ:
+        return os.environ["SOURCE_COMMIT"]
+
     def git(*arguments: str) -> str:
         return subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
