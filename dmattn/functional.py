@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from . import ops  # noqa: F401  (registers torch.ops.dmattn)
 from .masks import IntervalMask
 from .problem import Problem, Window
+from .reference import logsumexp
 
 __all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]
 
@@ -207,9 +208,10 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             raise ValueError(f"dmattn: lses[{position}]: expected shape {tuple(out.shape[:-1])}, received {tuple(lse.shape)}")
     stacked = torch.stack(tuple(lses))
     empty = (stacked == float("-inf")).all(0)
-    lse = torch.logsumexp(stacked.masked_fill(empty, 0.0), 0)
-    weights = (stacked - lse).exp().masked_fill(empty, 0.0)
-    merged = (torch.stack(tuple(outs)) * weights[..., None]).sum(0)
+    stacked = stacked.masked_fill(empty, 0.0)
+    lse = logsumexp(stacked, 0).squeeze(0)
+    weights = torch.softmax(stacked, 0)[..., None]
+    merged = (torch.stack(tuple(outs)) * weights).sum(0).masked_fill(empty[..., None], 0.0)
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
