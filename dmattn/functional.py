@@ -87,8 +87,8 @@ def attention(
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
-    bias keeps its own. float32 products follow ``torch.get_float32_matmul_precision()``. CPU and float64 tensors take a PyTorch path with
-    the same semantics. Second derivatives, forward-mode AD and torch.func's transforms raise, but for vmap,
+    bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
+    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's transforms raise, but for vmap,
     which calls once for each element.
 
     Returns:

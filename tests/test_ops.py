@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,3 +216,29 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
     true = reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64)
     assert (exact - true).abs().max() < 1e-5
     assert 1e-5 < (fast - true).abs().max() < 1e-2
+
+
+PRECISIONS = """
+import torch
+from benchmarks import harness
+from dmattn.kernels.tiles import _dot_precision
+single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
+assert _dot_precision(single) == "ieee"
+for line in (
+    'torch.backends.fp32_precision = "tf32"',
+    'torch.backends.cuda.matmul.fp32_precision = "tf32"',
+    'torch.set_float32_matmul_precision("high")',
+    'torch.backends.cuda.matmul.allow_tf32 = True',
+):
+    exec(line)
+    assert (_dot_precision(single), _dot_precision(half)) == ("tf32", "ieee"), line
+    assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
+    torch.set_float32_matmul_precision("highest")
+    assert _dot_precision(single) == "ieee", line
+"""
+
+
+def test_float32_precision_is_read_however_it_was_set() -> None:
+    """By torch's setter, or by its newer attributes, after which torch.get_float32_matmul_precision() raises."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    subprocess.run([sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], check=True)
