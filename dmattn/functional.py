@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 from . import ops  # noqa: F401  (registers torch.ops.dmattn)
@@ -88,8 +89,8 @@ def attention(
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
     bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
-    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's transforms raise, but for vmap,
-    which calls once for each element.
+    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; its vmap joins
+    the mapped axis to the batch.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
@@ -217,11 +218,27 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem, differentiable."""
-    if not torch.compiler.is_compiling():
-        for tensor in (problem.query, problem.key, problem.value, problem.bias):
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
+    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
+    if torch.compiler.is_compiling():  # which cannot look into a tensor, but sees that a derivative is being taken
+        forward = forward_ad._current_level >= 0
+    else:
+        forward = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+        if any(_in_func_grad(x) for x in tensors):
+            raise RuntimeError(
+                "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
+            )
+    if forward:
+        raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
     return torch.ops.dmattn.forward(*problem.operands)
+
+
+def _in_func_grad(x: Tensor) -> bool:
+    """Whether torch.func differentiates with respect to `x`, which vmap may have wrapped besides."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _four_axes(x: Tensor) -> Tensor:
