@@ -57,6 +57,16 @@ def test_merge_errors() -> None:
         merge_attention([1], [lse])
     with pytest.raises(ValueError, match=r"outs\[1\]: expected dtype torch.float32, received torch.float16"):
         merge_attention([out, out.half()], [lse, lse])
+    with pytest.raises(TypeError, match="outs: expected a list or tuple of tensors, received NoneType"):
+        merge_attention(None, [lse])
+    with pytest.raises(TypeError, match="lses: expected a list or tuple of tensors, received Tensor"):
+        merge_attention([out], lse)
+    with pytest.raises(ValueError, match=r"lses\[0\]: expected dtype torch.float32, received torch.float16"):
+        merge_attention([out.half()], [lse.half()])
+    with pytest.raises(ValueError, match=r"lses\[0\]: expected dtype torch.float64, received torch.float32"):
+        merge_attention([out.double()], [lse])
+    with pytest.raises(ValueError, match=r"lses\[0\]: expected device cpu as outs\[0\] has, received meta"):
+        merge_attention([out], [lse.to("meta")])
 
 
 @pytest.mark.parametrize("wanted", [("bias",), ("query",), ("key",), ("value",), ("query", "bias"), ("key", "value")], ids=str)
