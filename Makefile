@@ -26,7 +26,7 @@ pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.u
 	print('-n $(WORKERS)' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pytorch test-kernels gpu lint bench
+.PHONY: help demo test test-pytorch test-kernels gpu memcheck lint bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-pytorch  the first half of make test"
 	@echo "make test-kernels  the second half of make test"
 	@echo "make gpu           the tests that need a GPU"
+	@echo "make memcheck      every kernel under NVIDIA's compute-sanitizer: memory out of bounds, then races in shared memory (minutes, a GPU)"
 	@echo "make lint          ruff and mypy"
 	@echo "make bench         equivalence and speed of this machine, written to benchmarks/results/"
 
@@ -50,6 +51,10 @@ test-kernels: $(installed)
 
 gpu: $(installed)
 	TRITON_INTERPRET=0 $(pytest) -m gpu
+
+memcheck: $(installed)
+	TRITON_INTERPRET=0 compute-sanitizer --tool memcheck --error-exitcode 1 $(python) tests/memcheck.py
+	TRITON_INTERPRET=0 compute-sanitizer --tool racecheck --error-exitcode 1 $(python) tests/memcheck.py
 
 lint: $(installed)
 	$(python) -m ruff check .

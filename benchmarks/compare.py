@@ -1,6 +1,7 @@
 """How exact attention is: the shared half of forward_equivalence.py and backward_equivalence.py.
 
-Every contender computes the same cases in the same dtype, and its largest error against float64 is shown. dmattn passes a case when all
+Every contender computes the same cases in the same dtype, and its largest error against float64 is shown; eager is the plain PyTorch
+computation, softmax(scale * Q K^T + bias) V, as :mod:`dmattn.reference` writes it. dmattn passes a case when all
 its tensors are within the budget of :mod:`dmattn.equivalence`: twice the error of the plain PyTorch computation plus a rounding band.
 """
 

@@ -16,3 +16,11 @@ def sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     if shape[1] != 1 and shape[1] != gradient.shape[1]:
         gradient = gradient.unflatten(1, (shape[1], -1)).sum(2)
     return gradient.sum_to_size(shape)
+
+
+def per_query_gradient(lse: Tensor, d_lse: Tensor | None, d_bias: Tensor) -> None:
+    """dBias of a bias that all keys share, as sum_j dS_ij = dLSE_i, and 0 for an empty row."""
+    if d_lse is None:
+        d_bias.zero_()
+    else:
+        d_bias.copy_(sum_to(d_lse.masked_fill(lse == float("-inf"), 0.0)[..., None], d_bias.shape))

@@ -1,6 +1,7 @@
-"""The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, memory O(chunk * Sk).
+"""The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, which all (batch, head) compute together.
 
-Half precision is computed in float32 and rounded once, as the kernels do.
+Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
+is computed in float32 and rounded once, as the kernels do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .broadcast import sum_to
+from .broadcast import per_query_gradient, sum_to
 from .problem import Problem
 from .reference import attend, fold_groups, masked_scores
 
@@ -19,6 +20,7 @@ CHUNK_SCORES = 1 << 22  # scores alive at a time: 16 MiB in float32, a few times
 MIN_ROWS = 16
 
 
+@torch.no_grad()
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
     dtype = _compute_dtype(problem)
@@ -27,6 +29,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, problem.query.shape[2])
 
 
+@torch.no_grad()
 def backward(
     problem: Problem,
     out: Tensor,
@@ -42,24 +45,29 @@ def backward(
     dtype = _compute_dtype(problem)
     kv_heads = problem.key.shape[1]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
+    if d_bias is not None and d_bias.shape[3] == 1:
+        per_query_gradient(lse, d_lse, d_bias)
+        d_bias = None
+    d_bias_rows, d_bias_keys = (d_bias, None) if d_bias is not None and d_bias.shape[2] > 1 else (None, d_bias)
     key_sum, value_sum, bias_sum = (
-        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias)
+        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
     )
     for rows, chunk in _chunks(replace(problem, key=key, value=value)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, problem.query.shape[2])
-        lse_rows = lse[:, :, rows, None]
-        p = (scores - lse_rows.masked_fill(lse_rows == float("-inf"), float("inf"))).exp()
-        d_out_rows = d_out[:, :, rows].to(dtype)
+        empty = lse[:, :, rows, None] == float("-inf")
+        p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
+        d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
         if value_sum is not None:
             value_sum += fold_groups(p, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
         delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
         if d_lse is not None:
             delta = delta - d_lse[:, :, rows, None]
         d_p = (fold_groups(d_out_rows, kv_heads) @ value.transpose(-1, -2)).view(p.shape)
-        d_scores = p * (d_p - delta)
+        d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
+        if d_bias_rows is not None:  # each chunk has rows of its own
+            d_bias_rows[:, :, rows] = sum_to(d_scores, d_bias_rows[:, :, rows].shape)
         if bias_sum is not None:
-            bias_rows = rows if bias_sum.shape[2] > 1 else slice(None)
-            bias_sum[:, :, bias_rows] += sum_to(d_scores, bias_sum[:, :, bias_rows].shape)
+            bias_sum += sum_to(d_scores, bias_sum.shape)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
@@ -67,7 +75,7 @@ def backward(
             d_query[:, :, rows] = (d_scores @ key).view(*p.shape[:3], key.shape[3])
         if key_sum is not None:
             key_sum += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
-    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias, bias_sum)):
+    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
 

@@ -184,8 +184,8 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
     out, lse = reference.attend(problem, torch.float64)
-    lse = lse[..., None].masked_fill(lse[..., None].isinf(), float("inf"))  # an empty row has no probabilities
-    p = (reference.masked_scores(problem, torch.float64)[0] - lse).exp() * (1 + score_terms)
+    empty = (lse == float("-inf"))[..., None]
+    p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)
     d_scores = p * (d_out @ value.mT + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
     sizes = {
         "out": p @ value,

@@ -7,11 +7,13 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 from . import ops  # noqa: F401  (registers torch.ops.dmattn)
 from .masks import IntervalMask
-from .problem import Problem, Window
+from .problem import Problem, Window, check_tensor
+from .reference import logsumexp
 
 __all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]
 
@@ -76,19 +78,19 @@ def attention(
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
-            so does any value below -2.36e38, finfo.min among them. Differentiable: the gradient has the bias's own shape and dtype, summed
-            in float32 and rounded once.
+            so does any value below -2.36e38, finfo.min among them; above 2.35e38 is infinity, and the row NaN. Differentiable: the gradient
+            has the bias's own shape and dtype, summed in float32 and rounded once.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
-        scale: factor on q . k, by default D ** -0.5.
+        scale: factor on q . k, at most 2.35e38 in size, by default D ** -0.5.
         softcap: positive bound on the scaled score before the bias, as in Gemma 2; None for none.
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
-    bias keeps its own. float32 products follow ``torch.get_float32_matmul_precision()``. CPU and float64 tensors take a PyTorch path with
-    the same semantics. Second derivatives, forward-mode AD and torch.func's transforms raise, but for vmap,
-    which calls once for each element.
+    bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
+    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; its vmap joins
+    the mapped axis to the batch.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
@@ -115,6 +117,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -124,7 +127,7 @@ def scaled_dot_product_attention(
     where the lengths differ), a bool `attn_mask` is True where a query attends, a float one is added.
 
     Args:
-        query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with equal leading axes. Differentiable.
+        query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with leading axes and heads that broadcast. Differentiable.
         attn_mask: bool or float, broadcastable to (..., H, L, S). A float mask may have another dtype than the query and is differentiable.
         dropout_p: must be 0.
         is_causal: top-left causal mask; excludes `attn_mask`.
@@ -136,7 +139,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, ValueError: as :func:`attention`; also for a nonzero `dropout_p`, for `is_causal` together with `attn_mask`, and for
-            Hk != H without `enable_gqa`.
+            H and Hk that differ and are not 1, without `enable_gqa`.
     """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dmattn: dropout_p: expected a number, received {type(dropout_p).__name__}")
@@ -145,24 +148,20 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"dmattn: {name}: expected a torch.Tensor, received {type(tensor).__name__}")
-        if tensor.ndim < 2 or tensor.ndim != query.ndim or tensor.shape[:-3] != query.shape[:-3]:
-            expected = f"at least 2 axes, with query's leading axes {tuple(query.shape[:-3])}"
-            raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(tensor.shape)}")
-    if query.ndim > 2 and key.shape[-3] != query.shape[-3] and not enable_gqa:
-        expected = f"query's {query.shape[-3]} heads (or enable_gqa=True)"
-        raise ValueError(f"dmattn: key: expected {expected}, received {key.shape[-3]} heads")
-    leading = query.shape[:-3]
+        check_tensor(name, tensor)
+        if tensor.ndim < 2:
+            raise ValueError(f"dmattn: {name}: expected at least 2 axes (length, head dim), received shape {tuple(tensor.shape)}")
+    rank = max(query.ndim, key.ndim, value.ndim)
+    query, key, value, leading = _four_axes(query, key, value, enable_gqa)
     if attn_mask is not None:
         attn_mask = _four_axes_mask(attn_mask, leading)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     if not isinstance(is_causal, bool):
         raise TypeError(f"dmattn: is_causal: expected True or False, received {type(is_causal).__name__}")
     problem = Problem.canonical(
-        _four_axes(query),
-        _four_axes(key),
-        _four_axes(value),
+        query,
+        key,
+        value,
         mask=attn_mask if is_bool else None,
         bias=None if is_bool else attn_mask,
         causal=is_causal,
@@ -173,7 +172,7 @@ def scaled_dot_product_attention(
         mask_name="attn_mask",
     )
     out, _ = run(problem)
-    return out.view(*query.shape[:-1], value.shape[-1]) if query.ndim < 4 else out.unflatten(0, leading) if query.ndim > 4 else out
+    return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -183,54 +182,99 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Args:
         outs: tensors (B, H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.
-        lses: as many tensors (B, H, Sq), each share's logsumexp. Differentiable.
+        lses: as many tensors (B, H, Sq), each share's logsumexp, float32 (float64 with float64 outs). Differentiable.
 
     Returns:
         out: (B, H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
 
     Raises:
-        ValueError: no share, or as many outs as lses are not given, or shapes do not match.
+        TypeError, ValueError: no share, or not as many outs as lses, or shapes, dtypes or devices that do not match.
 
     Source: Rabe and Staats, 2021 (arXiv:2112.05682).
     """
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, Sequence):
+            raise TypeError(f"dmattn: {name}: expected a list or tuple of tensors, received {type(given).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"dmattn: lses: expected as many tensors as outs and at least one, received {len(outs)} outs and {len(lses)} lses")
     for position, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         for name, tensor in (("outs", out), ("lses", lse)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"dmattn: {name}[{position}]: expected a torch.Tensor, received {type(tensor).__name__}")
+            check_tensor(f"{name}[{position}]", tensor)
+            if tensor.device != outs[0].device:
+                raise ValueError(f"dmattn: {name}[{position}]: expected device {outs[0].device} as outs[0] has, received {tensor.device}")
         if out.dtype != outs[0].dtype:
             raise ValueError(f"dmattn: outs[{position}]: expected dtype {outs[0].dtype}, received {out.dtype}")
         if out.shape != outs[0].shape:
             raise ValueError(f"dmattn: outs[{position}]: expected shape {tuple(outs[0].shape)}, received {tuple(out.shape)}")
+        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        if lse.dtype != dtype:
+            raise ValueError(f"dmattn: lses[{position}]: expected dtype {dtype}, received {lse.dtype}")
         if lse.shape != out.shape[:-1]:
             raise ValueError(f"dmattn: lses[{position}]: expected shape {tuple(out.shape[:-1])}, received {tuple(lse.shape)}")
     stacked = torch.stack(tuple(lses))
     empty = (stacked == float("-inf")).all(0)
-    lse = torch.logsumexp(stacked.masked_fill(empty, 0.0), 0)
-    weights = (stacked - lse).exp().masked_fill(empty, 0.0)
-    merged = (torch.stack(tuple(outs)) * weights[..., None]).sum(0)
+    stacked = stacked.masked_fill(empty, 0.0)
+    lse = logsumexp(stacked, 0).squeeze(0)
+    weights = torch.softmax(stacked, 0)[..., None]
+    merged = (torch.stack(tuple(outs)) * weights).sum(0).masked_fill(empty[..., None], 0.0)
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem, differentiable."""
-    if not torch.compiler.is_compiling():
-        for tensor in (problem.query, problem.key, problem.value, problem.bias):
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
+    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
+    if torch.compiler.is_compiling():  # which cannot look into a tensor, but sees that a derivative is being taken
+        forward = forward_ad._current_level >= 0
+    else:
+        forward = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+        if any(_in_func_grad(x) for x in tensors):
+            raise RuntimeError(
+                "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
+            )
+    if forward:
+        raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
     return torch.ops.dmattn.forward(*problem.operands)
 
 
-def _four_axes(x: Tensor) -> Tensor:
-    """(..., H, L, E) as (batch, H, L, E)."""
-    return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, -4)
+def _in_func_grad(x: Tensor) -> bool:
+    """Whether torch.func differentiates with respect to `x`, which vmap may have wrapped besides."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    """The three as (batch, heads, length, head dim), and the axes that became the batch: all are broadcast to them, one head to several."""
+    leading, heads = query.shape[:-3], _heads(query)
+    for name, x in (("key", key), ("value", value)):
+        try:
+            leading = torch.broadcast_shapes(leading, x.shape[:-3])
+        except RuntimeError:
+            expected = f"leading axes that broadcast with {tuple(leading)}"
+            raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)}") from None
+        if not enable_gqa and heads != 1 and _heads(x) != 1 and heads != _heads(x):
+            raise ValueError(f"dmattn: {name}: expected query's {heads} heads (or enable_gqa=True), received {_heads(x)} heads")
+    kv_heads = _heads(value) if _heads(key) == 1 else _heads(key)  # 1 serves every query head as it is
+    if heads == 1 and not enable_gqa:
+        heads = kv_heads
+
+    def placed(x: Tensor, heads: int) -> Tensor:
+        x = x[(None,) * (3 + len(leading) - x.ndim)]
+        x = x.expand(*leading, heads if x.shape[-3] == 1 else -1, -1, -1)
+        return x.flatten(0, -4) if leading else x[None]
+
+    return placed(query, heads), placed(key, kv_heads), placed(value, kv_heads), leading
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.ndim > 2 else 1
 
 
 def _four_axes_mask(attn_mask: Tensor, leading: torch.Size) -> Tensor:
     """`attn_mask` with at most four axes; leading axes are merged only where the mask has its own values for each."""
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"dmattn: attn_mask: expected a bool or float tensor or None, received {type(attn_mask).__name__}")
+    check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
     extra = attn_mask.shape[:-3]
     if len(extra) <= 1 and len(leading) <= 1:
         return attn_mask

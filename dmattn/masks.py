@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ class IntervalMask:
     @classmethod
     def causal(cls, len_q: int, len_k: int, *, device: torch.device | str | None = None) -> IntervalMask:
         """Query i attends key j iff ``j <= i + len_k - len_q`` (bottom-right aligned). Shape (Sk,)."""
+        _check_lengths("causal", len_q=len_q, len_k=len_k)
         return cls.window(len_q, len_k, left=None, right=0, device=device)
 
     @classmethod
@@ -76,7 +78,7 @@ class IntervalMask:
         """Query i attends key j iff ``-left <= j - (i + len_k - len_q) <= right``; None leaves a side unbounded. Shape (Sk,)."""
         _check_lengths("window", len_q=len_q, len_k=len_k)
         for name, size in (("left", left), ("right", right)):
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
                 raise TypeError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {type(size).__name__}")
             if size is not None and size < 0:
                 raise ValueError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {size}")
@@ -147,7 +149,7 @@ class IntervalMask:
 
 def _check_lengths(constructor: str, **lengths: int) -> None:
     for name, length in lengths.items():
-        if isinstance(length, (bool, float, str)) or length is None:
+        if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
             raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {type(length).__name__}")
         if length < 0:
             raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")

@@ -7,6 +7,7 @@ and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, 
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,10 @@ from torch import Tensor
 from . import chunked, selection
 from .problem import Problem
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? first, Tensor? last, Tensor? bias, "
-    "SymInt? left, SymInt? right, float scale, float? softcap, Tensor? order"
-)
+FIELDS = tuple(field.name for field in fields(Problem))  # the arguments of forward, and the last of backward, in order
+_TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
+_INPUTS = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(Problem))
+_TENSORS = tuple(field.name for field in fields(Problem) if "Tensor" in str(field.type))
 _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
 
 
@@ -31,7 +32,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     out, lse = allocate_forward(problem)
     if out.numel() or lse.numel():
         with torch.autocast(problem.query.device.type, enabled=False):
-            _path(problem.query).forward(problem, out, lse)
+            _path(problem).forward(problem, out, lse)
     return out, lse
 
 
@@ -50,7 +51,7 @@ def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, need
     wanted = [gradient if need and gradient.numel() else None for gradient, need in zip(gradients, needs, strict=True)]
     if any(gradient is not None for gradient in wanted):
         with torch.autocast(problem.query.device.type, enabled=False):
-            _path(problem.query).backward(problem, out, lse, d_out, d_lse, *wanted)
+            _path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
 
 
@@ -64,7 +65,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     """The dynamic mask as intervals over reordered keys, see :func:`dmattn.selection.lifetimes`. No gradient."""
     if not (key_bias.is_cuda or interpreting()) or key_bias.numel() == 0:
         return selection.lifetimes(key_bias, valid, keep, len_q)
-    return _kernels(key_bias.device).lifetimes(key_bias, valid, keep, len_q)
+    return _kernels(key_bias.device, interpreting()).lifetimes(key_bias, valid, keep, len_q)
 
 
 @lifetimes.register_fake
@@ -91,7 +92,7 @@ def best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -
         return order, first.zero_(), last
     if key_bias.is_cuda or interpreting():
         bounds = (None, None) if len_q is None else (first, last)
-        _kernels(key_bias.device).best(key_bias, valid, order, *bounds, len_q or 0)
+        _kernels(key_bias.device, interpreting()).best(key_bias, valid, order, *bounds, len_q or 0)
         return order, first, last
     listed = selection.best(selection.scores_of(key_bias, valid), keep)
     order.copy_(listed)
@@ -116,7 +117,10 @@ def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> t
 def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view."""
     batch, heads, len_q, _ = problem.query.shape
-    out = problem.query.new_empty((batch, len_q, heads, problem.value.shape[3])).transpose(1, 2)
+    shape = (batch, heads, len_q, problem.value.shape[3])
+    out = torch.empty_permuted(
+        shape, (0, 2, 1, 3), dtype=problem.query.dtype, device=problem.query.device
+    )  # a view could not be changed in place
     dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
     return out, problem.query.new_empty((batch, heads, len_q), dtype=dtype)
 
@@ -139,21 +143,38 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
     return allocate_backward(Problem(*inputs), needs)
 
 
+@forward.register_vmap
+def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """The mapped axis joins the batch. What all its elements share is copied for them, except where the batch shares it too."""
+    query, axis = inputs[0], axes[0]
+    batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
+
+    def joined(name: str, x: Any, axis: int | None) -> Any:
+        if not isinstance(x, Tensor) or (axis is None and x.shape[0] == 1 and name in ("mask", "first", "last", "bias")):
+            return x
+        x = x[None] if axis is None else x.movedim(axis, 0)
+        return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
+
+    out, lse = torch.ops.dmattn.forward(*map(joined, FIELDS, inputs, axes))
+    return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    *tensors, left, right, scale, softcap, order = inputs
-    ctx.save_for_backward(*tensors, order, *output)
-    ctx.rules = (left, right, scale, softcap)
+    given = dict(zip(FIELDS, inputs, strict=True))
+    ctx.save_for_backward(*(given.pop(name) for name in _TENSORS), *output)
+    ctx.rules = given
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, order, out, lse = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[position] for position in (0, 1, 2, 6)]
+    *tensors, out, lse = ctx.saved_tensors
+    given = {**ctx.rules, **dict(zip(_TENSORS, tensors, strict=True))}
+    needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, needs, *tensors, *ctx.rules, order)
-    d_query, d_key, d_value, d_bias = (gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
-    return d_query, d_key, d_value, None, None, None, d_bias, None, None, None, None, None
+    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, needs, *(given[name] for name in FIELDS))
+    named = {name: gradient for name, gradient, need in zip(_NEEDS, gradients, needs, strict=True) if need}
+    return tuple(named.get(name) for name in FIELDS)
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
@@ -167,13 +188,14 @@ forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(_refuse)
 
 
-def _path(query: Tensor) -> ModuleType:
-    """The module whose `forward` and `backward` serve `query`."""
+def _path(problem: Problem) -> ModuleType:
+    """The module whose `forward` and `backward` serve `problem`."""
+    query, bias = problem.query, problem.bias
     if query.dtype == torch.float64 or not (query.is_cuda or interpreting()):
         return chunked
-    if query.dtype == torch.bfloat16 and interpreting():
+    if interpreting() and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
         raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
-    return _kernels(query.device)
+    return _kernels(query.device, interpreting())
 
 
 def interpreting() -> bool:
@@ -182,10 +204,10 @@ def interpreting() -> bool:
 
 
 @cache
-def _kernels(device: torch.device) -> ModuleType:
+def _kernels(device: torch.device, interpreted: bool = False) -> ModuleType:
     """The kernels, imported on first use so that the CPU path needs neither Triton nor a GPU."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         raise RuntimeError(
             "dmattn: tensors on a GPU need Triton, which is not installed; `pip install triton` (Linux), or move the tensors to the CPU."
@@ -197,6 +219,9 @@ def _kernels(device: torch.device) -> ModuleType:
             f"dmattn: expected a GPU of compute capability 8.0 (Ampere) or newer, received {name} with {major}.{minor}; "
             "move the tensors to the CPU."
         )
+    if isinstance(triton.language.sum, triton.JITFunction) == interpreted:  # which Triton decided when it was imported
+        now, then = ("on", "off") if interpreted else ("off", "on")
+        raise RuntimeError(f"dmattn: TRITON_INTERPRET is {now} but was {then} when triton was imported; set it before Python starts.")
     from . import kernels
 
     return kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from .masks import IntervalMask
 
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
-LARGEST_FLOAT = torch.finfo(torch.float32).max
+LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
@@ -71,6 +72,8 @@ class Problem:
 
         Raises TypeError or ValueError naming the argument.
         """
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, tensor)
         query, key, value = _autocast(query, key, value)
         _check_qkv(query, key, value)
         batch, heads, len_q, head_dim = query.shape
@@ -78,6 +81,8 @@ class Problem:
         pairs = (batch, heads, len_q, len_k)
         first = last = None
         if isinstance(mask, IntervalMask):
+            check_tensor("mask.first", mask.first)
+            check_tensor("mask.last", mask.last)
             first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), kv_heads, query.device)
             last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), kv_heads, query.device)
             mask = None
@@ -85,7 +90,7 @@ class Problem:
             _check_mask(mask)
             mask = _broadcastable(mask_name or "mask", mask, pairs, kv_heads, query.device)
         if bias is not None:
-            _tensor(mask_name or "bias", bias)
+            check_tensor(mask_name or "bias", bias)
             if bias.dtype not in FLOATS:
                 _fail(mask_name or "bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
             bias = _broadcastable(mask_name or "bias", bias, pairs, kv_heads, query.device)
@@ -96,29 +101,28 @@ class Problem:
             scale = head_dim**-0.5
         elif not _real(scale):
             _fail("scale", "a real number", _kind(scale), TypeError)
-        elif not -LARGEST_FLOAT <= scale <= LARGEST_FLOAT:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", "a finite float32 number", scale)
+        elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
+            _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
-            if not 0 < softcap <= LARGEST_FLOAT:
-                _fail("softcap", "a positive finite float32 number or None", softcap)
-        return cls(query, key, value, mask, first, last, bias, left, right, scale, softcap)
+            if not 0 < softcap <= LARGEST_FACTOR:
+                _fail("softcap", f"a positive number of at most {LARGEST_FACTOR} or None", softcap)
+        return cls(query, key, value, mask, first, last, bias, left, right, _float(scale), None if softcap is None else _float(softcap))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the operator runs in the autocast dtype, as torch's own attention does; float64 is left alone there too."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[:3] else t for t in tensors)
+    return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
 def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
-        _tensor(name, tensor)
         if tensor.ndim != 4:
             _fail(name, "4 axes (batch, heads, length, head dim)", f"shape {tuple(tensor.shape)}")
         if tensor.dtype not in FLOATS:
@@ -148,8 +152,7 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_mask(mask: Any) -> None:
-    if not isinstance(mask, Tensor):
-        _fail("mask", "a bool tensor, an IntervalMask or None", _kind(mask), TypeError)
+    check_tensor("mask", mask, "a bool tensor, an IntervalMask or None")
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
     if mask.dtype != torch.bool:
@@ -172,26 +175,34 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: i
 def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:
     if not isinstance(causal, bool):
         _fail("causal", "True or False", _kind(causal), TypeError)
-    sides = (window, window) if window is None or isinstance(window, int) else window
+    sides = (window, window) if window is None or isinstance(window, numbers.Integral) else window
     if not isinstance(sides, tuple) or len(sides) != 2:
         received = f"a {_kind(window)} of {len(window)}" if isinstance(window, (tuple, list)) else _kind(window)
         _fail("window", "an integer, a tuple (left, right) or None", received, TypeError)
     for side in sides:
-        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+        if side is not None and (not isinstance(side, numbers.Integral) or isinstance(side, bool)):
             _fail("window", "integers or None", _kind(side), TypeError)
         if side is not None and side < 0:
             _fail("window", "non-negative integers", window)
-    left, right = (None if side is None or side >= UNBOUNDED else side for side in sides)
+    left, right = (None if side is None or side >= UNBOUNDED else side if isinstance(side, int) else operator.index(side) for side in sides)
     return left, 0 if causal else right
 
 
-def _tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
+    """Raise unless `value` is a tensor whose elements lie at strides; errors call it `name`."""
     if not isinstance(value, Tensor):
-        _fail(name, "a torch.Tensor", _kind(value), TypeError)
+        _fail(name, expected, _kind(value), TypeError)
+    if value.is_nested or value.layout != torch.strided:
+        _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
 
 
 def _real(value: Any) -> bool:
     return isinstance(value, (numbers.Real, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _float(value: Any) -> Any:
+    """A number as the operators take it; symbolic ones stay so."""
+    return value if isinstance(value, (int, float, torch.SymFloat)) else float(value)
 
 
 def _kind(value: Any) -> str:

@@ -62,11 +62,20 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     scores, _ = masked_scores(problem, dtype, row_start, len_q)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    probabilities = (scores - lse).exp().masked_fill(empty, 0.0)
+    lse = logsumexp(scores, -1)
+    probabilities = torch.softmax(scores, -1)  # exp(scores - lse) has lost the sum where lse is so large that log n is below its last digit
     kv_heads = problem.value.shape[1]
     out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:3], problem.value.shape[3])
-    return out, lse.masked_fill(empty, float("-inf")).squeeze(-1)
+    return out.masked_fill(empty, 0.0), lse.masked_fill(empty, float("-inf")).squeeze(-1)
+
+
+def logsumexp(x: Tensor, dim: int) -> Tensor:
+    """torch's, keeping `dim`, with the softmax as its gradient: torch's own is exp(x - logsumexp), which a huge offset of all x makes wrong."""
+    lse = torch.logsumexp(x, dim, keepdim=True)
+    if torch.is_grad_enabled():
+        lse = lse.detach()
+        lse = lse + torch.logsumexp(x - lse, dim, keepdim=True)
+    return lse
 
 
 def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,4 @@
-"""A few small launches of every kernel, to run under a memory checker on a GPU.
-
-compute-sanitizer --tool memcheck python tests/memcheck.py
-"""
+"""A few small launches of every kernel, to run under a memory checker on a GPU: `make memcheck`."""
 
 from __future__ import annotations
 

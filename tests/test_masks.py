@@ -103,7 +103,8 @@ def test_errors(make, error: type[Exception], message: str) -> None:
         ),
         (lambda: IntervalMask.window(4, 4, left=0, right=1.5), TypeError, "window: right: .* received float"),
         (lambda: IntervalMask.window(4.0, 4, left=0, right=1), TypeError, "window: len_q: expected an integer, received float"),
-        (lambda: IntervalMask.causal(4, -1), ValueError, "window: len_k: expected a non-negative integer, received -1"),
+        (lambda: IntervalMask.causal(4, -1), ValueError, "causal: len_k: expected a non-negative integer, received -1"),
+        (lambda: IntervalMask.causal([3], 4), TypeError, "causal: len_q: expected an integer, received list"),
         (lambda: IntervalMask.padding(torch.ones(1, 3, dtype=torch.bool), "9"), TypeError, "padding: len_q: expected an integer, received str"),
         (
             lambda: IntervalMask.causal(4, 5) & IntervalMask.causal(4, 6),

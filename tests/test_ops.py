@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import attention, ops, reference
@@ -110,10 +114,87 @@ def test_derivatives_that_do_not_exist_say_so(device: str) -> None:
     (grad,) = torch.autograd.grad(attention(query, inputs.key, inputs.value).sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match=r"attention has no second derivative.*dmattn.reference.attention"):
         grad.sum().backward()
+    primal, tangent = inputs.query.detach(), torch.ones_like(inputs.query)
+
+    def ours(q):
+        return attention(q, inputs.key, inputs.value)
+
     with pytest.raises(RuntimeError, match="attention has no forward-mode derivative"):
-        torch.func.jvp(lambda q: attention(q, inputs.key, inputs.value), (inputs.query.detach(),), (torch.ones_like(inputs.query),))
-    with pytest.raises(RuntimeError):
-        torch.func.grad(lambda q: attention(q, inputs.key, inputs.value).sum())(inputs.query.detach())
+        torch.func.jvp(ours, (primal,), (tangent,))
+    grad = torch.func.grad(lambda q: ours(q).sum())
+    for function, argument in (
+        (grad, primal),
+        (torch.func.jacrev(ours), primal),
+        (torch.func.vmap(grad), primal[None]),
+        (torch.func.grad(lambda q: torch.func.vmap(ours)(q).sum()), primal[None]),
+    ):
+        with pytest.raises(RuntimeError, match=r"attention has no derivative under torch.func .*torch.autograd"):
+            function(argument)
+
+
+@no_compile
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_forward_mode_says_so_when_compiled_too(fullgraph: bool) -> None:
+    """A custom operator drops the tangents in silence: it is the caller that must look."""
+    inputs = CASES[0].inputs(torch.float32)
+    primal, tangent = inputs.query, torch.ones_like(inputs.query)
+
+    def ours(q):
+        return attention(q, inputs.key, inputs.value)
+
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=fullgraph)
+    before = compiled(primal)  # a graph made where no derivative is taken must not serve where one is
+    message = "has no forward-mode derivative" if not fullgraph else "attention|Observed exception"
+    with pytest.raises(Exception, match=message), forward_ad.dual_level():
+        compiled(forward_ad.make_dual(primal, tangent))
+    with pytest.raises(Exception, match=message):
+        torch.compile(lambda q: torch.func.jvp(ours, (q,), (tangent,))[1], backend="eager", fullgraph=fullgraph)(primal)
+    assert torch.equal(compiled(primal), before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_vmap_joins_its_axis_to_the_batch(case: Case, device: str) -> None:
+    """Over query, key, value and bias, over the query alone, and over nothing at all, with gradients."""
+    inputs = case.inputs(torch.float32, device)
+
+    def ours(query, key, value, bias):
+        return attention(query, key, value, mask=inputs.mask, bias=bias, return_lse=True, **case.options)
+
+    for mapped in (("query", "key", "value", "bias"), ("query",), ("bias",)):
+        leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+        mapped = [name for name in mapped if leaves[name] is not None]
+        if not mapped:
+            continue
+        for name in mapped:
+            leaves[name] = torch.stack([leaves[name], leaves[name].flip(-2), leaves[name].flip(-1)], 1)
+        leaves = {name: None if x is None else x.requires_grad_() for name, x in leaves.items()}
+        wanted = [x for x in leaves.values() if x is not None]
+        together = torch.func.vmap(ours, in_dims=tuple(1 if name in mapped else None for name in leaves))(*leaves.values())
+        apart = [ours(*(x.select(1, i) if name in mapped else x for name, x in leaves.items())) for i in range(3)]
+        for got, want in zip(together, map(torch.stack, zip(*apart, strict=True)), strict=True):
+            torch.testing.assert_close(got, want)
+        gradients = torch.autograd.grad(together[0].square().sum(), wanted)
+        for got, want in zip(gradients, torch.autograd.grad(sum(out.square().sum() for out, _ in apart), wanted), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_over_nothing(device: str) -> None:
+    query = torch.zeros(0, 2, 3, 5, 8, device=device)
+    assert torch.func.vmap(lambda q: attention(q, q, q))(query).shape == query.shape
+
+
+def test_results_can_be_changed_in_place(device: str) -> None:
+    """As those of torch's function can: nothing is saved as a view, and backward sees that what it needs has changed."""
+    query = torch.randn(2, 3, 5, 8, device=device, requires_grad=True)
+    residual = torch.ones(2, 5, 24, device=device)
+    merged = attention(query, query, query).transpose(1, 2).flatten(2)
+    with torch.no_grad():
+        expected = merged + residual
+    merged += residual
+    assert torch.equal(merged, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        merged.sum().backward()
 
 
 @pytest.mark.skipif(not ops.interpreting(), reason="only the interpreter is wrong in bfloat16")
@@ -121,6 +202,16 @@ def test_the_interpreter_refuses_bfloat16() -> None:
     inputs = CASES[0].inputs(torch.bfloat16)
     with pytest.raises(RuntimeError, match="computes bfloat16 wrongly"):
         attention(inputs.query, inputs.key, inputs.value)
+    with pytest.raises(RuntimeError, match="computes bfloat16 wrongly"):
+        attention(inputs.query.float(), inputs.key.float(), inputs.value.float(), bias=inputs.query.new_zeros(5, 7))
+
+
+def test_an_interpreter_asked_for_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0" if ops.interpreting() else "1")
+    with pytest.raises(RuntimeError, match=r"TRITON_INTERPRET is (on|off) but was (on|off) when triton was imported"):
+        ops._kernels(torch.device("cpu"), ops.interpreting())
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -213,3 +304,29 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
     true = reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64)
     assert (exact - true).abs().max() < 1e-5
     assert 1e-5 < (fast - true).abs().max() < 1e-2
+
+
+PRECISIONS = """
+import torch
+from benchmarks import harness
+from dmattn.kernels.tiles import _dot_precision
+single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
+assert _dot_precision(single) == "ieee"
+for line in (
+    'torch.backends.fp32_precision = "tf32"',
+    'torch.backends.cuda.matmul.fp32_precision = "tf32"',
+    'torch.set_float32_matmul_precision("high")',
+    'torch.backends.cuda.matmul.allow_tf32 = True',
+):
+    exec(line)
+    assert (_dot_precision(single), _dot_precision(half)) == ("tf32", "ieee"), line
+    assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
+    torch.set_float32_matmul_precision("highest")
+    assert _dot_precision(single) == "ieee", line
+"""
+
+
+def test_float32_precision_is_read_however_it_was_set() -> None:
+    """By torch's setter, or by its newer attributes, after which torch.get_float32_matmul_precision() raises."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    subprocess.run([sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], check=True)

@@ -21,6 +21,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 BOOL = torch.bool
+NESTED = torch.nested.nested_tensor([zeros(4, 8), zeros(2, 8)], layout=torch.jagged)
+SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
 ERRORS = [
     ("query-not-a-tensor", {"query": [1.0]}, TypeError, r"query: expected a torch.Tensor, received list"),
     ("query-rank", {"query": zeros(4, 5, 8)}, ValueError, r"query: expected 4 axes .*received shape \(4, 5, 8\)"),
@@ -56,12 +58,21 @@ ERRORS = [
     ("window-bool", {"window": (True, 1)}, TypeError, r"window: expected integers or None, received bool"),
     ("window-negative", {"window": (-1, 2)}, ValueError, r"window: expected non-negative integers, received \(-1, 2\)"),
     ("window-negative-int", {"window": -3}, ValueError, r"window: expected non-negative integers, received -3"),
-    ("scale-nan", {"scale": float("nan")}, ValueError, r"scale: expected a finite float32 number, received nan"),
-    ("scale-infinite", {"scale": float("inf")}, ValueError, r"scale: expected a finite float32 number, received inf"),
+    ("scale-nan", {"scale": float("nan")}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received nan"),
+    ("scale-infinite", {"scale": float("inf")}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received inf"),
+    ("scale-infinite-in-base-2", {"scale": -2.4e38}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received -2.4e\+38"),
     ("scale-text", {"scale": "1"}, TypeError, r"scale: expected a real number, received str"),
-    ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive finite float32 number or None, received 0.0"),
-    ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive finite float32 number or None, received nan"),
+    ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 0.0"),
+    ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received nan"),
+    ("softcap-infinite-in-base-2", {"softcap": 2.4e38}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 2.4e\+38"),
     ("softcap-text", {"softcap": "2"}, TypeError, r"softcap: expected a positive real number or None, received str"),
+    ("query-sparse", {"query": zeros(2, 4, 5, 8).to_sparse()}, TypeError, r"query: expected a dense tensor, received layout torch.sparse_coo"),
+    ("key-nested", {"key": NESTED}, TypeError, r"key: expected a dense tensor, received a nested tensor"),
+    ("value-for-mkldnn", {"value": zeros(2, 2, 7, 8).to_mkldnn()}, TypeError, r"value: expected a dense tensor, received layout torch._mkldnn"),
+    ("mask-sparse", {"mask": zeros(5, 7, dtype=BOOL).to_sparse()}, TypeError, r"mask: expected a dense tensor, received layout torch.sparse_coo"),
+    ("interval-sparse", {"mask": SPARSE_INTERVALS}, TypeError, r"mask.first: expected a dense tensor, received layout torch.sparse_coo"),
+    ("bias-sparse", {"bias": zeros(5, 7).to_sparse()}, TypeError, r"bias: expected a dense tensor, received layout torch.sparse_coo"),
+    ("bias-nested", {"bias": NESTED}, TypeError, r"bias: expected a dense tensor, received a nested tensor"),
     ("return-lse", {"return_lse": 1}, TypeError, r"return_lse: expected True or False, received int"),
     ("unknown-keyword", {"backend": "triton"}, TypeError, r"backend"),
 ]  # fmt: skip
@@ -71,12 +82,21 @@ ERRORS = [
 def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dmattn.functional, "run", lambda problem: pytest.fail("ran with a wrong argument"))
     given = tensors(**arguments)
-    before = {name: x.clone() for name, x in given.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+    before = {name: x.clone() for name, x in given.items() if type(x) is torch.Tensor and x.device.type == "cpu" and x.layout == torch.strided}
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
     with pytest.raises(error, match=message):
         attention(query, key, value, **given)
     after = {"query": query, "key": key, "value": value, **given}
     assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    given = tensors()
+    query, key, value = given.values()
+    got = attention(query, key, value, window=numpy.int64(3), scale=numpy.float32(0.5), softcap=numpy.float64(2.0))
+    assert torch.equal(got, attention(query, key, value, window=3, scale=0.5, softcap=2.0))
+    assert torch.equal(attention(query, key, value, window=(numpy.int32(3), None)), attention(query, key, value, window=(3, None)))
 
 
 SDPA_ERRORS = [
@@ -88,9 +108,13 @@ SDPA_ERRORS = [
     ("bool-mask-shape", {"attn_mask": zeros(5, 6).bool()}, ValueError, r"attn_mask: expected a shape broadcastable"),
     ("mask-dtype", {"attn_mask": zeros(5, 7).int()}, ValueError, r"attn_mask: expected a dtype of .* received torch.int32"),
     ("causal-not-a-bool", {"is_causal": 1}, TypeError, r"is_causal: expected True or False, received int"),
-    ("gqa-not-enabled", {"enable_gqa": False}, ValueError, r"key: expected query's 4 heads \(or enable_gqa=True\), received 2"),
+    ("gqa-not-enabled", {"enable_gqa": False}, ValueError, r"key: expected query's 4 heads \(or enable_gqa=True\), received 2 heads"),
     ("not-a-tensor", {"key": None}, TypeError, r"key: expected a torch.Tensor, received NoneType"),
-    ("rank", {"key": zeros(7, 8)}, ValueError, r"key: expected at least 2 axes, with query's leading axes \(2,\)"),
+    ("rank", {"key": zeros(8)}, ValueError, r"key: expected at least 2 axes \(length, head dim\), received shape \(8,\)"),
+    ("leading-axes", {"key": zeros(3, 2, 7, 8)}, ValueError, r"key: expected leading axes that broadcast with \(2,\), received shape \(3, 2, 7, 8\)"),
+    ("value-heads", {"value": zeros(2, 3, 7, 8)}, ValueError, r"value: expected key's 2 heads, received 3"),
+    ("mask-sparse", {"attn_mask": zeros(5, 7).to_sparse()}, TypeError, r"attn_mask: expected a dense tensor, received layout torch.sparse_coo"),
+    ("query-nested", {"query": NESTED}, TypeError, r"query: expected a dense tensor, received a nested tensor"),
 ]  # fmt: skip
 
 

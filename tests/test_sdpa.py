@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -16,10 +17,50 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def test_signature_is_torchs() -> None:
-    parameters = inspect.signature(scaled_dot_product_attention).parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
-    assert list(parameters)[:3] == ["query", "key", "value"]
-    assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    """Names, order, defaults and what may be given by position; torch's own is in C, and is read from its documentation."""
+    written = re.match(r"scaled_dot_product_attention\((.*?)\) -> Tensor:", F.scaled_dot_product_attention.__doc__, re.DOTALL)
+    parameters = inspect.signature(scaled_dot_product_attention).parameters.values()
+    ours = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+    assert ours == " ".join(written[1].split())
+    inputs = (normal(5, 8), normal(9, 8), normal(9, 8), None, 0.0, False)
+    for function in (F.scaled_dot_product_attention, scaled_dot_product_attention):
+        function(*inputs)
+        with pytest.raises(TypeError, match="positional argument"):
+            function(*inputs, 0.5)
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["scale", "enable_gqa"]
+
+
+BROADCASTS = {
+    "batch": ((2, 3), (1, 3), (1, 3)),
+    "batch-of-the-query": ((1, 3), (2, 3), (2, 3)),
+    "one-key-head": ((2, 3), (2, 1), (2, 1)),
+    "one-query-head": ((2, 1), (2, 3), (2, 3)),
+    "one-value-head-for-all": ((2, 3), (2, 3), (1, 1)),
+    "query-without-heads": ((), (2, 3), (2, 3)),
+    "keys-without-batch": ((2, 3), (3,), (3,)),
+    "three-axes": ((1,), (3,), (3,)),
+    "five-axes": ((2, 1, 3), (1, 4, 3), (2, 4, 1)),
+    "grouped-batch": ((2, 4), (1, 2), (1, 2)),
+    "grouped-one-value-head": ((2, 4), (2, 2), (2, 1)),
+    "grouped-one-key-head": ((2, 4), (2, 1), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_leading_axes_broadcast(name: str, masked: bool, device: str) -> None:
+    axes = [(*leading, n, 8) for leading, n in zip(BROADCASTS[name], (5, 9, 9), strict=True)]
+    mask = normal(5, 9).to(device) if masked else None
+    options = dict(enable_gqa=name.startswith("grouped"))
+    ours = [normal(*shape).to(device).requires_grad_() for shape in axes]
+    theirs = [x.detach().double().requires_grad_() for x in ours]
+    got = scaled_dot_product_attention(*ours, mask, **options)
+    want = F.scaled_dot_product_attention(*theirs, None if mask is None else mask.double(), **options)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    gradients = zip(torch.autograd.grad(got.square().sum(), ours), torch.autograd.grad(want.square().sum(), theirs), strict=True)
+    for gradient, expected in gradients:
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3), (2, 2, 1, 3)], ids=str)

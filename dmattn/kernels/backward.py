@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bias_grad import BiasGradient, per_query_gradient, shared_gradient, sum_of_key_sums
+from ..broadcast import per_query_gradient
+from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
 from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided

@@ -40,14 +40,6 @@ class BiasGradient(Enum):
         return cls.DENSE if bias.shape[:2] == problem.query.shape[:2] else cls.SHARED
 
 
-def per_query_gradient(lse: Tensor, d_lse: Tensor | None, d_bias: Tensor) -> None:
-    """sum_j dS_ij = dLSE_i, and 0 for an empty row."""
-    if d_lse is None:
-        d_bias.zero_()
-    else:
-        d_bias.copy_(sum_to(d_lse.masked_fill(lse == float("-inf"), 0.0)[..., None], d_bias.shape))
-
-
 def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
     """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
     d_bias.copy_(sum_to(key_sums, d_bias.shape))

@@ -109,6 +109,6 @@ def _needs_wide_index(*tensors: Tensor | None) -> bool:
 
 
 def _dot_precision(x: Tensor) -> str:
-    """torch's float32 matmul precision as Triton calls it."""
-    exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" or torch.version.hip is not None
-    return "ieee" if exact else "tf32"
+    """torch's float32 matmul precision as Triton calls it, read where both of torch's ways to set it are seen and neither raises."""
+    rounded = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
+    return "tf32" if rounded else "ieee"
