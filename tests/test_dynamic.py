@@ -296,6 +296,15 @@ def test_wrong_arguments(changes: dict, error: type[Exception], message: str) ->
         dynamic_mask_attention(**(arguments | changes))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_topk_mask_ranks_the_lowest_number_above_minus_infinity(dtype: torch.dtype) -> None:
+    lowest, hidden = torch.finfo(dtype).min, float("-inf")
+    bias = torch.tensor([[lowest, hidden, lowest, hidden, 0.0, hidden]], dtype=dtype)
+    seen = torch.tensor([True, True, True, True, True, False])
+    for keep, kept in enumerate(([4], [2, 4], [0, 2, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]), start=1):
+        assert topk_mask(bias, keep, mask=seen)[0].nonzero().flatten().tolist() == kept
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
