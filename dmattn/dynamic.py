@@ -163,8 +163,8 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
     if not causal or len_q == 1:
         order, first, last = torch.ops.dmattn.best(key_bias, valid, keep, len_q)
         return order, first.expand(key_bias.shape), last
-    # Every query sees the whole prefix, so a key outside its `keep` best is never kept, and no other key's lifetime depends on it: with the best
-    # and the new keys alone, keep + Sq of Sk, the plan is the same.
+    # Every query sees the whole prefix, so a key outside its `keep` best is never kept, and no other key's lifetime depends on it: with the
+    # best and the new keys alone, keep + Sq of Sk, the plan is the same.
     seen = torch.ops.dmattn.best(key_bias[..., :before], None if valid is None else valid[..., :before], keep, None)[0]
     new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
     listed = torch.cat((seen.long(), new), -1)
