@@ -310,5 +310,5 @@ def _check_size(name: str, size: Any) -> None:
 def _check_number(name: str, number: Any) -> None:
     if not isinstance(number, Real) or isinstance(number, bool):
         raise TypeError(f"dmattn: {name}: expected a number, received {type(number).__name__}")
-    if not -LARGEST_FLOAT <= number <= LARGEST_FLOAT:
+    if not -LARGEST_FLOAT <= float(number) <= LARGEST_FLOAT:
         raise ValueError(f"dmattn: {name}: expected a finite float32 number, received {number}")
