@@ -11,7 +11,6 @@ from torch import Tensor
 from .functional import attention, run
 from .masks import IntervalMask
 from .problem import FLOATS, Problem
-from .selection import ranks
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
 
@@ -93,10 +92,11 @@ def dynamic_mask_attention(
         raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
     _check(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
     len_q, len_k = query.shape[2], key.shape[2]
-    valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
     if keep >= len_k:
-        return _attend(query, key, value, key_bias, valid, causal=causal, **options)
+        mask = None if key_padding_mask is None else IntervalMask.padding(key_padding_mask, len_q)
+        return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
+    valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
     order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
     problem = replace(
         Problem.canonical(
@@ -115,7 +115,8 @@ def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bo
     (..., Sq, Sk) memory; for a bias of the key alone :func:`dynamic_mask_attention` needs none.
 
     Args:
-        bias: float, (..., Sq, Sk), no NaN. Compared in its own dtype. No gradient.
+        bias: float, (..., Sq, Sk), no NaN; -inf ranks below every number, and is kept where nothing better is seen. Compared in its own
+            dtype. No gradient.
         keep: how many keys a query keeps, at least 1.
         mask: bool, broadcastable to the bias, True where a query sees a key. None: everywhere.
         causal: query i sees only keys j <= i + Sk - Sq.
@@ -148,18 +149,10 @@ def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bo
         visible = visible.tril(len_k - len_q)
     if keep >= len_k:
         return visible.clone()
-    hidden = ~visible
-    rank = ranks(bias.detach().clamp(min=torch.finfo(bias.dtype).min).masked_fill(hidden, float("-inf")))
-    return (rank >= len_k - keep) & visible
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, valid: Tensor | None, **options: Any) -> Any:
-    """Attention to all the keys that are valid."""
-    mask = None
-    if valid is not None:
-        last = valid.int() * query.shape[2]
-        mask = IntervalMask(torch.zeros_like(last), last)
-    return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], **options)
+    order = bias.detach().sort(dim=-1, stable=True).indices
+    seen = visible.gather(-1, order)
+    as_good = seen.flip(-1).cumsum(-1).flip(-1)  # visible keys that rank no lower: hidden ones need no score below all others
+    return torch.zeros_like(visible).scatter(-1, order, seen & (as_good <= keep))
 
 
 def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +163,8 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
     if not causal or len_q == 1:
         order, first, last = torch.ops.dmattn.best(key_bias, valid, keep, len_q)
         return order, first.expand(key_bias.shape), last
-    # of the keys that every query sees only the best can be kept
+    # Every query sees the whole prefix, so a key outside its `keep` best is never kept, and no other key's lifetime depends on it: with the
+    # best and the new keys alone, keep + Sq of Sk, the plan is the same.
     seen = torch.ops.dmattn.best(key_bias[..., :before], None if valid is None else valid[..., :before], keep, None)[0]
     new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
     listed = torch.cat((seen.long(), new), -1)

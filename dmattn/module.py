@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .dynamic import dynamic_mask_attention
-from .problem import FLOATS, MAX_HEAD_DIM
+from .problem import FLOATS, LARGEST_FLOAT, MAX_HEAD_DIM
 
 __all__ = ["DynamicMaskAttention", "dynamic_bias"]
 
@@ -80,7 +81,7 @@ class DynamicMaskAttention(nn.Module):
         head_dim: 1 to 256; None is hidden_size / num_heads.
         keep: how many keys a query keeps, at least 1.
         qk_norm: normalise queries and keys by their root mean square, in float32.
-        eps: added to the mean square.
+        eps: added to the mean square, at least 0.
         bias: whether the projections have a bias.
         causal: a query sees no later keys.
         scale: factor on q . k; None is head_dim ** -0.5.
@@ -129,6 +130,11 @@ class DynamicMaskAttention(nn.Module):
         for name, flag in (("qk_norm", qk_norm), ("bias", bias), ("causal", causal)):
             if not isinstance(flag, bool):
                 raise TypeError(f"dmattn: {name}: expected True or False, received {type(flag).__name__}")
+        _check_number("eps", eps)
+        if eps < 0:
+            raise ValueError(f"dmattn: eps: expected at least 0, received {eps}")
+        if scale is not None:
+            _check_number("scale", scale)
         if layer_idx is not None and (not isinstance(layer_idx, int) or isinstance(layer_idx, bool)):
             raise TypeError(f"dmattn: layer_idx: expected an integer or None, received {type(layer_idx).__name__}")
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, head_dim
@@ -157,26 +163,27 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden_states: (B, S, hidden_size), float. Differentiable.
             position_embeddings: (cos, sin), each (B, S, head_dim) or (1, S, head_dim), the two halves of the last axis rotated into each
-                other, as Transformers' rotary embeddings give them. None: no rotation.
+                other, as Transformers' rotary embeddings give them, in the dtype of the queries. None: no rotation.
             attention_mask: bool or integer, (B, Sk) for all Sk keys, cached ones included: nonzero for a real token. None: all are real.
                 A token that sees no key gets o_proj(0).
             past_key_values: a cache that grows, such as Transformers' DynamicCache, by its methods ``get_seq_length(layer_idx)`` and
                 ``update(key, value, layer_idx)``, which appends the S new keys and values (B, Hk, S, head_dim) and returns all. It holds no
-                scores: those of all keys are computed from the values at every call.
+                scores: those of all keys are computed from the values at every call. One of fixed length, such as StaticCache, is refused
+                before anything is written to it.
 
         Returns:
             (B, S, hidden_size).
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, shape, dtype or device; a cache without `layer_idx`, in a layer that is not
-                causal, or that returns another number of keys than it held plus S (one of fixed size, or a sliding window).
+                causal, of bounded length (a static one, a sliding window), or that returns another number of keys than it held plus S.
         """
         self._check_tokens(hidden_states)
         query, key, value = (self._heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if position_embeddings is not None:
-            cos, sin = self._rotation(position_embeddings, hidden_states)
+            cos, sin = self._rotation(position_embeddings, query)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         if past_key_values is not None:
             key, value = self._append(past_key_values, key, value)
@@ -205,11 +212,12 @@ class DynamicMaskAttention(nn.Module):
         if not self.causal:
             raise ValueError("dmattn: past_key_values: expected None in a layer that is not causal, received a cache")
         before = cache.get_seq_length(self.layer_idx)
-        expected = key.shape[2] + before
-        if isinstance(before, int):
-            key, value = cache.update(key, value, self.layer_idx)
-        if not isinstance(before, int) or key.shape[2] != expected:
-            received = f"a {type(cache).__name__} that returns {key.shape[2]}" if isinstance(before, int) else f"a {type(cache).__name__}"
+        if not isinstance(before, int) or _is_bounded(cache, self.layer_idx):
+            raise ValueError(f"dmattn: past_key_values: expected a cache that grows, received a {type(cache).__name__} of bounded length")
+        expected = before + key.shape[2]
+        key, value = cache.update(key, value, self.layer_idx)
+        if key.shape[2] != expected:
+            received = f"a {type(cache).__name__} that returns {key.shape[2]}"
             raise ValueError(f"dmattn: past_key_values: expected a cache that grows, to {expected} keys now, received {received}")
         return key, value
 
@@ -218,7 +226,7 @@ class DynamicMaskAttention(nn.Module):
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(f"dmattn: hidden_states: expected shape (B, S, {self.hidden_size}), received {tuple(hidden_states.shape)}")
 
-    def _rotation(self, position_embeddings: tuple[Tensor, Tensor], hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, position_embeddings: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin as (B or 1, 1, S, head_dim)."""
         if not isinstance(position_embeddings, (tuple, list)) or len(position_embeddings) != 2:
             length = len(position_embeddings) if isinstance(position_embeddings, (tuple, list)) else None
@@ -226,13 +234,16 @@ class DynamicMaskAttention(nn.Module):
             raise TypeError(f"dmattn: position_embeddings: expected a tuple (cos, sin), received {received}")
         if self.head_dim % 2:
             raise ValueError(f"dmattn: position_embeddings: expected None with the odd head dim {self.head_dim}, received (cos, sin)")
-        batch, length, _ = hidden_states.shape
+        batch, _, length, _ = query.shape
         for name, angle in zip(("cos", "sin"), position_embeddings, strict=True):
             _check_floats(f"position_embeddings {name}", angle)
             fits = angle.ndim == 3 and (angle.shape[0] == batch or angle.shape[0] == 1) and tuple(angle.shape[1:]) == (length, self.head_dim)
             if not fits:
                 expected = f"shape (B or 1, S, head_dim) = ({batch} or 1, {length}, {self.head_dim})"
                 raise ValueError(f"dmattn: position_embeddings {name}: expected {expected}, received {tuple(angle.shape)}")
+            widens = torch.promote_types(query.dtype, angle.dtype) != query.dtype
+            if widens and not torch.is_autocast_enabled(query.device.type):
+                raise ValueError(f"dmattn: position_embeddings {name}: expected the queries' dtype {query.dtype}, received {angle.dtype}")
         cos, sin = (rearrange(angle, "b s d -> b 1 s d") for angle in position_embeddings)
         return cos, sin
 
@@ -258,6 +269,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of entries half a head apart, as complex numbers, times cos + i sin."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _is_bounded(cache: Any, layer_idx: int) -> bool:
+    """Whether a cache of Transformers says that it holds so many keys and no more: -1 or None is no bound."""
+    for name in ("get_max_length", "get_max_cache_shape"):  # the second in older versions
+        if hasattr(cache, name):
+            return (getattr(cache, name)(layer_idx) or -1) >= 0
+    return False
 
 
 def _real_keys(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -286,3 +305,10 @@ def _check_size(name: str, size: Any) -> None:
         raise TypeError(f"dmattn: {name}: expected an integer, received {type(size).__name__}")
     if size < 1:
         raise ValueError(f"dmattn: {name}: expected at least 1, received {size}")
+
+
+def _check_number(name: str, number: Any) -> None:
+    if not isinstance(number, Real) or isinstance(number, bool):
+        raise TypeError(f"dmattn: {name}: expected a number, received {type(number).__name__}")
+    if not -LARGEST_FLOAT <= float(number) <= LARGEST_FLOAT:
+        raise ValueError(f"dmattn: {name}: expected a finite float32 number, received {number}")

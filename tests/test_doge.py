@@ -9,7 +9,9 @@ tests of ties compare with a Doge whose top-k is told to keep the later key.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -262,12 +264,84 @@ def test_parameters_stay_the_same_objects_and_disable_returns_to_eager() -> None
     assert all(torch.equal(again.gradients[name], eager.gradients[name]) for name in parameters)
 
 
+def attentions(model: nn.Module) -> set[type[nn.Module]]:
+    return {type(layer.self_attn) for layer in model.model.layers}
+
+
+def test_a_part_enabled_first_is_disabled_with_the_whole() -> None:
+    model, tokens = model_of().eval(), batch_of()["input_ids"]
+    eager = model(tokens).logits
+    doge.enable(model.model.layers[0])
+    with pytest.raises(ValueError, match="model: expected the whole model, as another part of it is enabled, received DogeDecoderLayer"):
+        doge.enable(model.model.layers[1])
+    doge.enable(model)
+    assert error(model(tokens).logits, eager) <= TOLERANCE * largest(eager)
+    doge.disable(model)
+    assert attentions(model) == {modeling_doge.DogeAttention}
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(tokens).logits, eager)
+
+
+def test_an_implementation_set_by_hand_stays() -> None:
+    model = model_of()
+    doge.enable(model)
+    model.set_attn_implementation("sdpa")
+    doge.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_enabled_layer_is_released() -> None:
+    layer = model_of().model.layers[0]
+    doge.enable(layer)
+    left = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert left() is None
+
+
+def test_hooks_fire_on_whatever_computes() -> None:
+    model, tokens, calls = model_of(), batch_of()["input_ids"], []
+    attention = model.model.layers[0].self_attn
+    before = attention.register_forward_hook(lambda *_: calls.append("before"))
+    attention.A.register_hook(lambda _: calls.append("gradient"))
+    doge.enable(model)
+    enabled = model.model.layers[0].self_attn
+    enabled.register_forward_hook(lambda *_: calls.append("while"))
+    enabled.register_full_backward_hook(lambda *_: calls.append("backward"))
+    model(tokens).logits.sum().backward()
+    assert sorted(calls) == ["backward", "before", "gradient", "while"]
+    before.remove()
+    doge.disable(model)
+    calls.clear()
+    model(tokens).logits.sum().backward()
+    assert sorted(calls) == ["backward", "gradient", "while"]
+
+
+def test_disable_keeps_what_was_replaced_meanwhile() -> None:
+    model = model_of()
+    doge.enable(model)
+    layer = model.model.layers[0].self_attn
+    layer.A, layer.q_proj = nn.Parameter(torch.ones(2)), nn.Linear(32, 32)
+    replaced = layer.A, layer.q_proj
+    doge.disable(model)
+    attention = model.model.layers[0].self_attn
+    assert (attention.A, attention.q_proj) == replaced
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 def test_a_copy_of_an_enabled_model_computes_the_same(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model, tokens = model_of().eval(), batch_of()["input_ids"]
     doge.enable(model)
     again = duplicate(model)
     assert again.model.layers[0].self_attn.A is not model.model.layers[0].self_attn.A
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    doge.disable(again)
+    assert attentions(again) == {modeling_doge.DogeAttention}
+    assert (again.config._attn_implementation, model.config._attn_implementation) == ("eager", doge.NAME)
+    assert {id(parameter) for parameter in again.parameters()}.isdisjoint(map(id, model.parameters()))
+    eager = again(tokens).logits
+    assert error(eager, model(tokens).logits) <= TOLERANCE * largest(eager)
+    doge.enable(again)
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
@@ -300,11 +374,26 @@ def test_what_the_layer_cannot_honour_is_named() -> None:
     with pytest.raises(ValueError, match="attention_mask: expected a causal model without sliding window or packed sequences"):
         model(tokens, position_ids=(torch.arange(LENGTH) % 9)[None], use_cache=False)
     static = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 5)
-    with pytest.raises(ValueError, match=r"past_key_values: expected a cache that grows, .* received a StaticCache"):
+    with pytest.raises(ValueError, match=r"past_key_values: expected a cache that grows, received a StaticCache"):
         model(tokens, past_key_values=static)
+    assert static.get_seq_length() == 0
     model.config.sliding_window = 4
     with pytest.raises(ValueError, match="attention_mask: expected a causal model without sliding window"):
         model(tokens)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_packed_sequences_are_refused(use_cache: bool) -> None:
+    model, tokens = model_of(), batch_of()["input_ids"]
+    doge.enable(model)
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(tokens, position_ids=(torch.arange(LENGTH) % 9)[None], use_cache=use_cache)
+    ends = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
+    for name, value in dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=14, max_length_k=14, seq_idx=tokens).items():
+        with pytest.raises(ValueError, match=f"{name}: expected None, as packed sequences are not supported"):
+            model(tokens, use_cache=use_cache, **{name: value})
+    later = model(tokens, position_ids=torch.arange(5, 5 + LENGTH)[None], use_cache=use_cache).logits  # only differences count
+    assert error(later, model(tokens, use_cache=use_cache).logits) <= TOLERANCE * largest(later)
 
 
 def test_dropout_is_refused_while_training_only() -> None:

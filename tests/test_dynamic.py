@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from conftest import needs_cuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dmattn import dynamic_mask_attention, ops, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.kernels import intervals
 from dmattn.selection import lifetimes, ranks, running_threshold
 
 EXAMPLES = 5 if ops.interpreting() else 100
@@ -53,15 +55,15 @@ def dynamic(keep: int, causal: bool, key_padding_mask: Tensor | None) -> Callabl
 
 def failures(
     device: str, dtype: torch.dtype, *, len_q: int, len_k: int | None = None, keep: int, causal: bool = True, scores: str = "distinct",
-    padding: bool = False, seed: int = 0, **case: Any,
+    padding: bool | Tensor = False, seed: int = 0, **case: Any,
 ) -> list[str]:  # fmt: skip
-    """What is outside its budget, of the results and gradients of one problem."""
+    """What is outside its budget, of the results and gradients of one problem; `padding` may be the key padding mask itself."""
     case = dict(heads=4, kv_heads=2, head_dim=16) | case
     problem = Case("dynamic", len_q, len_k, bias="bg1k", **case)
     given_ = problem.inputs(dtype, device, seed)
     bias = SCORES[scores](given_.bias.float().cpu()).to(device, given_.bias.dtype)
-    real = None
-    if padding:
+    real = padding if isinstance(padding, Tensor) else None
+    if padding is True:
         real = torch.rand((bias.shape[0], bias.shape[-1]), generator=torch.Generator().manual_seed(seed)).to(device) < 0.6
     kept = reference.dynamic_mask(bias[:, :, 0], keep, len_q=len_q, causal=causal, valid=None if real is None else real[:, None])
     inputs = Inputs(given_.query, given_.key, given_.value, kept, bias, given_.d_out, given_.d_lse)
@@ -78,6 +80,38 @@ def test_equals_brute_force(device: str, way: str, scores: str, unwritten_shows:
 @pytest.mark.parametrize("way", WAYS)
 def test_padded_keys_are_never_kept(device: str, way: str, unwritten_shows: None) -> None:
     assert not failures(device, torch.float32, padding=True, scores="ties", **WAYS[way])
+
+
+@pytest.fixture
+def memory_begins_as_nan() -> Iterator[None]:
+    """Whatever is allocated holds NaN until it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_begins_as_nan")
+@pytest.mark.parametrize("size", [dict(len_q=1), dict(len_q=3, causal=False)], ids=str)
+def test_blocks_of_padding_between_listed_blocks(device: str, size: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the blocks that a list names, all up to the last live one are visited: those of padding as well."""
+    len_k = 320000 if device == "cuda" else 800
+    if ops.interpreting():
+        monkeypatch.setattr(intervals, "LISTED", tl.constexpr(2))
+    real = torch.ones(1, len_k, dtype=torch.bool, device=device)
+    real[:, len_k * 3 // 5 : len_k * 7 // 8] = False
+    assert not failures(device, torch.float32, len_k=len_k, keep=len_k - 10, padding=real, batch=1, heads=2, kv_heads=1, **size)
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_elements_further_apart_than_32_bits_count(name: str) -> None:
+    """A transposed view of memory of which only a few pages are ever touched."""
+    apart = 1 << 25
+    far = torch.empty(128 * apart, dtype=torch.float16).as_strided((1, 1, 40, 128), (1, 1, 1, apart))
+    near = {other: torch.randn(1, 1, 40, 128, dtype=torch.float16) for other in ("query", "key", "value")}
+    far.copy_(near[name])
+    bias = torch.randn(1, 1, 40)
+    got, want = (dynamic_mask_attention(**tensors, key_bias=bias, keep=9) for tensors in (near | {name: far}, near))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +294,15 @@ def test_wrong_arguments(changes: dict, error: type[Exception], message: str) ->
     )
     with pytest.raises(error, match=message):
         dynamic_mask_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_topk_mask_ranks_the_lowest_number_above_minus_infinity(dtype: torch.dtype) -> None:
+    lowest, hidden = torch.finfo(dtype).min, float("-inf")
+    bias = torch.tensor([[lowest, hidden, lowest, hidden, 0.0, hidden]], dtype=dtype)
+    seen = torch.tensor([True, True, True, True, True, False])
+    for keep, kept in enumerate(([4], [2, 4], [0, 2, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]), start=1):
+        assert topk_mask(bias, keep, mask=seen)[0].nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize(

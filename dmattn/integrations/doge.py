@@ -13,14 +13,14 @@ some in bfloat16. Of these Doge keeps whichever `torch.topk` returns, which depe
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from ..module import DynamicMaskAttention
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
     from transformers.models.doge.modeling_doge import DogeAttention
 except ImportError as error:
@@ -30,56 +30,67 @@ __all__ = ["disable", "enable"]
 
 NAME = "dmattn_doge"
 
-_before: WeakKeyDictionary[nn.Module, tuple[list[tuple[nn.Module, str, nn.Module]], list[tuple[PreTrainedConfig, Any]]]] = WeakKeyDictionary()
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def enable(model: nn.Module) -> None:
     """Let every DogeAttention inside `model` compute by :class:`dmattn.DynamicMaskAttention`, with the parameters it has.
 
-    Before the model is wrapped or sharded. An optimizer made earlier stays valid, names and state dict are unchanged. The cache must grow
-    (Transformers' default, not a static one). A mask is None or (B, Sk), nonzero for real tokens; Doge's `sliding_window` and packed
-    sequences are not supported and raise when the model is called, as does a nonzero `attention_dropout` while training.
+    Before the model is wrapped or sharded. An optimizer made earlier stays valid, names and state dict are unchanged, hooks on the layers
+    fire on. A copy of the model is enabled as well. A layer enabled alone leaves the rest of its model unusable until that is enabled too.
+
+    The cache must grow (Transformers' default, not a static one). A mask is None or (B, Sk), nonzero for real tokens. What is not supported
+    raises when the model is called: Doge's `sliding_window`, a nonzero `attention_dropout` while training, and packed sequences, by their
+    lengths or, in a call without a mask, by positions that do not rise by one. Beside a mask, inside torch.compile and while a CUDA graph is
+    captured positions are not looked at: a model with a cache, which is Doge's default, then attends across packed sequences.
 
     Raises:
         TypeError: `model` is not a torch module.
-        ValueError: `model` holds no DogeAttention, or one for which `enable` was called before.
+        ValueError: `model` holds no DogeAttention, or none for which `enable` was not called before; or it is a part of a model of which
+            another part is enabled.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
-    replaced = [
-        (parent, name, child) for parent in model.modules() for name, child in parent.named_children() if isinstance(child, DogeAttention)
-    ]
-    if not replaced:
+    found = _children(model, DogeAttention)
+    if not found:
         raise ValueError(f"dmattn: model: expected a model with DogeAttention layers, received {type(model).__name__} without any")
-    AttentionInterface.register(NAME, _refuse)
-    AttentionMaskInterface.register(NAME, _key_mask)
-    configs = {id(child.config): child.config for _, _, child in replaced}.values()
-    _before[model] = (replaced, [(config, config._attn_implementation) for config in configs])
-    for parent, name, child in replaced:
-        setattr(parent, name, _Attention(child))
-    for config in configs:
-        config._attn_implementation = NAME
+    before = {id(layer.original[0].config): layer.implementation for layer in model.modules() if isinstance(layer, _Attention)}
+    for _, _, attention in found:
+        if attention.config._attn_implementation != NAME:
+            before[id(attention.config)] = attention.config._attn_implementation
+        elif id(attention.config) not in before:
+            raise ValueError(f"dmattn: model: expected the whole model, as another part of it is enabled, received {type(model).__name__}")
+    for parent, name, attention in found:
+        setattr(parent, name, _Attention(attention, before[id(attention.config)]))
+        attention.config._attn_implementation = NAME
 
 
 def disable(model: nn.Module) -> None:
     """Give `model` back the layers and the attention implementation that it had before :func:`enable`; parameters keep their values.
 
+    An implementation that was set since then stays.
+
     Raises:
-        ValueError: :func:`enable` was not called on this model.
+        ValueError: no layer in `model` is enabled.
     """
-    if not isinstance(model, nn.Module) or model not in _before:
+    found = _children(model, _Attention) if isinstance(model, nn.Module) else []
+    if not found:
         raise ValueError(f"dmattn: model: expected a model that enable() was called on, received another {type(model).__name__}")
-    replaced, implementations = _before.pop(model)
-    for parent, name, child in replaced:
-        setattr(parent, name, child.train(getattr(parent, name).training))
-    for config, implementation in implementations:
-        config._attn_implementation = implementation
+    for parent, name, layer in found:
+        (attention,) = layer.original
+        _share(layer, attention)
+        setattr(parent, name, attention)
+        if attention.config._attn_implementation == NAME:
+            attention.config._attn_implementation = layer.implementation
 
 
 class _Attention(DynamicMaskAttention):
-    """A DogeAttention's parameters and projections under the call and the results of a Doge layer."""
+    """A DogeAttention's parameters and projections under the call and the results of a Doge layer.
 
-    def __init__(self, attention: DogeAttention) -> None:
+    `original` and `implementation` are what :func:`disable` returns to; the original is in a tuple, where it is no child of the layer.
+    """
+
+    def __init__(self, attention: DogeAttention, implementation: str | None) -> None:
         super().__init__(
             hidden_size=attention.config.hidden_size,
             num_heads=attention.config.num_attention_heads,
@@ -90,11 +101,9 @@ class _Attention(DynamicMaskAttention):
             layer_idx=attention.layer_idx,
             device="meta",
         )
-        self.A = attention.A
-        for name, child in attention.named_children():
-            setattr(self, name, child)
+        _share(attention, self)
         self.attention_dropout = attention.attention_dropout
-        self.train(attention.training)
+        self.original, self.implementation = (attention,), implementation
 
     def forward(  # type: ignore[override]
         self,
@@ -102,8 +111,14 @@ class _Attention(DynamicMaskAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        position_ids: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
+        for name in _PACKED:
+            if others.get(name) is not None:
+                raise ValueError(f"dmattn: {name}: expected None, as packed sequences are not supported, received a value")
+        if not self.layer_idx and attention_mask is None and _packed(position_ids):
+            raise ValueError("dmattn: position_ids: expected positions that rise by one, as packed sequences are not supported")
         if self.training and self.attention_dropout:
             raise ValueError(
                 f"dmattn: attention_dropout: expected 0.0 while training, received {self.attention_dropout}, which is not supported"
@@ -112,6 +127,25 @@ class _Attention(DynamicMaskAttention):
             hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, past_key_values=past_key_values
         )
         return out, None
+
+
+def _children(model: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """(parent, name, child) of every child of a kind."""
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if isinstance(child, kind)]
+
+
+def _share(source: nn.Module, target: nn.Module) -> None:
+    """Let `target` hold the parameters, children and hooks of `source`, in the same dictionaries, and be in the same mode."""
+    vars(target).update({name: vars(source)[name] for name in vars(nn.Module())})
+
+
+def _packed(position_ids: Tensor | None) -> bool:
+    """Whether positions are those of several sequences in a row, where that can be seen. It waits for a GPU, so only the first layer asks."""
+    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return False
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool((position_ids.diff(dim=-1) != 1).any())
 
 
 def _key_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
@@ -126,3 +160,7 @@ def _key_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **oth
 
 def _refuse(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     raise ValueError(f"dmattn: attn_implementation: expected {NAME!r} from doge.enable() only, received a call of {type(module).__name__}")
+
+
+AttentionInterface.register(NAME, _refuse)  # with the module, which unpickling an enabled model imports
+AttentionMaskInterface.register(NAME, _key_mask)

@@ -15,7 +15,7 @@ from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile
 from .sequence import place
 from .tiles import block_dim
 
-ROWS = 128  # no fewer than a tile of keys has, so that a tile with a key that some query attends is copied whole
+ROWS = 128  # keys a program
 
 
 def reordered(problem: Any) -> Any:
@@ -45,12 +45,13 @@ def reordered(problem: Any) -> Any:
 def put_back(order: Tensor, listed_gradients: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
     """Fill (d_key, d_value, d_bias) with those of the listed keys, and with 0 for keys that are not listed. None is left out."""
     batch, kv_heads, listed = order.shape
-    for gradient in gradients:
-        if gradient is not None and gradient.shape[-1 if gradient.shape[2] == 1 else 2] > listed:
-            gradient.zero_()
     (from_key, from_value, from_bias), (d_key, d_value, d_bias) = listed_gradients, gradients
     dims = [1 if x is None else x.shape[3] for x in (d_key, d_value)]
     len_k = next(x.shape[axis] for x, axis in ((d_key, 2), (d_value, 2), (d_bias, 3)) if x is not None)
+    if listed < len_k:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
     if listed:
         _reorder_kernel[(triton.cdiv(listed, ROWS) * kv_heads * batch,)](
             order=strided(order, kv_heads),
@@ -81,14 +82,14 @@ def _reorder_kernel(
 ):  # fmt: skip
     """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list, or BACK.
 
-    Keys and values of a block that no query attends are left unwritten: no kernel multiplies by them.
+    Keys that no query attends are not read and become 0: a tile may be visited that holds nothing else, and 0 * NaN is not 0.
     """
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
     in_list = Span(block * BLOCK, tl.arange(0, BLOCK), listed)
     positions = load_rows(order, seq, in_list, len_k).to(tl.int64)  # len_k, past the end, beyond the list
-    dims = Span(0, tl.arange(0, BLOCK_D), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(tl.int64), None if HEAD_DIM == BLOCK_D else HEAD_DIM)  # a transposed key's stride may be Sk
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     if BACK:
         rows = in_list
         to_rows = Span(0, positions, len_k)
@@ -97,17 +98,15 @@ def _reorder_kernel(
         to_rows = in_list
     key, value, first, last, bias = sources
     to_key, to_value, to_first, to_last, to_bias = targets
-    attended = True
     if first is not None:
         first_rows = load_rows(first, seq, rows, 0)
         last_rows = load_rows(last, seq, rows, 0)
         store_rows(to_first, seq, to_rows, first_rows)
         store_rows(to_last, seq, to_rows, last_rows)
-        attended = tl.max((first_rows < last_rows).to(tl.int32)) != 0
-    if attended:
-        if key is not None:
-            store_tile(to_key, seq, to_rows, dims, load_tile(key, seq, rows, dims))
-        if value is not None:
-            store_tile(to_value, seq, to_rows, value_dims, load_tile(value, seq, rows, value_dims))
+        rows = Span(0, tl.where(first_rows < last_rows, positions, len_k), len_k)
+    if key is not None:
+        store_tile(to_key, seq, to_rows, dims, load_tile(key, seq, rows, dims))
+    if value is not None:
+        store_tile(to_value, seq, to_rows, value_dims, load_tile(value, seq, rows, value_dims))
     if bias is not None:
         store_rows(to_bias, seq, to_rows, load_rows(bias, seq, rows, 0.0))
