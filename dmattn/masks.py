@@ -17,12 +17,13 @@ class IntervalMask:
 
     Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
     (``last <= first``) hides the key from every query. Two masks intersect with ``&``. The queries are those of the call, counted from 0:
-    a mask made for Sq queries does not fit a call with fewer, as with a cache.
+    a mask made for Sq queries does not fit a call with fewer, as with a cache, and where it knows its Sq such a call is refused.
 
     Args:
         first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
             The first query that attends the key.
         last: int32, same rule and same device as ``first``. One past the last query that attends the key.
+        len_q: Sq, the number of queries that the intervals are about; None fits any. The constructors set it.
 
     Raises:
         TypeError: ``first`` or ``last`` is not an int32 tensor.
@@ -33,6 +34,7 @@ class IntervalMask:
 
     first: Tensor
     last: Tensor
+    len_q: int | None = None
 
     def __post_init__(self) -> None:
         for name, bound in (("first", self.first), ("last", self.last)):
@@ -52,18 +54,23 @@ class IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
+        len_q = other.len_q if self.len_q is None else self.len_q
+        if other.len_q is not None and other.len_q != len_q:
+            raise ValueError(f"IntervalMask: &: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
         try:
-            return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last))
+            return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last), len_q)
         except RuntimeError as error:
             shapes = f"{tuple(self.first.shape)} and {tuple(other.first.shape)} on {self.first.device} and {other.first.device}"
             raise ValueError(f"IntervalMask: &: expected masks of broadcastable shapes on one device, received {shapes}") from error
 
     def to(self, device: torch.device | str) -> IntervalMask:
         """The same mask on another device."""
-        return IntervalMask(self.first.to(device), self.last.to(device))
+        return IntervalMask(self.first.to(device), self.last.to(device), self.len_q)
 
     def to_dense(self, len_q: int) -> Tensor:
         """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
+        if self.len_q is not None and len_q != self.len_q:
+            raise ValueError(f"IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
         query = torch.arange(len_q, device=self.first.device)[:, None]
         return (self.first[..., None, :] <= query) & (query < self.last[..., None, :])
 
@@ -86,7 +93,7 @@ class IntervalMask:
         diagonal = torch.arange(len_k, dtype=torch.int32, device=device) - (len_k - len_q)
         first = torch.zeros_like(diagonal) if right is None else (diagonal - right).clamp(min=0)
         last = torch.full_like(diagonal, len_q) if left is None else (diagonal + left + 1).clamp(max=len_q)
-        return cls(first, last)
+        return cls(first, last, len_q)
 
     @classmethod
     def documents(cls, segment_ids: Tensor) -> IntervalMask:
@@ -106,12 +113,12 @@ class IntervalMask:
         starts = torch.ones_like(segment_ids, dtype=torch.bool)
         starts[..., 1:] = segment_ids[..., 1:] != segment_ids[..., :-1]
         if length == 0:
-            return _with_head_axis(position, position)
+            return _with_head_axis(position, position, 0)
         first = position.masked_fill(~starts, 0).cummax(-1).values
         ends = torch.ones_like(starts)
         ends[..., :-1] = starts[..., 1:]
         last = (position + 1).masked_fill(~ends, length).flip(-1).cummin(-1).values.flip(-1)
-        return _with_head_axis(first, last)
+        return _with_head_axis(first, last, length)
 
     @classmethod
     def prefix_lm(cls, prefix_lengths: Tensor, len_q: int, len_k: int) -> IntervalMask:
@@ -128,7 +135,7 @@ class IntervalMask:
         _check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
         causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
         inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
-        return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape))
+        return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape), len_q)
 
     @classmethod
     def padding(cls, key_padding_mask: Tensor, len_q: int) -> IntervalMask:
@@ -144,7 +151,7 @@ class IntervalMask:
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
         _check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
-        return _with_head_axis(torch.zeros_like(last), last)
+        return _with_head_axis(torch.zeros_like(last), last, len_q)
 
 
 def _check_lengths(constructor: str, **lengths: int) -> None:
@@ -155,11 +162,11 @@ def _check_lengths(constructor: str, **lengths: int) -> None:
             raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
 
 
-def _with_head_axis(first: Tensor, last: Tensor) -> IntervalMask:
+def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:
     """(B, Sk) bounds as (B, 1, Sk); (Sk,) bounds as they are."""
     if first.ndim == 2:
         first, last = first[:, None], last[:, None]
-    return IntervalMask(first.contiguous(), last.contiguous())
+    return IntervalMask(first.contiguous(), last.contiguous(), len_q)
 
 
 def _what(value: object) -> str:

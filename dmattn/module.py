@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .dynamic import dynamic_mask_attention
-from .problem import FLOATS, LARGEST_FLOAT, MAX_HEAD_DIM
+from .problem import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 
 __all__ = ["DynamicMaskAttention", "dynamic_bias"]
 
@@ -310,5 +310,5 @@ def _check_size(name: str, size: Any) -> None:
 def _check_number(name: str, number: Any) -> None:
     if not isinstance(number, Real) or isinstance(number, bool):
         raise TypeError(f"dmattn: {name}: expected a number, received {type(number).__name__}")
-    if not -LARGEST_FLOAT <= float(number) <= LARGEST_FLOAT:
+    if not -LARGEST_FACTOR <= float(number) <= LARGEST_FACTOR:
         raise ValueError(f"dmattn: {name}: expected a finite float32 number, received {number}")

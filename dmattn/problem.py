@@ -85,6 +85,8 @@ class Problem:
             check_tensor("mask.last", mask.last)
             first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), kv_heads, query.device)
             last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), kv_heads, query.device)
+            if mask.len_q is not None and mask.len_q != len_q:
+                _fail("mask", f"an IntervalMask for {len_q} queries, as query has", f"one for {mask.len_q}")
             mask = None
         elif mask is not None:
             _check_mask(mask)

@@ -121,3 +121,22 @@ def test_errors_of_constructors(make, error: type[Exception], message: str) -> N
 def test_to_another_device() -> None:
     mask = IntervalMask.causal(3, 4).to("meta")
     assert mask.first.device == mask.last.device == torch.device("meta")
+
+
+def test_a_mask_fits_the_number_of_queries_it_was_made_for() -> None:
+    query, key = torch.randn(2, 1, 9, 8), torch.randn(2, 1, 9, 8)
+    for mask in (
+        IntervalMask.causal(4, 9),
+        IntervalMask.padding(torch.ones(2, 9, dtype=torch.bool), 4),
+        IntervalMask.prefix_lm(torch.tensor([2, 3]), 4, 9),
+        IntervalMask.causal(4, 9) & IntervalMask(torch.zeros(9, dtype=torch.int32), torch.full((9,), 9, dtype=torch.int32)),
+    ):
+        with pytest.raises(ValueError, match="mask: expected an IntervalMask for 9 queries, as query has, received one for 4"):
+            attention(query, key, key, mask=mask)
+    with pytest.raises(ValueError, match="an IntervalMask for 1 queries, as query has, received one for 9"):
+        attention(query[:, :, -1:], key, key, mask=IntervalMask.documents(torch.arange(9) // 3))
+    with pytest.raises(ValueError, match="expected masks for the same number of queries, received 3 and 5"):
+        IntervalMask.causal(3, 3) & IntervalMask.causal(5, 3)
+    with pytest.raises(ValueError, match="to_dense: len_q: expected 3, for which the mask was made, received 4"):
+        IntervalMask.causal(3, 3).to_dense(4)
+    attention(query, key, key, mask=IntervalMask.causal(9, 9).to("cpu") & IntervalMask.causal(9, 9))
