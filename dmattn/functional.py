@@ -78,8 +78,8 @@ def attention(
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
-            so does any value below -2.36e38, finfo.min among them; above 2.35e38 is infinity, and the row NaN. Differentiable: the gradient
-            has the bias's own shape and dtype, summed in float32 and rounded once.
+            so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. Above 2.35e38 is
+            infinity, and the row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -91,6 +91,9 @@ def attention(
     bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
     PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; its vmap joins
     the mapped axis to the batch.
+
+    On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: an offset c that all scores of a row share
+    costs them a relative error of about 1e-7 * abs(c). Mask with -inf or a mask, not with a number like -1e9.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
@@ -135,7 +138,8 @@ def scaled_dot_product_attention(
         enable_gqa: allow Hk < H, Hk dividing H.
 
     Returns:
-        (..., H, L, Ev) in the query's dtype. A query with nothing to attend gives 0, where torch may give NaN.
+        (..., H, L, Ev) in the query's dtype. A query with nothing to attend gives 0, where torch may give NaN; so does one whose float mask
+        is below -2.36e38 for every key, such as float32's finfo.min, where torch gives the mean of the values.
 
     Raises:
         TypeError, ValueError: as :func:`attention`; also for a nonzero `dropout_p`, for `is_causal` together with `attn_mask`, and for
