@@ -1,6 +1,6 @@
 """Time the tiles of one kernel at a time on the speed workloads, and print them as rows for dmattn/kernels/tiles.py.
 
-python benchmarks/tune.py --json benchmarks/results/tune.json       needs a CUDA device
+python benchmarks/tune.py --json benchmarks/results/tune_nvidia_h200.json       needs a CUDA device
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main() -> int:
     """Sweep, print the best tiles of each kernel and workload, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=DEFAULT_WORKLOADS)
-    parser.add_argument("--kernels", default="forward,keys,queries,bias")
+    parser.add_argument("--kernels", default=",".join(CANDIDATES))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda")

@@ -31,19 +31,20 @@ _DEFAULT = {
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
 }
 _TABLE = {
-    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_h200.json); head dim 256 untimed.
+    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
+    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
+    # lives, so that smaller ones waste less.
     "sm_90": {
-        "forward": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
-        "keys": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
-        # With a bias or mask of pairs, whose tiles take registers and shared memory.
-        "keys with pairs": ((64, Tile(64, 64, 4, 3)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
+        "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
+        "keys": ((64, Tile(32, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
+        "keys with pairs": ((64, Tile(32, 64, 4, 3)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
+        "keys by intervals": ((128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
         "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
+        "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
         "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
-        # With intervals, whose tiles are full of short lives: smaller ones waste less.
-        "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
-        "keys by intervals": ((64, Tile(32, 64, 4, 3)), (128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
-        "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
     },
     "hip": {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
