@@ -118,9 +118,8 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view."""
     batch, heads, len_q, _ = problem.query.shape
     shape = (batch, heads, len_q, problem.value.shape[3])
-    out = torch.empty_permuted(
-        shape, (0, 2, 1, 3), dtype=problem.query.dtype, device=problem.query.device
-    )  # a view could not be changed in place
+    # not a transposed view, which the caller could not change in place
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=problem.query.dtype, device=problem.query.device)
     dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
     return out, problem.query.new_empty((batch, heads, len_q), dtype=dtype)
 

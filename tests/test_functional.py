@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from dmattn import IntervalMask, attention, merge_attention, ops, reference
-from dmattn.equivalence import Case, Standard, judge, results
+from dmattn.equivalence import Case, results
+
+
+def by_kernels(device: str) -> bool:
+    """Whether float32 tensors of a device go through the kernels."""
+    return device != "cpu" or ops.interpreting()
 
 
 def normal(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -238,16 +243,21 @@ def test_tiles_that_are_wholly_hidden_are_not_computed(hidden_by: str, bias: str
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e6, -1e9, 1e9, -1e30, 1e30])
-def test_a_row_whose_biases_are_all_huge(offset: float, device: str, request: pytest.FixtureRequest) -> None:
-    """The softmax does not change when a row's scores shift together, though lse is then too large to hold their sum."""
-    if device != "cpu" or ops.interpreting():
-        request.applymarker(pytest.mark.xfail(reason="the kernels recompute probabilities from lse", strict=False))
-    case = Case("offset", 19, 37, bias="1hqk", mask="b1qk", keep="random-empty-rows")
-    inputs = case.inputs(torch.float32, device)
-    inputs.bias[:, :, 4] = offset
-    verdicts = judge(results(attention, inputs, case.options), Standard.of(inputs, case.options))
-    failed = [str(verdict) for verdict in verdicts if not verdict.passed]
-    assert not failed, "\n".join(failed)
+def test_a_row_whose_biases_are_all_huge(offset: float, device: str) -> None:
+    """They shift the row's scores, all equal here, so that nothing but lse may change, which is then too large to hold log n.
+
+    The kernels' gradients start from lse, and are wrong by as much as it is (the docstring of `attention` says so): only out is compared.
+    """
+    inputs = Case("offset", 19, 37, bias="1hqk", mask="b1qk", keep="random-empty-rows").inputs(torch.float32, device)
+    inputs.query[:, :, 4] = inputs.bias[:, :, 4] = 0.0
+    shifted = replace(inputs, bias=inputs.bias.clone())
+    shifted.bias[:, :, 4] = offset
+    for function in (attention, reference.attention):
+        expected = results(function, inputs, {})
+        expected["lse"][:, :, 4] += offset
+        for name, value in results(function, shifted, {}).items():
+            if function is reference.attention or not by_kernels(device) or name in ("out", "lse"):
+                torch.testing.assert_close(value, expected[name], msg=name)
 
 
 def test_shares_whose_scores_are_all_huge_merge() -> None:
@@ -261,12 +271,10 @@ def test_shares_whose_scores_are_all_huge_merge() -> None:
 
 @pytest.mark.parametrize("bias", ["bhqk", "1hqk", "bh1k", "1hq1"])
 @pytest.mark.parametrize("undefined", ["d_out", "d_lse"])
-def test_nan_in_the_incoming_gradient_of_an_empty_row_stays_there(
-    undefined: str, bias: str, device: str, request: pytest.FixtureRequest
-) -> None:
+def test_nan_in_the_incoming_gradient_of_an_empty_row_stays_there(undefined: str, bias: str, device: str) -> None:
     """As where shares are merged by logaddexp, whose gradient at (-inf, -inf) is NaN."""
-    if device != "cpu" or ops.interpreting():
-        request.applymarker(pytest.mark.xfail(reason="the kernels multiply a probability of 0 with NaN", strict=False))
+    if undefined == "d_out" and by_kernels(device):
+        pytest.skip("products of tiles take a NaN of dO along with the rows beside it, as PyTorch's own do")
     inputs = Case("empty", 19, 37, bias=bias, mask="b1qk", keep="random-empty-rows").inputs(torch.float32, device)
     clean = results(attention, inputs, {})
     empty = clean["lse"] == float("-inf")
