@@ -3,9 +3,11 @@
 Bfloat16, causal, a learned score per key, every tensor requiring grad; in decoding none. Two sweeps of self-attention, over lengths at 1024
 kept keys and over kept keys at one length; decoding with 1 and 4 queries; and the shape of flash-dmattn's published table. In our forward
 the plan, which selects the keys, is always inside the timer. FlexAttention gets our intervals for free and is measured with its block mask
-made before and in each call. Dense masks of SDPA and of our own dense path are made before. Times are medians by CUDA events with a cold L2
-cache; extra memory is the peak beyond inputs, results and one float32 vector per query, and what was made before the call counts with it.
-`dense_flash` is FlashAttention to all keys: another result, shown for scale.
+made before and in each call. Dense masks are made before, bool ones for our own dense path. SDPA takes mask and bias as one float tensor: in
+decoding that too is made before, in self-attention the `torch.where` that joins them stays inside the timer, as the bias's gradient goes
+through it. So do, for the kernels of SDPA without grouped queries (efficient, math where it is forced), the copies of keys and values for
+each query head. Times are medians by CUDA events with a cold L2 cache; extra memory is the peak beyond inputs, results and one float32 vector
+per query, and what was made before the call counts with it. `dense_flash` is FlashAttention to all keys: another result, shown for scale.
 
 Ours is measured first at all points, then one peer after the other; peers stop when `--budget` seconds are over. Refusals are recorded with
 their reason. The result file is written anew after every measurement.
@@ -16,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,22 +33,12 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks import harness, peers
+from benchmarks.dynamic_mask_report import OURS, PASSES, PEERS, Record, plot, show, sound
 from dmattn import IntervalMask, attention, dynamic, dynamic_mask_attention
-from dmattn.report import show_table
 
-OURS = "dmattn"
-MASKED_SDPA = {"sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa_math": SDPBackend.MATH, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
-PEERS = ("dense_flash", *MASKED_SDPA, "sdpa", "dmattn_dense", "flex")  # in the order they are measured; sdpa: torch's own choice of backend
+BACKENDS = {"sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa_math": SDPBackend.MATH, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 DENSE_PAIRS = 16 * 16384**2  # of heads, queries and keys: the largest dense mask made, 8 GiB as a bias
 DENSE_PAIRS_OURS = 16 * 8192**2
-PASSES = ("forward", "backward")
-STEPS = (*PASSES, "difference")  # what can be recorded as failed
-Record = dict[str, Any]
-PUBLISHED = {  # flash-dmattn's README, said to be from an A100: its time and that of SDPA with a mask, in ms, and the factor it gives
-    "forward": (2.25, 111.87, 49.8),
-    "backward": (25.6, 142.0, 5.5),
-    "decode": (0.24, 2.49, 10.5),
-}
 
 
 @dataclass(frozen=True)
@@ -148,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(records, dtype)
     if target is not None:
         print(target)
-    return 0 if records and all(_sound(record) for record in records) else 1
+    return 0 if records and all(sound(record) for record in records) else 1
 
 
 def measure(name: str, point: Point, dtype: str, device: torch.device, flex: Flex | None = None) -> Record:
@@ -260,20 +251,25 @@ def _prepare(name: str, point: Point, tensors: dict[str, Tensor], flex: Flex | N
     mask = intervals(point, key_bias).to_dense(point.len_q)  # (1, Hk, Sq, Sk)
     if name == "dmattn_dense":
         return Contender(lambda q, k, v, b: attention(q, k, v, mask=mask, bias=b[:, :, None]), prepared_bytes=mask.numel())
-    mask = mask.repeat_interleave(point.heads // point.kv_heads, 1)
-    backend = MASKED_SDPA.get(name)
+    group, backend = point.heads // point.kv_heads, BACKENDS.get(name)
+    mask = mask.repeat_interleave(group, 1)
+
+    def joined() -> Tensor:
+        return torch.where(mask, key_bias[:, :, None].repeat_interleave(group, 1), float("-inf"))
+
+    chosen = None if backend else _chosen_backend(point, tensors, joined())
+    if point.decoding:
+        biases = joined()
+        held = biases.numel() * biases.element_size()
+        return Contender(lambda q, k, v, _: peers.sdpa(q, k, v, bias=biases, backend=backend), prepared_bytes=held, backend=chosen)
     return Contender(
-        lambda q, k, v, b: peers.sdpa(q, k, v, mask=mask, bias=b[:, :, None], backend=backend),
-        prepared_bytes=mask.numel(),
-        backend=None if backend else _chosen_backend(point, tensors, mask),
+        lambda q, k, v, b: peers.sdpa(q, k, v, mask=mask, bias=b[:, :, None], backend=backend), prepared_bytes=mask.numel(), backend=chosen
     )
 
 
-def _chosen_backend(point: Point, tensors: dict[str, Tensor], mask: Tensor) -> str:
+def _chosen_backend(point: Point, tensors: dict[str, Tensor], biases: Tensor) -> str:
     """The name of the kernel that SDPA picks for this problem when none is forced."""
-    query, key, value, key_bias = (tensors[name] for name in ("query", "key", "value", "key_bias"))
-    bias = key_bias[:, :, None].repeat_interleave(point.heads // point.kv_heads, 1).expand(mask.shape)
-    biases = torch.where(mask, bias, float("-inf"))
+    query, key, value = (tensors[name] for name in ("query", "key", "value"))
     return SDPBackend(torch._fused_sdp_choice(query, key, value, biases, 0.0, False, enable_gqa=point.heads != point.kv_heads)).name.lower()
 
 
@@ -339,203 +335,6 @@ def _difference(x: Tensor, expected: Tensor) -> float:
     """Largest difference from ours, relative to the largest entry of ours: far above a rounding, someone computes something else."""
     scale = expected.abs().max().float().item()
     return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
-
-
-def _sound(record: Record) -> bool:
-    ours = record["contenders"].get(OURS, {})
-    steps = PASSES[: 1 if record["len_q"] < record["len_k"] else 2]
-    return all(ours.get(step, {}).get("repeatable", False) for step in steps)
-
-
-def show(records: Sequence[Record], dtype: str) -> None:
-    """Print the sweeps, the growth of ours along the lengths, the published table beside ours, and what was not run."""
-    names = [name for name in (OURS, *PEERS) if name != "sdpa" and any(name in record["contenders"] for record in records)]
-    for group in dict.fromkeys(record["group"] for record in records):
-        rows = _in_order(records, group)
-        steps = ("forward",) if all(record["len_q"] < record["len_k"] for record in rows) else PASSES
-        for step in steps:
-            columns = [label for name in names for label in _columns(name, step)]
-            table = [
-                [f"{record['len_q']} x {record['len_k']}, {record['keep']}", *(_time(record, name, kind) for name, kind in columns)]
-                for record in rows
-            ]
-            show_table(("queries x keys, keep", *(_label(*column) for column in columns)), table, f"{group}: {step}, median ms, {dtype}")
-        table = [
-            [f"{record['len_q']} x {record['len_k']}, {record['keep']}", *(_memory(record, name) for name in names), _repeats(record)]
-            for record in rows
-        ]
-        columns_of_memory = ("queries x keys, keep", *names, f"{OURS} repeats")
-        show_table(columns_of_memory, table, f"{group}: extra MiB of forward / backward, masks made before the call included")
-    for step in PASSES:
-        show_growth(records, step)
-    show_published(records)
-    for complaint, places in _complaints(records).items():
-        print(f"{complaint}: {', '.join(places)}")
-
-
-def show_growth(records: Sequence[Record], step: str) -> None:
-    """Print how time and memory of ours grow between the first and the last length beyond 8k (all lengths if there are none)."""
-    rows = [record for record in _in_order(records, "length") if "median_ms" in record["contenders"].get(OURS, {}).get(step, {})]
-    rows = [record for record in rows if record["len_k"] >= 8192] or rows
-    if len(rows) < 2:
-        return
-    ends = rows[0], rows[-1]
-    lengths = ends[1]["len_k"] / ends[0]["len_k"]
-    start, end = (record["contenders"][OURS][step] for record in ends)
-    times = end["median_ms"] / start["median_ms"]
-    words = [f"time x {times:.2f} (N^{math.log(times, lengths):.2f})"]
-    if start["extra_bytes"] and end["extra_bytes"]:
-        memory = end["extra_bytes"] / start["extra_bytes"]
-        words.append(f"extra memory x {memory:.2f} (N^{math.log(memory, lengths):.2f})")
-    print(f"{OURS} {step}, {ends[0]['len_k']} to {ends[1]['len_k']} (x {lengths:.0f}): {', '.join(words)}")
-
-
-def show_published(records: Sequence[Record]) -> None:
-    """Print flash-dmattn's published numbers, said to be from an A100, beside what was measured here on the same shape."""
-    table = []
-    for record in records:
-        if record["group"] != "headline" or OURS not in record["contenders"]:
-            continue
-        decoding = record["len_q"] < record["len_k"]
-        for step in PASSES[: 1 if decoding else 2]:
-            theirs, their_sdpa, factor = PUBLISHED["decode" if decoding else step]
-            mine = record["contenders"][OURS].get(step, {}).get("median_ms")
-            cells = [f"{'decode' if decoding else step} {record['len_q']} x {record['len_k']}", f"{theirs} / {their_sdpa}"]
-            cells += [f"{factor}x", "-" if mine is None else f"{mine:.3f}"]
-            for name in ("sdpa", *MASKED_SDPA):
-                contender = record["contenders"].get(name, {})
-                other = contender.get(step, {}).get("median_ms")
-                backend = f" ({contender['backend']})" if "backend" in contender else ""
-                cells.append("-" if other is None or mine is None else f"{other:.2f}{backend} {other / mine:.1f}x")
-            table.append(cells)
-    if table:
-        columns = ("", "published (A100), its / SDPA", "factor", OURS, *(f"{name}, factor" for name in ("sdpa", *MASKED_SDPA)))
-        show_table(columns, table, "flash-dmattn's published table beside this machine: batch 1, 2 heads on 1, head dim 128, keep 1024, ms")
-
-
-def plot(result: Record, target: Path) -> None:
-    """Draw time and memory against length, each pass of each contender a line, with a line that grows as the length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    records = _in_order(result["points"], "length")
-    if not records:
-        raise SystemExit("--plot draws the sweep over lengths, and the result file has none")
-    names = list(dict.fromkeys(name for record in records for name in record["contenders"]))
-    figure, panels = pyplot.subplots(2, 2, figsize=(12, 9), sharex=True)
-    for (of_time, of_memory), step in zip(panels, PASSES, strict=True):
-        for i, name in enumerate(names):
-            style = dict(marker="o", linewidth=2.5 if name == OURS else 1.2, color=f"C{i}", zorder=3 if name == OURS else 2)
-            _line(of_time, records, [_milliseconds(record, name, step) for record in records], label=name, **style)
-            _line(of_memory, records, [_mebibytes(record, name, step) for record in records], label=name, **style)
-            if name == "flex" and step == "forward":
-                planned = dict(style, linestyle=":", label="flex, block mask made in the call")
-                _line(of_time, records, [_milliseconds(record, name, "planned_forward") for record in records], **planned)
-        _reference(of_time, records, [_milliseconds(record, OURS, step) for record in records])
-        _reference(of_memory, records, [_mebibytes(record, OURS, step) for record in records])
-        for axes, what in ((of_time, "time, ms"), (of_memory, "extra memory, MiB")):
-            axes.set(xscale="log", yscale="log", title=f"{step}: {what}", xlabel="length")
-            axes.set_xticks([record["len_k"] for record in records], [_short(record["len_k"]) for record in records])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=8)
-    where = result["environment"]
-    keeps = sorted({record["keep"] for record in records})
-    shape = f"{records[0]['heads']}/{records[0]['kv_heads']} heads, head dim {records[0]['head_dim']}, keep {', '.join(map(str, keeps))}"
-    figure.suptitle(f"Dynamic mask attention, causal, {shape}, {where['dtype']}, {where['device']}, torch {where['versions']['torch']}")
-    figure.tight_layout()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    print(target)
-
-
-def _line(axes: Any, records: Sequence[Record], values: Sequence[float | None], **style: Any) -> None:
-    """A line through the values there are; a logarithmic axis has no 0."""
-    found = [(record["len_k"], y) for record, y in zip(records, values, strict=True) if y]
-    if found:
-        axes.plot(*zip(*found, strict=True), **style)
-
-
-def _reference(axes: Any, records: Sequence[Record], values: Sequence[float | None]) -> None:
-    """A dashed line through the last value, growing as the length."""
-    found = [(record["len_k"], y) for record, y in zip(records, values, strict=True) if y]
-    if found:
-        at, y = found[-1]
-        linear = [y * record["len_k"] / at for record in records]
-        _line(axes, records, linear, linestyle="--", color="gray", label="linear in the length")
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
-
-
-def _in_order(records: Sequence[Record], group: str) -> list[Record]:
-    """The points of a sweep; that of the keep sweep which the length sweep holds is added."""
-    found = [record for record in records if record["group"] == group]
-    if group == "keep" and found:
-        shape = [found[0][name] for name in ("len_q", "len_k")]
-        found += [record for record in records if record["group"] == "length" and [record["len_q"], record["len_k"]] == shape]
-    return sorted(found, key=lambda record: (record["len_q"] < record["len_k"], record["len_q"], record["len_k"], record["keep"]))
-
-
-def _columns(name: str, step: str) -> list[tuple[str, str]]:
-    """(contender, step) of each column: the plan is shown beside the forward."""
-    if step == "forward" and name == OURS:
-        return [(name, "forward"), (name, "plan")]
-    if step == "forward" and name == "flex":
-        return [(name, "forward"), (name, "plan"), (name, "planned_forward")]
-    return [(name, step)]
-
-
-def _label(name: str, kind: str) -> str:
-    words = {"plan": "its plan" if name == OURS else "its block mask", "planned_forward": f"{name} with it"}
-    return words.get(kind, name)
-
-
-def _milliseconds(record: Record, name: str, step: str) -> float | None:
-    return record["contenders"].get(name, {}).get(step, {}).get("median_ms")
-
-
-def _time(record: Record, name: str, step: str) -> str:
-    found, ours = _milliseconds(record, name, step), _milliseconds(record, OURS, step)
-    if found is None:
-        return "-"
-    if step == "planned_forward":
-        ours = _milliseconds(record, OURS, "forward")
-    beside = "" if name == OURS or ours is None or step == "plan" else f" {found / ours:.1f}x"
-    return f"{found:.3f}{beside}"
-
-
-def _mebibytes(record: Record, name: str, step: str) -> float | None:
-    contender = record["contenders"].get(name, {})
-    extra = contender.get(step, {}).get("extra_bytes")
-    return None if extra is None else (extra + contender.get("prepared_bytes", 0)) / 2**20
-
-
-def _memory(record: Record, name: str) -> str:
-    found = [_mebibytes(record, name, step) for step in PASSES[: 1 if record["len_q"] < record["len_k"] else 2]]
-    return " / ".join("-" if extra is None else f"{extra:.1f}" for extra in found)
-
-
-def _repeats(record: Record) -> str:
-    if OURS not in record["contenders"]:
-        return "-"
-    return "bitwise" if _sound(record) else "NO"
-
-
-def _complaints(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Points by what kept a contender from running them."""
-    places: dict[str, list[str]] = {}
-    for record in records:
-        for name, contender in record["contenders"].items():
-            for step in STEPS:
-                found = contender.get(step)
-                if isinstance(found, dict) and "error" in found:
-                    places.setdefault(f"{name} {step}: {found['error']}", []).append(record["point"])
-    return places
 
 
 def _default_file(device: torch.device) -> Path | None:

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ LAUNCHES = (
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
+DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
 
@@ -135,17 +137,24 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     return problem
 
 
+def dynamic(case: Case, dtype: torch.dtype) -> Problem:
+    """The same under a dynamic mask, without its plan."""
+    problem = meta(case, dtype)
+    first, last, order = (torch.empty(problem.key.shape[:3], dtype=torch.int32, device="meta") for _ in range(3))
+    return replace(problem, first=first, last=last, order=order)
+
+
 def report(name: str) -> list[dict[str, Any]]:
     """A record for every kernel that the launches compile for a target."""
     rows, seen = [], set()
-    for case, dtype in LAUNCHES:
-        problem = meta(case, dtype)
+    problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
+    for case_name, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
         out, lse = ops.allocate_forward(problem)
         gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
         with compiling_only(gpu_target(name), seen) as records:
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *(x if x.ndim == 4 else None for x in gradients))
-        rows += [{"target": name, "case": case.name, **record} for record in records]
+        rows += [{"target": name, "case": case_name, **record} for record in records]
     for case_name, length in PLANS:
         key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
         valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)

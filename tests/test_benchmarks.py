@@ -114,6 +114,7 @@ def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_p
         assert [len(found[name]["difference"]) for name in ("sdpa_math", "flex")] == [5 if "backward" in steps else 1, 1]
         assert max(*found["sdpa_math"]["difference"], *found["dmattn_dense"]["difference"], *found["flex"]["difference"]) < 1e-5
         assert "RuntimeError" in found["sdpa_cudnn"]["forward"]["error"]
+        assert list(found).index("flex") < list(found).index("sdpa_math"), "which is slow, and takes what is left of the budget"
     assert result["points"][3]["contenders"]["sdpa"]["backend"] == "math"
     assert any(line.startswith("dmattn backward, 32 to 64 (x 2): time x ") for line in printed)
     assert any("49.8x" in line and "(math)" in line for line in printed)

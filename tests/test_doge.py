@@ -12,12 +12,13 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from conftest import NEEDS_CUDA
+from test_examples import load
 from test_transformers import TOLERANCE, Step, assert_equal_steps, error, largest, train_step
 from torch import Tensor, nn
 
@@ -78,18 +79,10 @@ def batch_of(padding: str = "none", repeat: bool = False, device: str = "cpu") -
 
 
 @pytest.fixture
-def later_key_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def later_key_wins() -> Iterator[None]:
     """Doge's top-k keeps the later of equal scores."""
-
-    class Picked(NamedTuple):
-        indices: Tensor
-
-    def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Picked:
-        assert dim == -1
-        assert largest
-        return Picked(x.shape[-1] - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k])
-
-    monkeypatch.setattr(torch, "topk", topk)
+    with load("train_doge").later_key_wins():
+        yield
 
 
 class Layers(NamedTuple):

@@ -233,20 +233,67 @@ def test_compiles_without_a_break(device: str, len_q: int) -> None:
         torch.testing.assert_close(got, want)
 
 
+def leaves_of(len_q: int, len_k: int, head_dim: int = 32) -> tuple[Tensor, ...]:
+    """query, key, value, key_bias on the GPU, two heads on one, requiring grad; and d_out."""
+    query, d_out = (torch.randn(1, 2, len_q, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    key, value = (torch.randn(1, 1, len_k, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return *(x.requires_grad_() for x in (query, key, value, torch.randn(1, 1, len_k, device="cuda"))), d_out
+
+
+def step(leaves: tuple[Tensor, ...], keep: int) -> tuple[Tensor, ...]:
+    """out and the four gradients."""
+    out = dynamic_mask_attention(*leaves[:4], keep=keep)
+    return out.detach(), *torch.autograd.grad(out, leaves[:4], leaves[4])
+
+
 @needs_cuda
-@pytest.mark.parametrize("size", [(200, 200), (1, 300), (7, 300)])
+@pytest.mark.parametrize("size", [(200, 200), (1, 300), (7, 300)], ids=str)
 def test_nothing_waits_for_the_gpu(size: tuple[int, int]) -> None:
-    """A CUDA graph can hold the whole call, plan included, and follows new scores."""
-    query, key, value = (torch.randn(1, 2, length, 32, device="cuda", dtype=torch.bfloat16) for length in (size[0], size[1], size[1]))
-    bias = torch.randn(1, 2, size[1], device="cuda")
-    dynamic_mask_attention(query, key, value, bias, keep=40)
+    """A CUDA graph can hold forward and backward, plan included, and follows new scores."""
+    leaves = leaves_of(*size)
+    step(leaves, 40)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = dynamic_mask_attention(query, key, value, bias, keep=40)
-    bias.copy_(torch.randn_like(bias))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(leaves, 40)
+        with torch.cuda.graph(graph):
+            captured = step(leaves, 40)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
     graph.replay()
-    assert torch.equal(out, dynamic_mask_attention(query, key, value, bias, keep=40))
+    for name, got, want in zip(("out", "d_query", "d_key", "d_value", "d_bias"), captured, step(leaves, 40), strict=True):
+        assert torch.equal(got, want), name
+
+
+@needs_cuda
+def test_a_long_sequence_repeats_bitwise() -> None:
+    leaves = leaves_of(8192, 8192, 64)
+    first = step(leaves, 512)
+    for _ in range(5):
+        for name, got, want in zip(("out", "d_query", "d_key", "d_value", "d_bias"), step(leaves, 512), first, strict=True):
+            assert torch.equal(got, want), name
+
+
+@needs_cuda
+def test_memory_grows_as_the_length() -> None:
+    """Forward and backward, results included: twice at twice the length, where one N x N mask of bools would be 4 and 16 GiB."""
+
+    def peak(length: int) -> int:
+        leaves = leaves_of(length, length, 64)
+        step(leaves, 1024)  # compiles, and leaves nothing to be allocated once
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(leaves, 1024)
+        return torch.cuda.max_memory_allocated() - before
+
+    short, long = peak(65536), peak(131072)
+    assert long < 2.2 * short, f"{short} and {long} bytes"
+    assert long < 4096 * 131072, f"{long / 131072:.0f} bytes per token"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -44,6 +44,7 @@ def test_a_doge_learns_the_same_with_both(train_doge, tmp_path, capsys):
     assert result["size"] == SIZE
     assert result["agreed"]
     assert result["final_difference"] <= result["largest_difference"] < 1e-5
+    assert result["gradient_difference"] < 1e-5 < 0.1 < result["gradient_difference_of_one_key"]
     eager, ours = (result["runs"][name]["losses"] for name in ("eager, sorting", "dmattn"))
     assert len(eager) == len(ours) == SIZE["steps"]
     assert ours[-1] < ours[0] - 0.2
@@ -52,14 +53,16 @@ def test_a_doge_learns_the_same_with_both(train_doge, tmp_path, capsys):
     assert all(run["tokens_per_second"] > 0 for run in result["runs"].values())
 
 
-def test_curves_of_one_key_more_are_told_apart(train_doge):
-    batches = train_doge.sample(train_doge.corpus()[0], SIZE["length"], SIZE["batch"], SIZE["steps"], torch.device("cpu"))
-    with train_doge.later_key_wins():
-        eager = train_doge.train(train_doge.build(SIZE), batches, "fp32")
-    model = train_doge.build({**SIZE, "keep": SIZE["keep"] + 1})
-    train_doge.doge.enable(model)
-    ours = train_doge.train(model, batches, "fp32")
-    assert max(train_doge.apart(eager, ours, step) for step in range(SIZE["steps"])) > train_doge.TOLERANCE["fp32"]
+@pytest.mark.parametrize("more", [1, -1])
+def test_one_key_more_or_less_fails(train_doge, monkeypatch, capsys, more):
+    """Of the gradients: the losses of so few steps may be within their tolerance."""
+    enabled = train_doge.enabled
+    monkeypatch.setattr(train_doge, "enabled", lambda size: enabled(size | dict(keep=size["keep"] + more)))
+    monkeypatch.setattr(train_doge, "TOLERANCE", dict(fp32=1.0))
+    arguments = [word for name, value in (SIZE | dict(steps=1)).items() for word in (f"--{name}", str(value))]
+    assert train_doge.main(["--device", "cpu", *arguments]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAILED")]
+    assert [line.split(" differ ")[0] for line in failed] == ["Gradients of the first step"]
 
 
 def test_topk_is_itself_again_after_the_example(train_doge):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmattn import IntervalMask, attention, merge_attention, ops, reference
-from dmattn.equivalence import Case, results
+from dmattn.equivalence import Case, Standard, judge, results
 
 
 def by_kernels(device: str) -> bool:

@@ -37,17 +37,17 @@ def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | 
     steps = triton.cdiv(parts, max(1, min(MOST_TILES, PROGRAMS // sequences)))  # of TILE keys in a program
     tiles = triton.cdiv(parts, steps)
     row = triton.cdiv(len_k, 16) * 16  # a length of which a compiler knows that it can load several keys at once
-    keys, counts, next_counts, state = (
+    numbers, counts, next_counts, state = (
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
         for size in ((sequences, row), *2 * [(sequences, tiles, BINS.value)], (sequences, tiles, 3))
     )
     rules = dict(len_k=len_k, row=row, tiles=tiles, steps=steps, TILE=TILE, num_warps=8)
     shift = (16 if key_bias.element_size() == 2 else 32) - DIGIT.value
     with launching(key_bias):
-        _keys_kernel[(sequences * tiles,)](
+        _numbers_kernel[(sequences * tiles,)](
             key_bias=strided(key_bias, heads),
             valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
-            keys_ptr=keys,
+            numbers_ptr=numbers,
             counts_ptr=counts,
             state_ptr=state,
             shift=shift,
@@ -57,7 +57,7 @@ def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | 
         )
         for lower in range(shift - DIGIT.value, -1, -DIGIT.value):
             _digits_kernel[(sequences * tiles,)](
-                keys_ptr=keys,
+                numbers_ptr=numbers,
                 counts_ptr=counts,
                 next_counts_ptr=next_counts,
                 state_ptr=state,
@@ -67,7 +67,7 @@ def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | 
             )
             counts, next_counts = next_counts, counts
         _best_kernel[(sequences * tiles,)](
-            keys_ptr=keys,
+            numbers_ptr=numbers,
             counts_ptr=counts,
             state_ptr=state,
             order_ptr=order,
@@ -81,12 +81,12 @@ def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | 
 
 
 @triton.jit(do_not_specialize=["shift", "keep", "tiles"])
-def _keys_kernel(key_bias, valid, keys_ptr, counts_ptr, state_ptr, shift, keep, heads, len_k, row, tiles, steps, TILE: tl.constexpr):
+def _numbers_kernel(key_bias, valid, numbers_ptr, counts_ptr, state_ptr, shift, keep, heads, len_k, row, tiles, steps, TILE: tl.constexpr):
     """One program: `steps` times TILE keys of one (batch, head).
 
-    Reads key_bias and valid. Writes keys (sequences, row), the numbers to select by; its counts (sequences, tiles, BINS) of their highest
-    digits; and its state (sequences, tiles, 3): the digits known of the last key to keep, how many keys that have them are wanted, and how
-    many keys of the tiles before this are above them.
+    Reads key_bias and valid. Writes numbers (sequences, row), to select by; its counts (sequences, tiles, BINS) of their highest digits; and
+    its state (sequences, tiles, 3): the digits known of the last key to keep, how many keys that have them are wanted, and how many keys of
+    the tiles before this are above them.
     """
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -94,24 +94,24 @@ def _keys_kernel(key_bias, valid, keys_ptr, counts_ptr, state_ptr, shift, keep, 
     counts = tl.zeros((BINS,), tl.int32)
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE).to(tl.int64), len_k)
-        keys = ascending(load_rows(key_bias, seq, cols, 0))  # [TILE]
+        numbers = ascending(load_rows(key_bias, seq, cols, 0))  # [TILE]
         if valid is not None:
-            keys = tl.where(load_rows(valid, seq, cols, 0) != 0, keys, 0)
-        pointers = keys_ptr + own // tiles * row + cols.start + cols.index
-        tl.store(pointers, keys.to(tl.int32, bitcast=True), mask=inside(cols))
-        counts += tl.histogram((keys >> shift).to(tl.int32), BINS, mask=inside(cols))
+            numbers = tl.where(load_rows(valid, seq, cols, 0) != 0, numbers, 0)
+        pointers = numbers_ptr + own // tiles * row + cols.start + cols.index
+        tl.store(pointers, numbers.to(tl.int32, bitcast=True), mask=inside(cols))
+        counts += tl.histogram((numbers >> shift).to(tl.int32), BINS, mask=inside(cols))
     tl.store(counts_ptr + own * BINS + tl.arange(0, BINS), counts)
     _save(state_ptr, own, 0, keep, 0)
 
 
 @triton.jit(do_not_specialize=["shift", "tiles"])
 def _digits_kernel(
-    keys_ptr, counts_ptr, next_counts_ptr, state_ptr, shift, len_k, row, tiles, steps, TILE: tl.constexpr, TILES_AT_ONCE: tl.constexpr
+    numbers_ptr, counts_ptr, next_counts_ptr, state_ptr, shift, len_k, row, tiles, steps, TILE: tl.constexpr, TILES_AT_ONCE: tl.constexpr
 ):
     """One program: `steps` times TILE keys of one sequence.
 
-    Reads keys, and the counts of all tiles, from which it finds one more digit. Writes next_counts, of the digits that follow in the keys
-    which have those known, and its state.
+    Reads numbers, and the counts of all tiles, from which it finds one more digit. Writes next_counts, of the digits that follow in the
+    numbers which have those known, and its state.
     """
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -119,8 +119,8 @@ def _digits_kernel(
     counts = tl.zeros((BINS,), tl.int32)
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE), len_k)
-        keys = _load(keys_ptr + own // tiles * row, cols, row)  # [TILE]
-        digits = keys >> shift
+        numbers = _load(numbers_ptr + own // tiles * row, cols, row)  # [TILE]
+        digits = numbers >> shift
         having = (digits >> DIGIT == known) & inside(cols)
         if tl.max(having.to(tl.int32)) != 0:
             counts += tl.histogram((digits & (BINS - 1)).to(tl.int32), BINS, mask=having)
@@ -130,12 +130,12 @@ def _digits_kernel(
 
 @triton.jit(do_not_specialize=["keep", "len_q", "tiles"])
 def _best_kernel(
-    keys_ptr, counts_ptr, state_ptr, order_ptr, first_ptr, last_ptr, keep, len_q, len_k, row, tiles, steps,
+    numbers_ptr, counts_ptr, state_ptr, order_ptr, first_ptr, last_ptr, keep, len_q, len_k, row, tiles, steps,
     TILE: tl.constexpr, TILES_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: `steps` times TILE keys of one sequence.
 
-    Reads keys, and the counts of all tiles, from which it finds the last digit. Writes its part of order (sequences, keep), and of last
+    Reads numbers, and the counts of all tiles, from which it finds the last digit. Writes its part of order (sequences, keep), and of last
     (sequences, Sk).
     """
     own = tl.program_id(0).to(tl.int64)
@@ -144,9 +144,9 @@ def _best_kernel(
     dropped = tied - wanted  # keys at the threshold, the first of them
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE), len_k)
-        keys = _load(keys_ptr + own // tiles * row, cols, row)  # [TILE]
-        above = (keys > threshold) & inside(cols)
-        at = (keys == threshold) & inside(cols)
+        numbers = _load(numbers_ptr + own // tiles * row, cols, row)  # [TILE]
+        above = (numbers > threshold) & inside(cols)
+        at = (numbers == threshold) & inside(cols)
         both = above.to(tl.int32) + (at.to(tl.int32) << 16)  # two counters in one scan
         earlier = tl.cumsum(both, 0) - both
         order_at = level + (earlier >> 16)
@@ -155,7 +155,7 @@ def _best_kernel(
         position = cols.start + cols.index
         tl.store(order_ptr + own // tiles * keep + slot, position, mask=kept)
         if last_ptr is not None:
-            tl.store(last_ptr + own // tiles * len_k + position, tl.where(kept & (keys > 0), len_q, 0), mask=inside(cols))
+            tl.store(last_ptr + own // tiles * len_k + position, tl.where(kept & (numbers > 0), len_q, 0), mask=inside(cols))
         total = tl.sum(both, 0)
         before += total & 0xFFFF
         level += total >> 16
@@ -188,7 +188,7 @@ def _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE: tl.const
 
 @triton.jit
 def _load(row_ptr, cols, row):
-    """The keys of a span; what lies between its length and that of the row is there, but is nothing."""
+    """The numbers of a span; what lies between its length and that of the row is there, but is nothing."""
     return tl.load(row_ptr + cols.start + cols.index, mask=cols.index < row - cols.start, other=0).to(tl.uint32, bitcast=True)
 
 
