@@ -308,12 +308,12 @@ def test_a_wrong_call_is_named(call: dict[str, Any], error: type[Exception], mes
         layer_of()(**(dict(hidden_states=tokens_of(19)) | call))
 
 
-def test_a_rotation_wider_than_the_layer_is_for_autocast_only() -> None:
-    layer, rotation = layer_of(), rotation_of(19, 6)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(tokens_of(19), position_embeddings=rotation).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"position_embeddings cos: expected the queries' dtype torch.bfloat16, received torch.float32"):
-        layer.bfloat16()(tokens_of(19).bfloat16(), position_embeddings=rotation)
+def test_a_rotation_wider_than_the_layer_is_for_autocast_only(device: str, half: torch.dtype) -> None:
+    layer, x, rotation = layer_of(device), tokens_of(19, device=device), rotation_of(19, 6, device)
+    with torch.autocast(device, half):
+        assert layer(x, position_embeddings=rotation).dtype == half
+    with pytest.raises(ValueError, match=f"position_embeddings cos: expected the queries' dtype {half}, received torch.float32"):
+        layer.to(half)(x.to(half), position_embeddings=rotation)
 
 
 def test_caches_of_bounded_length_are_refused_untouched() -> None:
