@@ -32,7 +32,7 @@ try:
     from transformers.masking_utils import eager_mask, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'dmattn[transformers]'` installs it."
+        "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'transformers>=5.17'` installs it."
     ) from error
 
 __all__ = ["NAME", "attend", "disable", "enable", "make_mask", "register", "unregister", "using"]
