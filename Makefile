@@ -15,9 +15,17 @@ installed := $(VENV)/installed
 # Bytecode is made as modules are imported: making all of it at installation takes longer than the demo.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A $(VENV) that this makes and cannot complete is removed again, interrupted too, so that the next attempt starts afresh.
 $(VENV)/installed: setup.py constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	@python=$(PYTHON); other="choose another with make PYTHON=..."; \
+	if test -e $(VENV); then python=$(VENV)/bin/python; other="remove $(VENV), then $$other"; fi; \
+	command -v $$python >/dev/null || { echo "make: $$python: no such Python; $$other" >&2; exit 1; }; \
+	$$python -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" || \
+		{ echo "make: $$python: expected Python 3.10 to 3.13, found $$($$python --version 2>&1); $$other" >&2; exit 1; }
+	@echo "Installing into $(VENV): PyTorch is a large download."
+	@test -e $(VENV) || trap 'test -e $@ || rm -rf $(VENV)' EXIT; trap 'exit 1' INT TERM; set -e; \
+	test -e $(VENV) || $(PYTHON) -m venv $(VENV); \
+	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"; \
 	touch $@
 endif
 

@@ -31,18 +31,12 @@ SHORT = {"d_query": "dQ", "d_key": "dK", "d_value": "dV", "d_bias": "dBias"}
 def main(title: str, names: Sequence[str], arguments: Sequence[str] | None = None) -> int:
     """Compare the tensors in `names` over all cases; the exit code is 0 when every case passed."""
     options = _options(title, arguments)
-    device = harness.pick_device(options.device)
+    device, cases = options.device, options.cases
     dtypes = options.dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
-    cases = [
-        case
-        for case in EXACTNESS + (EXACTNESS_ON_GPU if device.type == "cuda" else ())
-        if options.cases in case.name and not (options.quick and max(case.sizes["q"], case.sizes["k"]) > QUICK_LENGTH)
-    ]
     where = harness.environment(device)
     print(harness.describe(where), end="\n\n")
-    wanted = [name for name in PEERS if name in options.peers.split(",")]
     work = [(case, dtype) for dtype in dtypes for case in cases]
-    compared = [compare(case, dtype, device, names, wanted, options.budget) for case, dtype in harness.progress(work, "cases")]
+    compared = [compare(case, dtype, device, names, options.peers, options.budget) for case, dtype in harness.progress(work, "cases")]
     show_table(COLUMNS, [row for record in compared for row in _rows(record)], title)
     for record in compared:
         for problem in record["problems"]:
@@ -136,7 +130,24 @@ def _options(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), help="by default bf16 on a GPU and fp32 on a CPU")
     parser.add_argument("--cases", default="", metavar="SUBSTRING", help="only cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help=f"only lengths up to {QUICK_LENGTH}")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of %(default)s; FlexAttention compiles every case on a GPU")
+    parser.add_argument(
+        "--peers",
+        type=lambda text: harness.names(text, PEERS),
+        default=",".join(PEERS),
+        metavar="NAMES",
+        help="comma-separated, of %(default)s; FlexAttention compiles every case on a GPU",
+    )
     parser.add_argument("--budget", type=float, default=1.0, metavar="FACTOR", help="scale the budget, to see how near to it the errors are")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.device = harness.pick_device(options.device)
+    cases = [
+        case
+        for case in EXACTNESS + (EXACTNESS_ON_GPU if options.device.type == "cuda" else ())
+        if not (options.quick and max(case.sizes["q"], case.sizes["k"]) > QUICK_LENGTH)
+    ]
+    chosen = [case for case in cases if options.cases in case.name]
+    if not chosen:
+        parser.error(f"--cases: expected a part of one of {', '.join(case.name for case in cases)}, received {options.cases}")
+    options.cases = chosen
+    return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import json
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -67,8 +68,21 @@ def write_json(path: Path, payload: dict[str, Any]) -> None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU where there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device asked for, or the GPU where there is one; ends the script where it is not there."""
+    try:
+        return report.pick_device(name)
+    except ValueError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def names(text: str, known: Collection[str]) -> list[str]:
+    """Comma-separated names of an option, each of which must be known."""
+    given = [name for name in text.split(",") if name]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected names of {', '.join(known)}, received {', '.join(unknown)}")
+    return given
 
 
 def progress(items: Sequence[Any], label: str) -> Iterator[Any]:

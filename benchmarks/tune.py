@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import describe, environment, measure, reason, write_json
+from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import ops
 from dmattn.kernels import tiles
@@ -117,23 +117,38 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
 def main() -> int:
     """Sweep, print the best tiles of each kernel and workload, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=DEFAULT_WORKLOADS)
-    parser.add_argument("--kernels", default=",".join(CANDIDATES))
-    parser.add_argument("--json", type=Path)
+    workloads = {workload.name: workload for workload in (*WORKLOADS, DYNAMIC)}
+    parser.add_argument(
+        "--workloads",
+        type=lambda text: names(text, workloads),
+        default=DEFAULT_WORKLOADS,
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join(workloads)}; by default %(default)s",
+    )
+    parser.add_argument(
+        "--kernels",
+        type=lambda text: names(text, CANDIDATES),
+        default=",".join(CANDIDATES),
+        metavar="NAMES",
+        help=f"comma-separated, of {', '.join(CANDIDATES)}; by default %(default)s",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA device, found none")
     device = torch.device("cuda")
     where = environment(device)
     print(describe(where))
     rows = []
-    for workload in (*WORKLOADS, DYNAMIC):
-        if workload.name not in arguments.workloads.split(","):
+    for name, workload in workloads.items():
+        if name not in arguments.workloads:
             continue
-        found = sweep(workload, arguments.kernels.split(","), device)
+        found = sweep(workload, arguments.kernels, device)
         rows += found
         for kernel in CANDIDATES:
             timed = sorted((row for row in found if row["kernel"] == kernel and row["ms"]), key=lambda row: row["ms"])
             if timed:
-                print(f"{workload.name:20s} {kernel:8s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
+                print(f"{name:20s} {kernel:8s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
         if arguments.json:
             write_json(arguments.json, {"environment": where, "rows": rows})
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import torch
-
 from . import report, verify
 
 
@@ -24,13 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(info())
         return 0
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        known = device.type in ("cpu", "cuda")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        known = False
-    if not known:
-        parser.error(f"--device: expected cpu, or cuda where there is a GPU, received {options.device}")
+        device = report.pick_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     print(info(), end="\n\n")
     return 0 if verify.run(device, steps=options.steps, models=not options.skip_models) else 1
 

@@ -37,6 +37,23 @@ def devices() -> dict[str, str]:
     return served
 
 
+def pick_device(name: str | None = None) -> torch.device:
+    """The device asked for, by default the GPU where there is one.
+
+    Raises:
+        ValueError: `name` is neither the CPU nor a GPU of this machine.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        known = device.type in ("cpu", "cuda")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        known = False
+    if not known:
+        raise ValueError(f"--device: expected cpu, or cuda where there is a GPU, received {name}")
+    return device
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table: drawn by rich where it is installed, else in plain columns. The first column is text, the others align right."""
     try:

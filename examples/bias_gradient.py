@@ -3,6 +3,8 @@
 Run ``python examples/bias_gradient.py``; takes seconds on a CPU.
 """
 
+import argparse
+
 import torch
 
 from dmattn import attention
@@ -40,5 +42,7 @@ def weight_error(bias: torch.Tensor, true_bias: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    before, after = recover()
+    parser = argparse.ArgumentParser(description="Recover an additive bias from the outputs of attention alone, by its gradient.")
+    parser.add_argument("--steps", type=int, default=150, help="of training (%(default)s)")
+    before, after = recover(parser.parse_args().steps)
     print(f"largest error in an attention weight: {before:.3f} with no bias, {after:.3f} with the learned one")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmattn import ops
 
@@ -71,10 +72,27 @@ def test_equivalence_fails_when_an_error_exceeds_its_budget(script, tmp_path):
     assert all("FAILED" in problem for problem in result["cases"][0]["problems"])
 
 
-def test_equivalence_fails_when_no_case_has_the_name(tmp_path):
-    code, printed, _ = run("forward_equivalence.py", tmp_path, "--cases", "no such case")
-    assert code == 1
-    assert printed[-1] == "0 passed, 0 failed"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "named"),
+    [
+        ("forward_equivalence.py", ["--cases", "no such case"], ["--cases", "no such case", "bias-1hqk-127"]),
+        ("backward_equivalence.py", ["--peers", "sdpa,flax"], ["--peers", "flax", "sdpa, flex"]),
+        ("speed.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
+        ("tune.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
+        ("tune.py", ["--kernels", "values"], ["--kernels", "values", "queries"]),
+        ("speed.py", ["--device", "foo"], ["--device", "foo", "expected cpu"]),
+        pytest.param("forward_equivalence.py", ["--device", "cuda"], ["--device", "cuda", "expected cpu"], marks=no_gpu),
+        pytest.param("tune.py", [], ["expected a CUDA device, found none"], marks=no_gpu),
+    ],
+)
+def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments, named):
+    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr.splitlines()[-1] for word in named)
 
 
 def test_speed_measures_both_passes_and_records_refusals(tmp_path):

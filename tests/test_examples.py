@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,24 @@ def load(name: str) -> ModuleType:
     sys.modules[name] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
+
+
+def run_bias_gradient(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(EXAMPLES / "bias_gradient.py"), *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_bias_is_recovered_from_outputs():
+    run = run_bias_gradient("--steps", "40")
+    assert run.returncode == 0, run.stderr
+    before, after = map(float, re.findall(r"\d\.\d+", run.stdout))
+    assert after < before / 2
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--setps", 2)])
+def test_the_bias_example_has_help_and_refuses_what_it_does_not_know(argument, code):
+    run = run_bias_gradient(argument)
+    assert run.returncode == code
+    assert "--steps" in run.stdout + run.stderr
 
 
 @pytest.fixture(scope="module")

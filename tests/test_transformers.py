@@ -628,9 +628,12 @@ def test_dtypes_that_differ_without_autocast_raise() -> None:
             integration.attend(Layer(False), query, key, value.bfloat16(), None)
 
 
-def test_training_with_dropout_says_what_to_do() -> None:
+def test_training_with_dropout_says_what_to_do(tmp_path) -> None:
     model = llama(attention_dropout=0.1)
     model.set_attn_implementation("dmattn")
-    with pytest.raises(ValueError, match="set the model's attention dropout to 0"):
+    with pytest.raises(ValueError, match=r"before the model is built.*from_pretrained\(\.\.\., attention_dropout=0\.0\)"):
         model(**batch_for(model, "none"))
     model.eval()(**batch_for(model, "none"))
+    model.save_pretrained(tmp_path)
+    told = type(model).from_pretrained(tmp_path, attention_dropout=0.0, attn_implementation="dmattn").train()
+    told(**batch_for(told, "none"))

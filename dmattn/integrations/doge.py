@@ -24,7 +24,7 @@ try:
     from transformers.masking_utils import causal_mask_function
     from transformers.models.doge.modeling_doge import DogeAttention
 except ImportError as error:
-    raise ImportError("dmattn.integrations.doge needs transformers 5.17 or newer; `pip install 'dmattn[transformers]'` installs it.") from error
+    raise ImportError("dmattn.integrations.doge needs transformers 5.17 or newer; `pip install 'transformers>=5.17'` installs it.") from error
 
 __all__ = ["disable", "enable"]
 

@@ -32,7 +32,7 @@ try:
     from transformers.masking_utils import eager_mask, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'dmattn[transformers]'` installs it."
+        "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'transformers>=5.17'` installs it."
     ) from error
 
 __all__ = ["NAME", "attend", "disable", "enable", "make_mask", "register", "unregister", "using"]
@@ -123,7 +123,8 @@ def attend(
             and `sliding_window` are already inside. None: the model asked for no mask, and the two arguments below decide.
         is_causal: without a mask, hide later keys; None reads ``module.is_causal``. Ignored with a mask, and for a single query.
         sliding_window: without a mask, a causal query sees its own and the ``sliding_window - 1`` keys before it. Ignored with a mask.
-        dropout: must be 0 while ``module.training``; ignored otherwise, as in Transformers' eager attention.
+        dropout: must be 0 while ``module.training``; ignored otherwise, as in Transformers' eager attention. It comes from the module:
+            to turn it off, give the configuration 0 before the model is built.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
         position_bias: float, broadcastable to (B, H, Q, K), added to the score. Differentiable, T5's relative bias.
         s_aux: (H,), attention sinks: a logit per head that takes part in the softmax and has no value. Differentiable.
@@ -142,8 +143,9 @@ def attend(
         raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
     if dropout and module.training:
         raise ValueError(
-            f"dmattn: dropout: expected 0.0 while training, as attention dropout is not supported, received {dropout}; set the model's "
-            "attention dropout to 0 (attention_dropout, attention_probs_dropout_prob or dropout_rate in its configuration)."
+            f"dmattn: dropout: expected 0.0 while training, as attention dropout is not supported, received {dropout}; set it "
+            "before the model is built, as its layers keep the value: from_pretrained(..., attention_dropout=0.0), or the same in the "
+            "configuration given to the constructor. BERT's name is attention_probs_dropout_prob; T5's dropout_rate turns off all its dropout."
         )
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
