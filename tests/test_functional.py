@@ -242,7 +242,7 @@ def test_tiles_that_are_wholly_hidden_are_not_computed(hidden_by: str, bias: str
         assert torch.equal(tensor, clean[name]), name
 
 
-@pytest.mark.parametrize("offset", [-1e4, 1e6, -1e9, 1e9, -1e30, 1e30])
+@pytest.mark.parametrize("offset", [-1e4, 1e9, -1e30])
 def test_a_row_whose_biases_are_all_huge(offset: float, device: str) -> None:
     """They shift the row's scores, all equal here, so that nothing but lse may change, which is then too large to hold log n.
 

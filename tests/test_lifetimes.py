@@ -110,7 +110,7 @@ def test_kernels_plan_what_pytorch_plans(case, kernels_on):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_kernels_plan_what_pytorch_plans_for_random_cases(seed, kernels_on):
-    count, longest = (25, 26) if kernels_on == "cpu" else (40, 6000)
+    count, longest = (10, 26) if kernels_on == "cpu" else (40, 6000)
     for number in range(count):
         check_kernels(drawn(seed * count + number, longest), kernels_on)
 
