@@ -185,8 +185,10 @@ class DynamicMaskAttention(nn.Module):
         if position_embeddings is not None:
             cos, sin = self._rotation(position_embeddings, query)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        held = 0 if past_key_values is None else self._held(past_key_values)
+        real = _real_keys(attention_mask, key, held)  # checked before the cache is written
         if past_key_values is not None:
-            key, value = self._append(past_key_values, key, value)
+            key, value = self._append(past_key_values, key, value, held)
         out = dynamic_mask_attention(
             query,
             key,
@@ -194,7 +196,7 @@ class DynamicMaskAttention(nn.Module):
             dynamic_bias(value, self.A, self.dt_proj),
             keep=self.keep,
             causal=self.causal,
-            key_padding_mask=_real_keys(attention_mask, key),
+            key_padding_mask=real,
             scale=self.scale,
         )
         return self.o_proj(rearrange(out, "b h s d -> b s (h d)"))
@@ -205,16 +207,20 @@ class DynamicMaskAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b s (h d) -> b h s d", d=self.head_dim)
 
-    def _append(self, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, those of the cache before the new ones."""
+    def _held(self, cache: Any) -> int:
+        """How many keys a cache holds for this layer."""
         if self.layer_idx is None:
             raise ValueError("dmattn: past_key_values: expected None in a layer without layer_idx, received a cache")
         if not self.causal:
             raise ValueError("dmattn: past_key_values: expected None in a layer that is not causal, received a cache")
-        before = cache.get_seq_length(self.layer_idx)
-        if not isinstance(before, int) or _is_bounded(cache, self.layer_idx):
+        held = cache.get_seq_length(self.layer_idx)
+        if not isinstance(held, int) or _is_bounded(cache, self.layer_idx):
             raise ValueError(f"dmattn: past_key_values: expected a cache that grows, received a {type(cache).__name__} of bounded length")
-        expected = before + key.shape[2]
+        return held
+
+    def _append(self, cache: Any, key: Tensor, value: Tensor, held: int) -> tuple[Tensor, Tensor]:
+        """All keys and values, those that the cache held before the new ones."""
+        expected = held + key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
         if key.shape[2] != expected:
             received = f"a {type(cache).__name__} that returns {key.shape[2]}"
@@ -279,13 +285,13 @@ def _is_bounded(cache: Any, layer_idx: int) -> bool:
     return False
 
 
-def _real_keys(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """`attention_mask` as bool (B, Sk)."""
+def _real_keys(attention_mask: Tensor | None, key: Tensor, held: int) -> Tensor | None:
+    """`attention_mask` as bool (B, Sk), for the keys that a cache held and the new ones."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"dmattn: attention_mask: expected a torch.Tensor or None, received {type(attention_mask).__name__}")
-    shape = (key.shape[0], key.shape[2])
+    shape = (key.shape[0], held + key.shape[2])
     if tuple(attention_mask.shape) != shape or attention_mask.dtype not in INTEGERS or attention_mask.device != key.device:
         expected = f"a bool or integer tensor of shape (B, Sk) = {shape} on {key.device}, nonzero for a real token"
         received = f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)} on {attention_mask.device}"

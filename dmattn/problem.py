@@ -15,6 +15,7 @@ from .masks import IntervalMask
 MAX_HEAD_DIM = 256
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
+SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
@@ -110,6 +111,8 @@ class Problem:
                 _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
             if not 0 < softcap <= LARGEST_FACTOR:
                 _fail("softcap", f"a positive number of at most {LARGEST_FACTOR} or None", softcap)
+            if softcap < SMALLEST_FACTOR or abs(scale) > LARGEST_FACTOR * softcap:  # the kernels divide one by the other in float32
+                _fail("softcap", f"at least {SMALLEST_FACTOR}, and abs(scale) / {LARGEST_FACTOR}, with scale {scale}", softcap)
         return cls(query, key, value, mask, first, last, bias, left, right, _float(scale), None if softcap is None else _float(softcap))
 
 

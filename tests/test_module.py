@@ -368,3 +368,12 @@ def test_caches_that_do_not_fit_are_named() -> None:
 def test_a_wrong_dynamic_bias_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dynamic_bias(**(dict(value=torch.zeros(2, 3, 7, 5), A=torch.zeros(3), dt_proj=torch.nn.Linear(15, 3)) | change))
+
+
+def test_a_refused_mask_leaves_the_cache_as_it_was() -> None:
+    layer = DynamicMaskAttention(hidden_size=32, num_heads=4, num_kv_heads=2, keep=3, layer_idx=0)
+    cache = pytest.importorskip("transformers").DynamicCache()
+    layer(torch.randn(1, 5, 32), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 6\) .* received .* \(1, 5\)"):
+        layer(torch.randn(1, 1, 32), past_key_values=cache, attention_mask=torch.ones(1, 5).bool())
+    assert cache.get_seq_length(0) == 5

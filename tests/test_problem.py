@@ -65,6 +65,8 @@ ERRORS = [
     ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 0.0"),
     ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received nan"),
     ("softcap-infinite-in-base-2", {"softcap": 2.4e38}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 2.4e\+38"),
+    ("softcap-zero-in-float32", {"softcap": 1e-40}, ValueError, r"softcap: expected at least 1.2e-38, .* received 1e-40"),
+    ("softcap-far-below-scale", {"softcap": 1e-30, "scale": 1e30}, ValueError, r"softcap: expected .* with scale 1e\+30, received 1e-30"),
     ("softcap-text", {"softcap": "2"}, TypeError, r"softcap: expected a positive real number or None, received str"),
     ("query-sparse", {"query": zeros(2, 4, 5, 8).to_sparse()}, TypeError, r"query: expected a dense tensor, received layout torch.sparse_coo"),
     ("key-nested", {"key": NESTED}, TypeError, r"key: expected a dense tensor, received a nested tensor"),
