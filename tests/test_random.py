@@ -1,6 +1,6 @@
 """A random search: shapes, dtypes, masks, intervals, biases and options drawn by hypothesis, judged by the budget rule.
 
-DMATTN_EXAMPLES sets how many are drawn (100 by default, 20 in the interpreter; 500 is the full search).
+DMATTN_EXAMPLES sets how many are drawn (100 by default, 10 in the interpreter; 500 is the full search).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dmattn import ops
 from dmattn.equivalence import Case, check
 
-EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "20" if ops.interpreting() else "100"))
+EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if ops.interpreting() else "100"))
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
 SIDE = st.none() | st.integers(0, 70)
 
