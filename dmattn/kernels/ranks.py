@@ -18,8 +18,9 @@ from .layout import Sequence, Span, inside, load_rows, strided
 from .sequence import place
 
 RUN = 1024  # keys of a run that one program sorts
+INTERPRETED_RUN = 64  # the interpreter takes seconds for a longer one
 MERGED = 4  # runs at a time
-BLOCK = 128  # keys of a program that merges; a divisor of RUN
+BLOCK = 128  # keys of a program that merges; a divisor of the keys of MERGED runs
 _PADDING = tl.constexpr((1 << 63) - 1)
 HIDDEN = tl.constexpr(-(1 << 31))  # the high half of the number of a key that is not valid
 
@@ -30,17 +31,17 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
     `key_bias` (B, Hk, Sk) of any strides; `valid` broadcasts to it.
     """
     batch, heads, len_k = key_bias.shape
+    run = RUN if key_bias.device.type != "cpu" else min(RUN, INTERPRETED_RUN)
     numbers: Any = torch.empty((batch * heads, len_k), dtype=torch.int64, device=key_bias.device)
-    _sort_kernel[(batch * heads * triton.cdiv(len_k, RUN),)](
+    _sort_kernel[(batch * heads * triton.cdiv(len_k, run),)](
         key_bias=strided(key_bias, heads),
         valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
         numbers_ptr=numbers,
         heads=heads,
         len_k=len_k,
-        RUN=RUN,
+        RUN=run,
         num_warps=4,
     )
-    run = RUN
     while run < len_k:
         merged = torch.empty_like(numbers)
         _merge_kernel[(batch * heads * triton.cdiv(len_k, BLOCK),)](
