@@ -63,7 +63,8 @@ def test_a_doge_learns_the_same_with_both(train_doge, tmp_path, capsys):
     result = json.loads(target.read_text())
     assert result["size"] == SIZE
     assert result["agreed"]
-    assert result["final_difference"] <= result["largest_difference"] < 1e-5
+    # Roundings differ between CPUs, and may decide one near tie otherwise: 1e-5 of one loss. One key more or less in each query makes 1e-3.
+    assert result["final_difference"] <= result["largest_difference"] < 1e-4
     assert result["gradient_difference"] < 1e-5 < 0.1 < result["gradient_difference_of_one_key"]
     eager, ours = (result["runs"][name]["losses"] for name in ("eager, sorting", "dmattn"))
     assert len(eager) == len(ours) == SIZE["steps"]
