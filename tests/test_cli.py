@@ -95,7 +95,7 @@ def test_verify_fails_when_a_bias_loses_its_gradient(monkeypatch, capsys):
     def forgetful(*tensors, bias=None, **options):
         return right(*tensors, bias=None if bias is None else bias.detach(), **options)
 
-    monkeypatch.setattr(integration, "attention", forgetful)
+    monkeypatch.setattr(integration.attention, "attention", forgetful)
     assert not verify.show_models(torch.device("cpu"), steps=1)
     t5, llama = (line for line in capsys.readouterr().out.splitlines() if "losses differ" in line)
     assert "relative_attention_bias" in t5

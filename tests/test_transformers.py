@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
         seen.append(kwargs)
         return dmattn.attention(*args, **kwargs)
 
-    monkeypatch.setattr(integration, "attention", spy)
+    monkeypatch.setattr(integration.attention, "attention", spy)
     return seen
 
 
@@ -257,7 +257,7 @@ def test_the_models_can_tell_a_wrong_attention(family: Family, monkeypatch: pyte
     forgetful = lambda query, key, value, scale=None, return_lse=False, **_: dmattn.attention(  # noqa: E731
         query, key, value, scale=scale, return_lse=return_lse
     )
-    monkeypatch.setattr(integration, "attention", forgetful)
+    monkeypatch.setattr(integration.attention, "attention", forgetful)
     with integration.using(model):
         ours = train_step(model, batch)
     with pytest.raises(AssertionError):
@@ -407,7 +407,7 @@ def test_a_model_off_the_interface_keeps_its_own_attention(kind: str, config: di
     ours = model_type._from_config(copy.deepcopy(settings), attn_implementation="dmattn").eval()
     ours.load_state_dict(eager.state_dict())
     batch = batch_for(eager, "right")
-    integration._on_interface.pop(model_type.__module__, None)
+    integration.masks._on_interface.pop(model_type.__module__, None)
     with pytest.warns(UserWarning, match=r"modeling_\w+ does not use Transformers' attention interface"):
         logits = ours(**batch).logits
     assert torch.equal(logits, eager(**batch).logits)

@@ -1,0 +1,28 @@
+"""Hugging Face Transformers: `attn_implementation="dmattn"`, through its two public registries.
+
+>>> from dmattn.integrations import transformers as integration
+>>> integration.register()
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="dmattn")
+
+The attention registry receives :func:`attend` (attention.py), the mask registry :func:`make_mask` (masks.py). Together they keep one rule: a
+mask that a model asks for is always built. So a call that arrives without a mask is one whose model never asked, and no causality or padding
+can get lost.
+
+A padded query of a left-padded batch attends nothing and gives 0, as with Transformers' "sdpa"; "eager" gives it the mean of all values. A
+loss that predicts the first real token from it differs from eager's by that.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'transformers>=5.17'` installs it."
+    ) from error
+
+from .attention import attend
+from .masks import make_mask
+from .switch import NAME, disable, enable, register, unregister, using
+
+__all__ = ["NAME", "attend", "disable", "enable", "make_mask", "register", "unregister", "using"]

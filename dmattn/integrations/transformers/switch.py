@@ -1,0 +1,110 @@
+"""Turning dmattn on and off: in Transformers' registries, and in one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from .attention import attend
+from .masks import make_mask
+
+__all__ = ["NAME", "disable", "enable", "register", "unregister", "using"]
+
+NAME = "dmattn"  # Transformers looks for "flash" and "sdpa" inside names and treats those that hold them in its own way
+
+Settings = list[tuple[PreTrainedConfig, Any]]
+
+_settings_before: WeakKeyDictionary[nn.Module, Settings] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Make ``attn_implementation="dmattn"`` and ``model.set_attn_implementation("dmattn")`` valid for every model. Idempotent."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def unregister() -> None:
+    """Undo :func:`register`. A model that is still set to "dmattn" then raises Transformers' KeyError when it is called. Idempotent."""
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def enable(model: nn.Module) -> None:
+    """Register, and set `model` and every model inside it to dmattn.
+
+    As ``model.set_attn_implementation("dmattn")``, but it also reaches inner models whose configuration is a copy of the outer one's:
+    before Transformers 5.23, T5's own method changes neither the encoder nor the decoder.
+
+    Raises:
+        TypeError: `model` is not a torch module.
+        ValueError: nothing in `model` computes its attention through Transformers' attention interface.
+    """
+    before = _switch(model)
+    _settings_before.setdefault(model, before)
+
+
+def disable(model: nn.Module) -> None:
+    """Give `model` back the implementations it had before :func:`enable`.
+
+    Raises:
+        ValueError: :func:`enable` was not called on this model.
+    """
+    before = _settings_before.pop(model, None)
+    if before is None:
+        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received another {type(model).__name__}")
+    _restore(before)
+
+
+@contextmanager
+def using(model: nn.Module) -> Iterator[None]:
+    """:func:`enable` for the length of a ``with`` block; on leaving it, by an error too, every setting is as it was."""
+    before = _switch(model)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _switch(model: nn.Module) -> Settings:
+    """Set every model in `model` to dmattn; returns the settings before."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
+    register()
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = _settings(models)
+    try:
+        for inner in models:
+            if inner.config._attn_implementation != NAME:
+                inner.set_attn_implementation(NAME)
+        if not any(inner.config._attn_implementation == NAME and inner._can_set_attn_implementation() for inner in models):
+            expected = "a model that computes attention through Transformers' attention interface"
+            raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
+    except Exception:
+        _restore(before)
+        raise
+    return before
+
+
+def _settings(models: list[PreTrainedModel]) -> Settings:
+    """Each configuration of `models` with its implementation, an outer one before the inner ones it holds."""
+    found: dict[int, tuple[PreTrainedConfig, Any]] = {}
+
+    def add(config: PreTrainedConfig | None) -> None:
+        if config is not None and id(config) not in found:
+            found[id(config)] = (config, config._attn_implementation)
+            for name in config.sub_configs:
+                add(getattr(config, name, None))
+
+    for model in models:
+        add(model.config)
+    return list(found.values())
+
+
+def _restore(settings: Settings) -> None:
+    for config, implementation in settings:  # setting an outer configuration sets its inner ones, which therefore come after it
+        config._attn_implementation = implementation
