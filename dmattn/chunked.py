@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .broadcast import per_query_gradient, sum_to
 from .problem import Problem
-from .reference import attend, fold_groups, masked_scores
+from .reference import attend, fold_groups, kept_factor, masked_scores
 
 CHUNK_SCORES = 1 << 22  # scores alive at a time: 16 MiB in float32, a few times over in temporaries
 MIN_ROWS = 16
@@ -57,12 +57,16 @@ def backward(
         empty = lse[:, :, rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
         d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
+        factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
         if value_sum is not None:
-            value_sum += fold_groups(p, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
+            weights = p if factor is None else p * factor
+            value_sum += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
         delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
         if d_lse is not None:
             delta = delta - d_lse[:, :, rows, None]
         d_p = (fold_groups(d_out_rows, kv_heads) @ value.transpose(-1, -2)).view(p.shape)
+        if factor is not None:
+            d_p *= factor
         d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
         if d_bias_rows is not None:  # each chunk has rows of its own
             d_bias_rows[:, :, rows] = sum_to(d_scores, d_bias_rows[:, :, rows].shape)

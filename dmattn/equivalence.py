@@ -8,7 +8,8 @@ dtype and (for gradients, which read the rounded out) the inputs'. Inputs in flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Case:
     window: Any = None
     scale: float | None = None
     softcap: float | None = None
+    dropout_p: float = 0.0
     transposed: bool = False  # (B, S, H, D) in memory
     reason: str = ""
 
@@ -72,7 +74,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `attention` other than tensors."""
-        return dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
+        return dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap, dropout_p=self.dropout_p)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Random tensors, the same for a seed on every device."""
@@ -156,7 +158,9 @@ def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, 
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    out, lse = function(leaves["query"], leaves["key"], leaves["value"], mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    with _same_dropout(inputs):
+        out, lse = function(leaves["query"], leaves["key"], leaves["value"], **given)
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
     named = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **named}
@@ -179,24 +183,34 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
-    problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
+    with _same_dropout(inputs):
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
+    factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[1]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)
-    d_scores = p * (d_out @ value.mT + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
+    d_scores = p * (factor * (d_out @ value.mT) + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
     sizes = {
-        "out": p @ value,
+        "out": (p * factor) @ value,
         "lse": p.sum(-1),
         "d_query": abs(problem.scale) * d_scores @ key,
         "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
-        "d_value": sum_to(p.mT @ d_out, wide.value.shape),
+        "d_value": sum_to((p * factor).mT @ d_out, wide.value.shape),
     }
     if wide.bias is not None:
         sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
+
+
+@contextmanager
+def _same_dropout(inputs: Inputs) -> Iterator[None]:
+    """Inside, the next call drops what every call at this place drops; torch's generators are as before afterwards."""
+    with torch.random.fork_rng([inputs.query.device] if inputs.query.is_cuda else []):
+        torch.manual_seed(0)
+        yield
 
 
 class Standard(NamedTuple):

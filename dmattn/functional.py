@@ -30,6 +30,7 @@ def attention(
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    dropout_p: float = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -44,6 +45,7 @@ def attention(
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
+    dropout_p: float = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -57,6 +59,7 @@ def attention(
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention with a mask and a differentiable additive bias.
@@ -67,10 +70,12 @@ def attention(
         s_ij  = softcap * tanh(s_ij / softcap)          only with softcap
         s_ij += bias_ij
         s_ij  = -inf  where the mask, causal or the window hides key j from query i
-        lse_i = log sum_j exp(s_ij)        o_i = sum_j exp(s_ij - lse_i) v_j
+        lse_i = log sum_j exp(s_ij)        o_i = sum_j z_ij exp(s_ij - lse_i) v_j
+
+    with z_ij = 1, or under dropout 1 / (1 - dropout_p) with probability 1 - dropout_p and else 0.
 
     Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. NaN or infinity in the bias
-    at a hidden place changes nothing. Results and gradients are bitwise deterministic.
+    at a hidden place changes nothing. Results and gradients are bitwise deterministic, under dropout from the same state of torch's generator.
 
     Args:
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -86,6 +91,9 @@ def attention(
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
         scale: factor on q . k, at most 2.35e38 in size, by default D ** -0.5.
         softcap: positive bound on the scaled score before the bias, as in Gemma 2; None for none.
+        dropout_p: probability with which a weight is dropped, 0 to 1; the others are multiplied by 1 / (1 - dropout_p), and lse is that without
+            dropout. Pass 0.0 in evaluation, as with torch's SDPA. Which are dropped is chosen by 64 bits that each call draws from torch's
+            generator of the device (:mod:`dmattn.dropout`), the same in the backward pass.
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
@@ -109,7 +117,18 @@ def attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
-    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
+    problem = Problem.canonical(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
     out, lse = run(problem)
     return (out, lse) if return_lse else out
 
@@ -133,7 +152,7 @@ def scaled_dot_product_attention(
     Args:
         query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with leading axes and heads that broadcast. Differentiable.
         attn_mask: bool or float, broadcastable to (..., H, L, S). A float mask may have another dtype than the query and is differentiable.
-        dropout_p: must be 0.
+        dropout_p: probability with which a weight is dropped, as in :func:`attention`.
         is_causal: top-left causal mask; excludes `attn_mask`.
         scale: factor on Q K^T, by default E ** -0.5.
         enable_gqa: allow Hk < H, Hk dividing H.
@@ -143,13 +162,9 @@ def scaled_dot_product_attention(
         is below -2.36e38 for every key, such as float32's finfo.min, where torch gives the mean of the values.
 
     Raises:
-        TypeError, ValueError: as :func:`attention`; also for a nonzero `dropout_p`, for `is_causal` together with `attn_mask`, and for
-            H and Hk that differ and are not 1, without `enable_gqa`.
+        TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
+            1, without `enable_gqa`.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dmattn: dropout_p: expected a number, received {type(dropout_p).__name__}")
-    if dropout_p != 0.0:
-        raise ValueError(f"dmattn: dropout_p: expected 0.0, as dropout is not supported, received {dropout_p}")
     if is_causal and attn_mask is not None:
         raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -173,6 +188,7 @@ def scaled_dot_product_attention(
         window=None,
         scale=scale,
         softcap=None,
+        dropout_p=dropout_p,
         top_left=True,
         mask_name="attn_mask",
     )

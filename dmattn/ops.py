@@ -145,6 +145,8 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 @forward.register_vmap
 def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """The mapped axis joins the batch. What all its elements share is copied for them, except where the batch shares it too."""
+    if inputs[FIELDS.index("seed")] is not None:
+        raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
     query, axis = inputs[0], axes[0]
     batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 

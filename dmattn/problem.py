@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .dropout import draw_seed
 from .masks import IntervalMask
 
 MAX_HEAD_DIM = 256
@@ -31,6 +32,8 @@ class Problem:
     Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none,
     ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are to visit them, at least
     those with an interval that is not empty, none twice. It changes no result.
+
+    ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0.
     """
 
     query: Tensor
@@ -45,6 +48,8 @@ class Problem:
     scale: float
     softcap: float | None
     order: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
 
     @property
     def operands(self) -> tuple:
@@ -64,6 +69,7 @@ class Problem:
         window: Window,
         scale: float | None,
         softcap: float | None,
+        dropout_p: float = 0.0,
         top_left: bool = False,
         mask_name: str | None = None,
     ) -> Problem:
@@ -113,7 +119,15 @@ class Problem:
                 _fail("softcap", f"a positive number of at most {LARGEST_FACTOR} or None", softcap)
             if softcap < SMALLEST_FACTOR or abs(scale) > LARGEST_FACTOR * softcap:  # the kernels divide one by the other in float32
                 _fail("softcap", f"at least {SMALLEST_FACTOR}, and abs(scale) / {LARGEST_FACTOR}, with scale {scale}", softcap)
-        return cls(query, key, value, mask, first, last, bias, left, right, _float(scale), None if softcap is None else _float(softcap))
+        if not _real(dropout_p):
+            _fail("dropout_p", "a real number", _kind(dropout_p), TypeError)
+        if not 0 <= dropout_p <= 1:
+            _fail("dropout_p", "a number from 0 to 1", dropout_p)
+        seed = draw_seed(query.device) if dropout_p else None
+        softcap = None if softcap is None else _float(softcap)
+        return cls(
+            query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, dropout_p=_float(dropout_p), seed=seed
+        )  # fmt: skip
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from . import dropout
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -25,15 +28,18 @@ def attention(
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same function as :func:`dmattn.attention`, materialising (B, H, Sq, Sk), computed and returned in `dtype`.
 
-    Args are those of :func:`dmattn.attention`; `dtype` defaults to the query's. ``dtype=torch.float64`` on inputs already rounded to
-    their own dtype is the truth against which the library is tested. Gradients come from autograd, of any order.
+    Args are those of :func:`dmattn.attention`; from the same state of torch's generator dropout drops the same. `dtype` defaults to the
+    query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
+    come from autograd, of any order.
     """
-    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap)
+    options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
+    problem = Problem.canonical(query, key, value, **options)
     with torch.autocast(problem.query.device.type, enabled=False):
         out, lse = attend(problem, dtype or query.dtype)
     return (out, lse) if return_lse else out
@@ -64,6 +70,8 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     scores = scores.masked_fill(empty, 0.0)
     lse = logsumexp(scores, -1)
     probabilities = torch.softmax(scores, -1)  # exp(scores - lse) has lost the sum where lse is so large that log n is below its last digit
+    if problem.seed is not None:
+        probabilities = probabilities * kept_factor(problem, dtype, row_start)
     kv_heads = problem.value.shape[1]
     out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:3], problem.value.shape[3])
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, float("-inf")).squeeze(-1)
@@ -97,6 +105,13 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
         scores = scores + bias.masked_fill(bias < MASKING, float("-inf"))
     hidden = _hidden(problem, row_start, rows, rows if len_q is None else len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
+
+
+def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:
+    """What dropout multiplies the probabilities by: 1 / (1 - p) for a pair that is kept, else 0; (B, H, rows, Sk)."""
+    assert problem.seed is not None
+    kept = dropout.kept(problem.seed, problem.dropout_p, (*problem.query.shape[:3], problem.key.shape[2]), row_start)
+    return kept.to(dtype) * dropout.kept_scale(problem.dropout_p)
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:

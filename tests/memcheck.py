@@ -22,6 +22,8 @@ CASES = (
     Case("key-bias-grouped-window", 130, heads=4, kv_heads=2, bias="bg1k", window=(20, 3)),
     Case("intervals-softcap-odd-dims", 97, heads=2, head_dim=20, value_dim=40, intervals="documents", softcap=5.0, bias="1hq1"),
     Case("block-mask-large-head", 129, head_dim=200, mask="11qk", keep="blocks"),
+    Case("dropout-shared-bias-grouped-causal", 65, 97, heads=4, kv_heads=2, bias="1hqk", causal=True, dropout_p=0.2),
+    Case("dropout-dense-bias", 97, 65, bias="bhqk", dropout_p=0.2),
     *cases.FAULTS,
 )
 

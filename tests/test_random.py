@@ -44,6 +44,7 @@ def problems(draw: st.DrawFn) -> Case:
         window=window,
         scale=draw(st.none() | st.floats(0.01, 2.0)),
         softcap=draw(st.none() | st.floats(0.5, 50.0)),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])),
         transposed=draw(st.booleans()),
     )
 
@@ -67,6 +68,6 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "transposed"):
+    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "transposed"):
         assert any(getattr(case, field) for case in seen), field
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

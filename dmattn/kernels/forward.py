@@ -9,6 +9,7 @@ from torch import Tensor
 from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from .pairs_kept import kept_factor
 from .reorder import reordered
 from .scores import any_unmasked, rules_of, scores
 from .sequence import place
@@ -69,6 +70,8 @@ def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, v
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, False, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
+    if rules.seed is not None:
+        p *= kept_factor(rules, seq, rows, cols, False)
     v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dropout import kept_scale, threshold
 from .layout import Span, inside, load_rows, load_tile, strided
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -16,7 +17,8 @@ class Rules(NamedTuple):
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
     `lists`: for every block of queries the blocks of keys to visit, where there are intervals and the kernel walks keys. Query i may attend
-    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound.
+    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or is None with
+    `threshold` and `kept_scale` (dmattn/dropout.py).
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -31,6 +33,9 @@ class Rules(NamedTuple):
     right: Any
     scale: Any
     softcap: Any
+    seed: Any
+    threshold: Any
+    kept_scale: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -40,6 +45,7 @@ class Rules(NamedTuple):
 def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with the `live_blocks` of its intervals."""
     heads = problem.query.shape[1]
+    drops = problem.seed is not None
     return Rules(
         mask=strided(problem.mask, heads),
         mask_rows=_varies(problem.mask, 2),
@@ -54,6 +60,9 @@ def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
         right=problem.right,
         scale=problem.scale,
         softcap=problem.softcap,
+        seed=problem.seed,
+        threshold=threshold(problem.dropout_p) if drops else None,
+        kept_scale=kept_scale(problem.dropout_p) if drops else None,
     )
 
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .pairs_kept import kept_factor
 from .scores import LOG2E, by_query, scores
 
 
@@ -34,9 +35,10 @@ def softmax_finish(acc, row_max, row_sum):
 def score_gradient(
     q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(p, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+    """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
-    p = exp(s - lse), 0 throughout an empty row; dS = p * (dO V^T - delta), the gradient of the scores and so of the bias.
+    p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dS = p * (z * dO V^T -
+    delta), the gradient of the scores and so of the bias.
     """
     s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN, PRECISION)
     lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
@@ -45,4 +47,8 @@ def score_gradient(
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
     else:
         d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
-    return p, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+    if rules.seed is None:
+        return p, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+    else:
+        factor = kept_factor(rules, seq, rows, cols, KEYS_DOWN)
+        return p * factor, p * (d_p * factor - by_query(delta_rows, KEYS_DOWN)), tanh

@@ -71,7 +71,8 @@ def pick(kernel: str, problem: Any) -> Tile:
         rows = _WIDE_FLOATS
     tile = next(tile for largest, tile in rows if dim <= largest)
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
-    if tile.block_m > 64 and (few_rows or (problem.mask is not None and tile.warps == 4)):  # a mask takes registers
+    crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout
+    if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
         tile = Tile(64, tile.block_n, 4, tile.stages)
     return tile
 

@@ -45,8 +45,7 @@ def attend(
             and `sliding_window` are already inside. None: the model asked for no mask, and the two arguments below decide.
         is_causal: without a mask, hide later keys; None reads ``module.is_causal``. Ignored with a mask, and for a single query.
         sliding_window: without a mask, a causal query sees its own and the ``sliding_window - 1`` keys before it. Ignored with a mask.
-        dropout: must be 0 while ``module.training``; ignored otherwise, as in Transformers' eager attention. It comes from the module:
-            to turn it off, give the configuration 0 before the model is built.
+        dropout: probability with which a weight is dropped while ``module.training``; ignored otherwise, as in Transformers' eager attention.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
         position_bias: float, broadcastable to (B, H, Q, K), added to the score. Differentiable, T5's relative bias.
         s_aux: (H,), attention sinks: a logit per head that takes part in the softmax and has no value. Differentiable.
@@ -56,19 +55,13 @@ def attend(
         (B, Q, H, Dv) contiguous, and None for the attention weights, which are never formed.
 
     Raises:
-        ValueError, TypeError: as :func:`dmattn.attention`; also for dropout while training, for `output_attentions`, for what would
-            change the result and is not supported (paged caches, sparse indices, per-token sinks, packed lengths without a mask), and
-            for a causal call without a mask whose query and key lengths differ: Transformers aligns it top-left in its SDPA integration
-            and bottom-right in its FlashAttention integration.
+        ValueError, TypeError: as :func:`dmattn.attention`; also for `output_attentions`, for what would change the result and is not
+            supported (paged caches, sparse indices, per-token sinks, packed lengths without a mask), and for a causal call without a mask
+            whose query and key lengths differ: Transformers aligns it top-left in its SDPA integration and bottom-right in its
+            FlashAttention integration.
     """
     if output_attentions:
         raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
-    if dropout and module.training:
-        raise ValueError(
-            f"dmattn: dropout: expected 0.0 while training, as attention dropout is not supported, received {dropout}; set it "
-            "before the model is built, as its layers keep the value: from_pretrained(..., attention_dropout=0.0), or the same in the "
-            "configuration given to the constructor. BERT's name is attention_probs_dropout_prob; T5's dropout_rate turns off all its dropout."
-        )
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise ValueError(f"dmattn: {name}: expected None, as {type(module).__name__} uses it in a way not supported, received a value")
@@ -91,6 +84,7 @@ def attend(
     if position_bias is not None:
         bias = position_bias if bias is None else _sum(bias, position_bias)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
+    options["dropout_p"] = dropout if module.training else 0.0
     if s_aux is None:
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
     if s_aux.shape != query.shape[1:2]:
