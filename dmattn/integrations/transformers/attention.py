@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...functional import attention
+from ...masks import IntervalMask
+from .described_mask import DescribedMask, arguments
 
 __all__ = ["attend"]
 
@@ -70,7 +72,9 @@ def attend(
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise ValueError(f"dmattn: {name}: expected None, as {type(module).__name__} uses it in a way not supported, received a value")
-    mask = bias = window = None
+    mask: Tensor | IntervalMask | None = None
+    bias: Tensor | None = None
+    window: tuple[int | None, int | None] | None = None
     causal = False
     if attention_mask is None:
         if others.get("cu_seq_lens_q") is not None:
@@ -78,7 +82,9 @@ def attend(
         causal, window = _rules_without_mask(module, query, key, is_causal, sliding_window)
     else:
         _check_mask(attention_mask)
-        if attention_mask.dtype == torch.bool:
+        if isinstance(attention_mask, DescribedMask) and attention_mask.shape[2:] == (query.shape[2], key.shape[2]):
+            mask, causal, window = arguments(attention_mask)
+        elif attention_mask.dtype == torch.bool:
             mask = attention_mask
         else:
             bias = attention_mask
@@ -96,7 +102,7 @@ def attend(
 
 def _rules_without_mask(
     module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None
-) -> tuple[bool, tuple[int, int] | None]:
+) -> tuple[bool, tuple[int | None, int | None] | None]:
     """`causal` and `window` of a call whose model asked for no mask; raises where Transformers' own integrations disagree."""
     len_q, len_k = query.shape[2], key.shape[2]
     if is_causal is None:

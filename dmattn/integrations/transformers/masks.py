@@ -6,26 +6,59 @@ import inspect
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
+
+from .described_mask import describe
 
 __all__ = ["make_mask"]
 
 _on_interface: dict[str, bool] = {}
 
 
-def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask function: the bool mask (B, 1, Q, K) of its SDPA integration, but never None.
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> Tensor:
+    """Transformers' mask function: the bool mask (B, 1, Q, K) of its SDPA integration, but never None, and no Q * K memory where possible.
+
+    Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The bool tensor
+    itself is made while tracing or compiling, and for functions that are not Transformers' own or join masks by "or" (images inside text).
 
     A model whose file computes attention without the attention interface reads the mask itself, as an additive one. It gets the mask of
     the eager implementation, which is what it then runs, and a warning the first time.
     """
-    if not _uses_interface(_modelling_file(kwargs.get("config"))):
-        return eager_mask(*args, **kwargs)
-    return sdpa_mask(*args, **(kwargs | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)))
+    place: dict[str, Any] = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, device=device
+    )
+    if not _uses_interface(_modelling_file(config)):
+        return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
+    traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
+    if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
+        described = describe(mask_function, attention_mask=attention_mask, **place)
+        if described is not None:
+            return described
+    return sdpa_mask(
+        **place,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        **(others | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)),
+    )
 
 
 def _modelling_file(config: Any) -> str:

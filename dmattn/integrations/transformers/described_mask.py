@@ -1,0 +1,261 @@
+"""Transformers' masks as one interval of queries per key: O(B * K) memory where the mask itself takes O(B * Q * K)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import transformers.masking_utils as rules
+from torch import Tensor
+from transformers.utils.import_utils import is_cuda_stream_capturing
+
+from ...masks import IntervalMask
+
+__all__ = ["DescribedMask", "describe"]
+
+MaskFunction = Callable[..., Any]
+
+
+class DescribedMask(Tensor):
+    """A bool mask (B, 1, Q, K), True where a query attends a key, that owns no (Q, K) memory.
+
+    :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`). Any other operation finds the exact bool
+    tensor, which is made then and kept: a model that slices, inverts or edits its mask goes on as before, in the memory it had before.
+
+    Attributes:
+        first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``.
+        causal_window: (causal, window) of :func:`dmattn.attention` where these two say it all, else None.
+    """
+
+    first: Tensor
+    last: Tensor
+    causal_window: tuple[bool, tuple[int | None, int | None] | None] | None
+    _dense: Tensor | None
+    _writes: tuple[int, int] | None
+
+    @staticmethod
+    def __new__(cls, first: Tensor, last: Tensor, shape: tuple[int, int], causal_window: Any) -> DescribedMask:
+        """Of `shape` (B, Q); K is that of the intervals."""
+        batch, len_q = shape
+        size = (batch, 1, len_q, first.shape[-1])
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=first.device)
+        self.first, self.last, self.causal_window, self._dense = first, last, causal_window, None
+        return self
+
+    def dense(self) -> Tensor:
+        """The bool tensor (B, 1, Q, K)."""
+        if self._dense is None:
+            dense = IntervalMask(self.first, self.last, self.shape[2]).to_dense(self.shape[2])
+            self._dense = dense.expand(self.shape)
+            self._writes = self._count_writes()
+        return self._dense
+
+    def edited(self) -> bool:
+        """Whether anything may have been written into the bool tensor."""
+        return self._dense is not None and (self._writes is None or self._writes != self._count_writes())
+
+    def _count_writes(self) -> tuple[int, int] | None:
+        """Into this tensor and into the bool one, views included: which of them a view counts for depends on the mode. None: not counted."""
+        dense = self._dense
+        return None if dense is None or dense.is_inference() or self.is_inference() else (self._version, dense._version)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DescribedMask(shape={tuple(self.shape)}, causal_window={self.causal_window}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return torch.clone, (self.dense(),)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Into what torch.compile hands to a graph: the intervals."""
+        if self.edited():
+            expected = "in a compiled function a mask that was not written into (mask.clone() is an ordinary tensor)"
+            raise ValueError(f"dmattn: attention_mask: expected {expected}, received one that was")
+        return ["first", "last"], (self.shape[0], self.shape[2], self.causal_window)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DescribedMask:
+        batch, len_q, causal_window = context
+        return DescribedMask(inner["first"], inner["last"], (batch, len_q), causal_window)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if function is torch.ops.aten.detach.default:  # reentrant checkpointing detaches what it is given
+            return args[0]._moved(args[0].device)
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype", torch.bool) in (torch.bool, None):  # layers on several devices
+            return args[0]._moved(kwargs.get("device") or args[0].device)
+        exact = lambda x: x.dense() if isinstance(x, DescribedMask) else x  # noqa: E731
+        return function(*torch.utils._pytree.tree_map(exact, args), **torch.utils._pytree.tree_map(exact, kwargs))
+
+    def _moved(self, device: torch.device) -> Tensor:
+        if self.edited():
+            return self.dense().detach().to(device)
+        return DescribedMask(self.first.to(device), self.last.to(device), (self.shape[0], self.shape[2]), self.causal_window)
+
+
+def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, tuple[int | None, int | None] | None]:
+    """`mask`, `causal` and `window` of :func:`dmattn.attention`. What an operation wrote into the bool tensor counts.
+
+    No method: torch.compile would take one for an operation on the bool tensor.
+    """
+    if not torch.compiler.is_compiling() and mask.edited():
+        return mask.dense(), False, None
+    if mask.causal_window is not None:
+        return None, *mask.causal_window
+    return IntervalMask(mask.first, mask.last, mask.shape[2]), False, None
+
+
+class _Rule(NamedTuple):
+    """One condition of a mask: "causal", "left" (size), "both" (size), "chunks" (size, left padding) or "packed" (sequence of each token)."""
+
+    kind: str
+    values: tuple[Any, ...] = ()
+
+
+def describe(
+    mask_function: MaskFunction,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> DescribedMask | None:
+    """The mask that :func:`transformers.masking_utils.sdpa_mask` makes of the same arguments, or None where that one is to be made.
+
+    None for a `mask_function` other than Transformers' causal, sliding, chunked and packed ones and what they make together, while tracing
+    or compiling, and for a single query with padding or an offset, which is as small as its description.
+    """
+    found = _conditions(mask_function)
+    padding = attention_mask
+    if found is None or not _transformers_agrees() or (padding is not None and (padding.dtype != torch.bool or padding.ndim != 2)):
+        return None
+    return _describe(found, batch_size, q_length, kv_length, q_offset, kv_offset, padding, device)
+
+
+def _describe(
+    found: list[_Rule],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    device: torch.device | str,
+) -> DescribedMask | None:
+    if padding is not None:
+        padding = rules.prepare_padding_mask(padding, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
+        if padding.shape[0] != batch_size:
+            return None
+        if not is_cuda_stream_capturing() and bool(padding.all()):  # Transformers' SDPA integration waits for this, too
+            padding = None
+    fixed = not isinstance(q_offset, Tensor)  # a static cache's is a tensor, whose value would have to be waited for
+    aligned = fixed and q_offset + q_length == kv_offset + kv_length
+    causal_window = _causal_window(found) if aligned and padding is None else None
+    if q_length == 1 and causal_window is None:
+        return None
+    queries = torch.zeros(kv_length, dtype=torch.int64, device=device)
+    first, last = queries, queries + q_length
+    own = torch.arange(kv_length, device=device) + (kv_offset - q_offset)  # of the query at the key's own position
+    for rule in found:
+        if rule.kind == "causal":
+            begin, end = own, last
+        elif rule.kind == "left":
+            begin, end = first, own + rule.values[0]
+        elif rule.kind == "both":
+            begin, end = own - rule.values[0], own + rule.values[0] + 1
+        elif rule.kind == "chunks":
+            size, left_padding = rule.values
+            begin = (own + q_offset - left_padding[:, None]) // size * size + left_padding[:, None] - q_offset
+            end = begin + size
+        else:
+            if not fixed or q_offset != 0 or kv_offset != 0 or rule.values[0].shape != (batch_size, q_length) or q_length != kv_length:
+                return None
+            documents = IntervalMask.documents(rule.values[0])
+            begin, end = documents.first[:, 0], documents.last[:, 0]
+        first, last = torch.maximum(first, begin), torch.minimum(last, end)
+    if padding is not None:
+        last = torch.where(padding, last, 0)
+    first, last = (bound.clamp(0, q_length).to(torch.int32) for bound in (first, last))
+    if max(first.ndim, last.ndim) == 2:
+        first, last = (bound.expand(batch_size, kv_length)[:, None] for bound in (first, last))
+    return DescribedMask(first, last, (batch_size, q_length), causal_window)
+
+
+def _causal_window(found: list[_Rule]) -> tuple[bool, tuple[int | None, int | None] | None] | None:
+    """`causal` and `window` where these are all there is."""
+    if not {rule.kind for rule in found} <= {"causal", "left", "both"}:
+        return None
+    causal = any(rule.kind == "causal" for rule in found)
+    left = min((rule.values[0] - (rule.kind == "left") for rule in found if rule.values), default=None)
+    right = min((rule.values[0] for rule in found if rule.kind == "both"), default=None)
+    if left is not None and left < 0:
+        return None
+    return causal, None if left is None else (left, 0 if causal else right)
+
+
+def _conditions(mask_function: MaskFunction, packed: bool = False) -> list[_Rule] | None:
+    """The conditions that a mask function of Transformers joins by "and"; None where it is another function. `packed`: inside a sequence."""
+    if mask_function is rules.causal_mask_function:
+        return [_Rule("causal")]
+    if mask_function is rules.bidirectional_mask_function:
+        return []
+    made_by, _, inner = getattr(mask_function, "__qualname__", "").partition(".<locals>.")
+    if getattr(mask_function, "__module__", None) != rules.__name__ or not inner:
+        return None
+    cells = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in mask_function.__closure__ or ()), strict=True))
+    try:
+        if made_by == "and_masks":
+            parts = cells["mask_functions"]
+            packed = packed or any("packed_sequence_mask_function." in part.__qualname__ for part in parts)
+            joined = [_conditions(part, packed) for part in parts]
+            return None if None in joined else [rule for each in joined for rule in each or ()]
+        if made_by == "sliding_window_overlay":
+            return [_Rule("left", (cells["sliding_window"],))]
+        if made_by == "sliding_window_bidirectional_overlay":
+            return [_Rule("both", (cells["sliding_window"],))]
+        if made_by == "chunked_overlay":
+            return [_Rule("chunks", (cells["chunk_size"], cells["left_padding"]))]
+        if made_by == "packed_sequence_mask_function":
+            return [_Rule("packed", (cells["packed_sequence_mask"],))]
+        if made_by == "remap_positions_for_packed_sequence" and packed:
+            # Positions rise by one inside a sequence, so distances are what they were. Chunks count from its start, which is another rule.
+            inside = _conditions(cells["mask_function"], packed)
+            return None if inside is None or any(rule.kind == "chunks" for rule in inside) else inside
+    except (AttributeError, KeyError):  # another version's way
+        return None
+    return None
+
+
+@lru_cache(maxsize=1)
+def _transformers_agrees() -> bool:
+    """Whether the functions above mean, in the Transformers that is installed, what this module takes them for: tried once, on small masks."""
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    sequences = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] + [2]])
+    positions = torch.cat([torch.arange(n) for n in (4, 7, 9, 1, 1)]).view(2, 11)
+    window, both = rules.sliding_window_causal_mask_function(3), rules.sliding_window_bidirectional_mask_function(2)
+    packed: MaskFunction = rules.and_masks(window, rules.packed_sequence_mask_function(sequences))
+    if hasattr(rules, "packed_sequence_compatibility_function"):  # since Transformers 5.18
+        packed = rules.packed_sequence_compatibility_function(window, positions, sequences)
+    chunks = rules.chunked_causal_mask_function(4, torch.tensor([2, 0]))
+    tries = [(each, 5, 6, keys) for each in (rules.causal_mask_function, window, both, chunks) for keys in (None, padding)]
+    for function, len_q, q_offset, keys in [*tries, (rules.bidirectional_mask_function, 5, 6, padding), (packed, 11, 0, None)]:
+        place: dict[str, Any] = dict(batch_size=2, q_length=len_q, kv_length=11, q_offset=q_offset, kv_offset=0, device="cpu")
+        found = _conditions(function)
+        ours = None if found is None else _describe(found, padding=keys, **place)
+        theirs = rules.sdpa_mask(mask_function=function, attention_mask=keys, allow_is_causal_skip=False, **place)
+        if ours is not None and not torch.equal(ours.dense(), theirs):
+            name = function.__qualname__
+            warnings.warn(f"dmattn: masks take (Q, K) memory, as this Transformers gives another meaning to {name}", stacklevel=2)
+            return False
+    return True
