@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
-from dmattn.integrations.transformers import conversion  # noqa: E402
+from dmattn.integrations.transformers import converted_layer  # noqa: E402
 
 whole_models = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -99,7 +99,7 @@ def kept(key_bias: Tensor, visible: Tensor, keep: int) -> Tensor:
     for b in range(batch):
         for i, seen in enumerate(visible[b, 0].tolist()):
             for h, scores in enumerate(key_bias[b].tolist()):
-                best = sorted((j for j in range(len_k) if seen[j]), key=lambda j: (scores[j], j))[-keep:]  # noqa: B023
+                best = sorted((j for j in range(len_k) if seen[j]), key=lambda j: (scores[j], j))[-keep:]
                 mask[b, h, i, best] = True
     return mask.to(key_bias.device)
 
@@ -125,8 +125,8 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module, dict[str, T
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
         mask = lambda **call: sdpa_mask(**(call | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)))  # noqa: E731
         with monkeypatch.context() as patch:
-            patch.setitem(transformers.AttentionInterface._global_mapping, conversion.NAME, by_formula)
-            patch.setitem(transformers.AttentionMaskInterface._global_mapping, conversion.NAME, mask)
+            patch.setitem(transformers.AttentionInterface._global_mapping, converted_layer.NAME, by_formula)
+            patch.setitem(transformers.AttentionMaskInterface._global_mapping, converted_layer.NAME, mask)
             return train_step(model, batch)
 
     return step
@@ -139,9 +139,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def spy(module, query, key, value, attention_mask, **call):
         seen.append(attention_mask)
-        return conversion._attend(module, query, key, value, attention_mask, **call)
+        return converted_layer.attend_converted(module, query, key, value, attention_mask, **call)
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, conversion.NAME, spy)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, converted_layer.NAME, spy)
     return seen
 
 
@@ -212,6 +212,15 @@ def test_new_parameters_are_initialised_as_documented() -> None:
     assert {parameter.dtype for parameter in layer.dynamic_mask.parameters()} == {torch.float16}
     assert not layer.dynamic_mask.training
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters() if name in before)
+
+
+def test_beside_quantised_weights_the_new_parameters_have_the_dtype_of_the_configuration() -> None:
+    model = llama()
+    model.config.dtype = torch.float16
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight = nn.Parameter(torch.zeros(16, 32, dtype=torch.uint8), requires_grad=False)
+    integration.convert_to_dynamic_mask(model, keep=KEEP)
+    assert {parameter.dtype for name, parameter in model.named_parameters() if "dynamic_mask" in name} == {torch.float16}
 
 
 # What a converted model computes
@@ -302,13 +311,15 @@ def test_scores_in_bfloat16_models_are_not_rounded_to_it(mode: str) -> None:
 
 
 @whole_models
-@pytest.mark.parametrize("padding", ["none", "left"])
-def test_a_compiled_model_has_no_graph_break(padding: str) -> None:
-    model, batch = convert(llama(use_cache=False), layers=[0]), batch_of(padding)
+@pytest.mark.parametrize("layers", [[0], [1]], ids=["converted", "dense"])
+def test_a_compiled_model_has_no_graph_break(layers: list[int]) -> None:
+    """One layer is traced, converted or not."""
+    model, batch = convert(llama(use_cache=False), layers=layers), batch_of("left")
+    model.model.layers = model.model.layers[:1]
     plain = train_step(model, batch)
     torch.compiler.reset()
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    assert_equal_steps(train_step(model, dict(attention_mask=torch.ones_like(batch["input_ids"])) | batch), plain)
+    assert_equal_steps(train_step(model, batch), plain)
 
 
 # Caches
@@ -368,6 +379,58 @@ def test_the_rest_of_a_static_cache_does_not_matter() -> None:
         return torch.cat(parts, 1)
 
     assert error(logits(50.0), logits(0.0)) <= TOLERANCE * largest(logits(0.0))
+
+
+# Training with other libraries
+
+
+@whole_models
+def test_lora_trains_beside_the_new_parameters(tmp_path) -> None:
+    """An adapter with the new parameters; loaded on a model that was converted alike; merged, saved, and loaded as a converted model."""
+    peft = pytest.importorskip("peft")
+    model, batch = llama(), batch_of("left")
+    original = copy.deepcopy(model)
+    integration.convert_to_dynamic_mask(model, keep=KEEP)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["dynamic_mask"])
+    adapted = peft.get_peft_model(model, settings)
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert sum("dynamic_mask" in name for name in trained) == 4
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.5)
+    for _ in range(2):
+        train_step(adapted, batch)
+        optimizer.step()
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in trained.items())
+    logits = adapted.eval()(**batch).logits.detach()
+    adapted.save_pretrained(tmp_path / "adapter")
+    integration.convert_to_dynamic_mask(original, keep=KEEP)
+    again = peft.PeftModel.from_pretrained(original, tmp_path / "adapter").eval()
+    assert error(again(**batch).logits, logits) <= TOLERANCE * largest(logits)
+    with pytest.raises(ValueError, match=r"model: expected a model without adapters, .* whose dynamic_mask is a ModulesToSaveWrapper"):
+        integration.revert_dynamic_mask(adapted)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = integration.load_dynamic_mask(transformers.AutoModelForCausalLM, tmp_path / "merged")
+    assert error(loaded(**batch).logits, logits) <= TOLERANCE * largest(logits)
+    integration.revert_dynamic_mask(merged)
+    assert hooks(merged) == 0
+
+
+@whole_models
+def test_trainer_trains_the_new_parameters_and_its_checkpoint_is_loaded(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    model, batch = llama(), batch_of("left")
+    integration.convert_to_dynamic_mask(model, keep=KEEP)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("dynamic_mask" in name)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = [{name: tensor[number] for name, tensor in batch.items()} for number in range(2)]
+    steps = dict(max_steps=2, save_steps=2, save_strategy="steps", learning_rate=0.1, per_device_train_batch_size=2)
+    settings = transformers.TrainingArguments(str(tmp_path), **steps, report_to=[], use_cpu=True, disable_tqdm=True)
+    transformers.Trainer(model, settings, train_dataset=rows).train()
+    assert all(torch.equal(tensor, before[name]) != ("dynamic_mask" in name) for name, tensor in model.state_dict().items())
+    loaded = integration.load_dynamic_mask(transformers.AutoModelForCausalLM, tmp_path / "checkpoint-2")
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 # Reverting, saving, loading
@@ -467,8 +530,13 @@ def test_what_cannot_be_loaded_is_named(tmp_path) -> None:
     model.save_pretrained(tmp_path / "part", state_dict=state)
     with pytest.raises(ValueError, match=r"path: expected files with all weights .* without model.layers.1.self_attn.dynamic_mask.A, model"):
         integration.load_dynamic_mask(kind, tmp_path / "part")
+    unfit = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4))
+    unfit.config.dynamic_mask = {"keep": KEEP, "layers": [0]}
+    unfit.save_pretrained(tmp_path / "unfit")
+    with pytest.raises(ValueError, match="path: expected a configuration that fits the model, received one that names a GPT2Attention"):
+        integration.load_dynamic_mask(kind, tmp_path / "unfit")
     for wrong in ("LlamaForCausalLM", nn.Linear):
-        with pytest.raises(TypeError, match="kind: expected a model class or an auto class of Transformers, received (str|Linear)"):
+        with pytest.raises(TypeError, match=r"kind: expected a model class or an auto class of Transformers, received (str|Linear)"):
             integration.load_dynamic_mask(wrong, tmp_path)
 
 
@@ -503,6 +571,13 @@ def test_another_implementation_does_not_drop_the_masks_silently() -> None:
     integration.revert_dynamic_mask(model)
     assert model.config._attn_implementation == "sdpa"
     model(tokens)
+
+
+@whole_models
+def test_a_model_built_anew_from_the_configuration_is_refused() -> None:
+    model = convert(llama(), layers=[1])
+    with pytest.raises(ValueError, match="model: expected layer 1 with a dynamic mask, as its configuration says; load_dynamic_mask"):
+        type(model)(model.config)(batch_of()["input_ids"])
 
 
 @whole_models
@@ -551,17 +626,17 @@ def test_attention_weights_are_refused() -> None:
     layer = convert(llama()).model.layers[0].self_attn
     query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     with pytest.raises(ValueError, match="output_attentions: expected False"):
-        conversion._attend(layer, query, key, key, torch.ones(2, 5, dtype=torch.bool), output_attentions=True)
+        converted_layer.attend_converted(layer, query, key, key, torch.ones(2, 5, dtype=torch.bool), output_attentions=True)
 
 
 def test_compiled_calls_that_cannot_be_told_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dict(batch_size=2, q_length=3, kv_length=9, device="cpu")
-    assert conversion._make_mask(**sizes, q_offset=torch.tensor(2)).shape == (2, 5)
+    assert converted_layer.make_key_mask(**sizes, q_offset=torch.tensor(2)).shape == (2, 5)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match=r"past_key_values: expected one token at a time with a static cache in torch.compile, received 3"):
-        conversion._make_mask(**sizes, q_offset=torch.tensor(2))
+        converted_layer.make_key_mask(**sizes, q_offset=torch.tensor(2))
     with pytest.raises(ValueError, match="past_key_values: expected a cache of at least 12 keys for 3 queries, received 9"):
-        conversion._make_mask(**sizes, q_offset=9)
+        converted_layer.make_key_mask(**sizes, q_offset=9)
 
 
 def t5() -> nn.Module:
@@ -607,17 +682,27 @@ def converted() -> nn.Module:
         pytest.param(llama, dict(keep=4, layers="01"), TypeError, "layers: expected integers or None, received str", id="layers-str"),
         pytest.param(llama, dict(keep=4, layers=[1.0]), TypeError, "layers: expected an integer, received float", id="layer-float"),
         pytest.param(llama, dict(keep=4, layers=[]), ValueError, "layers: expected at least one layer", id="layers-empty"),
-        pytest.param(llama, dict(keep=4, layers=[0, 2]), ValueError, r"layers: expected numbers out of \[0, 1\], received 2$", id="no-such-layer"),
         pytest.param(
-            half_windowed, dict(keep=4, layers=[1, 2]), ValueError, r"out of \[1, 3\], received 2, which attends within a window", id="layer-window"
+            llama, dict(keep=4, layers=[0, 2]), ValueError, r"layers: expected numbers out of \[0, 1\], received 2$", id="no-such-layer"
+        ),
+        pytest.param(
+            half_windowed,
+            dict(keep=4, layers=[1, 2]),
+            ValueError,
+            r"out of \[1, 3\], received 2, which attends within a window",
+            id="layer-window",
         ),
         pytest.param(converted, dict(keep=4), ValueError, "model: expected a model that is not converted", id="converted"),
         pytest.param(doge, dict(keep=4), ValueError, r"dmattn.integrations.doge.enable\(model\) lets a Doge", id="doge"),
-        pytest.param(two_decoders, dict(keep=4), ValueError, "model: expected one decoder, received a ModuleList with several", id="two-decoders"),
+        pytest.param(
+            two_decoders, dict(keep=4), ValueError, "model: expected one decoder, received a ModuleList with several", id="two-decoders"
+        ),
         pytest.param(lambda: nn.Linear(2, 2), dict(keep=4), ValueError, "received a Linear: no causal layer was found", id="linear"),
         pytest.param(t5, dict(keep=4), ValueError, "received a T5ForConditionalGeneration: ", id="t5"),
         pytest.param(latent, dict(keep=4), ValueError, "DeepseekV3Attention has none of v_proj, qkv_proj", id="latent-values"),
-        pytest.param(lambda: make("Mistral", sliding_window=5), dict(keep=4), ValueError, "MistralAttention attends within a window", id="window"),
+        pytest.param(
+            lambda: make("Mistral", sliding_window=5), dict(keep=4), ValueError, "MistralAttention attends within a window", id="window"
+        ),
         pytest.param(gemma2, dict(keep=4), ValueError, "Gemma2Attention caps its scores", id="softcap"),
         pytest.param(gpt_oss, dict(keep=4), ValueError, "GptOssAttention has attention sinks", id="sinks"),
     ],
@@ -649,13 +734,13 @@ def test_what_cannot_be_reverted_is_named() -> None:
 def test_an_attention_call_equals_the_formula(dynamic: bool) -> None:
     layer = convert(llama(), keep=3).model.layers[0].self_attn
     if not dynamic:
-        del layer.dynamic_mask
+        del layer.dynamic_mask, layer.config.dynamic_mask
     random = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(2, heads, length, 8, generator=random, requires_grad=True) for heads, length in ((4, 5), (2, 9), (2, 9)))
-    real = torch.ones(2, 7, dtype=torch.bool)  # two more slots are in the cache
+    query, key, value = (torch.randn(1, heads, length, 8, generator=random, requires_grad=True) for heads, length in ((4, 5), (2, 9), (2, 9)))
+    real = torch.ones(1, 7, dtype=torch.bool)  # two more slots are in the cache
     real[0, :2] = False
     visible = torch.ones(5, 7, dtype=torch.bool).tril(2) & real[:, None, None]
-    out, weights = conversion._attend(layer, query, key, value, real, scaling=0.3)
+    out, weights = converted_layer.attend_converted(layer, query, key, value, real, scaling=0.3)
     want, _ = by_formula(layer, query, key[:, :, :7], value[:, :, :7], visible, scaling=0.3)
     assert weights is None
     assert error(out, want) <= TOLERANCE * largest(want)

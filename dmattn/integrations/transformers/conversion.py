@@ -32,26 +32,16 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, prepare_padding_mask
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ...dynamic import dynamic_mask_attention
-from ...functional import attention
-from ...masks import IntervalMask
-from ...module import dynamic_bias
 from ...problem import FLOATS
-from .attention import attend
-from .masks import make_mask
+from .converted_layer import NAME, DynamicMask, converted_layers, expect_implementation
 
 __all__ = ["convert_to_dynamic_mask", "load_dynamic_mask", "revert_dynamic_mask"]
 
-NAME = "dmattn_dynamic"
-
 _FULL = ("full_attention", "attention", "hybrid")  # layer types whose attention sees all earlier keys; the second in older configurations
 _PROJECTIONS = ("v_proj", "qkv_proj", "query_key_value", "Wqkv")  # the first makes values alone, the others queries and keys as well
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices", "block_table", "cache", "head_mask", "cu_seq_lens_q")
 
 
 def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int] | None = None) -> None:
@@ -67,6 +57,9 @@ def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int
     Called without an attention mask or with one of two axes, (B, Sk), nonzero for real tokens. What is not supported raises when the model
     is called: a mask of four axes, packed sequences, attention dropout while training, attention weights. Inside torch.compile a call without
     a cache needs an attention mask, as Transformers cannot tell packed sequences there, and a fixed-length cache takes one token at a time.
+
+    A token that is repeated has one value in the first layer, which does not know its position, and so one score but for rounding. Which of
+    the repetitions is kept may then differ between a cached and a full pass, as their products are rounded differently.
 
     Args:
         model: a decoder of Transformers, or a module around one.
@@ -84,10 +77,10 @@ def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int
     _check_integer("keep", keep)
     if keep < 1:
         raise ValueError(f"dmattn: keep: expected at least 1, received {keep}")
-    found = _attentions(model)
     if any(getattr(getattr(module, "config", None), "model_type", None) == "doge" for module in model.modules()):
         expected = "a model without dynamic mask attention; dmattn.integrations.doge.enable(model) lets a Doge compute with dmattn"
         raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
+    found = _attentions(model)
     if any(getattr(layer.config, "dynamic_mask", None) is not None for layer in found):
         expected = "a model that is not converted; load_dynamic_mask loads a saved one with its weights"
         raise ValueError(f"dmattn: model: expected {expected}, received a {type(model).__name__} whose configuration says that it is")
@@ -109,7 +102,7 @@ def revert_dynamic_mask(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
-    converted = [module for module in model.modules() if hasattr(module, "dynamic_mask") and hasattr(module, "layer_idx")]
+    converted: list[Any] = [module for module in model.modules() if hasattr(module, "dynamic_mask") and hasattr(module, "layer_idx")]
     if not converted:
         raise ValueError(f"dmattn: model: expected one that convert_to_dynamic_mask was called on, received another {type(model).__name__}")
     for layer in converted:
@@ -147,7 +140,7 @@ def load_dynamic_mask(kind: Any, path: Any, **settings: Any) -> Any:
     if not isinstance(kind, type) or not (issubclass(kind, PreTrainedModel) or hasattr(kind, "_model_mapping")):
         received = kind.__name__ if isinstance(kind, type) else type(kind).__name__
         raise TypeError(f"dmattn: kind: expected a model class or an auto class of Transformers, received {received}")
-    architecture = kind if issubclass(kind, PreTrainedModel) else _architecture(kind, path, settings)
+    architecture: Any = kind if issubclass(kind, PreTrainedModel) else _architecture(kind, path, settings)
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         architecture.__init__(self, *args, **kwargs)
@@ -155,7 +148,7 @@ def load_dynamic_mask(kind: Any, path: Any, **settings: Any) -> Any:
 
     # A subclass of the same name, as Transformers keeps facts about a class by its name and writes it into the configuration.
     names = dict(__init__=build, __module__=architecture.__module__, __qualname__=architecture.__qualname__)
-    converted = type(architecture.__name__, (architecture,), names)
+    converted: Any = type(architecture.__name__, (architecture,), names)
     wants_information = settings.pop("output_loading_info", False)
     model, information = converted.from_pretrained(path, output_loading_info=True, **settings)
     model.__class__ = architecture
@@ -163,24 +156,6 @@ def load_dynamic_mask(kind: Any, path: Any, **settings: Any) -> Any:
     if missing:
         raise ValueError(f"dmattn: path: expected files with all weights of the dynamic masks, received {path} without {', '.join(missing)}")
     return (model, information) if wants_information else model
-
-
-class DynamicMask(nn.Module):
-    """The scores of a layer's keys, from their values: :func:`dmattn.dynamic_bias` with these parameters.
-
-    `implementation` is the attention implementation that :func:`revert_dynamic_mask` returns to.
-    """
-
-    def __init__(self, kv_heads: int, head_dim: int, std: float, implementation: str | None, **on: Any) -> None:
-        super().__init__()
-        self.A = nn.Parameter(torch.zeros(kv_heads, **on))
-        self.dt_proj = nn.Linear(kv_heads * head_dim, kv_heads, bias=False, **on)
-        nn.init.normal_(self.dt_proj.weight, std=std)
-        self.implementation = implementation
-
-    def forward(self, value: Tensor) -> Tensor:
-        """(B, Hk, Sk), float32 at least, for values (B, Hk, Sk, D): near A = 0 the scores of bfloat16 would all be equal."""
-        return dynamic_bias(value, self.A.to(torch.promote_types(self.A.dtype, torch.float32)), self.dt_proj)
 
 
 def _attentions(model: nn.Module) -> list[Any]:
@@ -228,11 +203,12 @@ def _obstacle(layer: Any) -> str | None:
     if types is not None:
         windowed = types[layer.layer_idx] not in _FULL
     else:
-        windowed = any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+        windowed = getattr(config, "sliding_window", None) is not None
     if not getattr(config, "is_causal", True) or getattr(config, "is_encoder_decoder", False):
         return "is not part of a causal decoder"
     if windowed:
-        return "attends within a window; where every sequence is shorter, load the model with sliding_window=None"
+        hint = "" if types is not None else " (where every sequence is shorter than it, load the model with sliding_window=None)"
+        return f"attends within a window{hint}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "caps its scores"
     if getattr(layer, "sinks", None) is not None:
@@ -250,7 +226,7 @@ def _values(layer: Any) -> tuple[int, int, Tensor] | None:
         return None
     kv_heads = heads // getattr(layer, "num_key_value_groups", 1)
     for name in _PROJECTIONS:
-        projection = getattr(layer, name, None)
+        projection: Any = getattr(layer, name, None)
         outputs = (kv_heads if name == "v_proj" else heads + 2 * kv_heads) * width
         if getattr(projection, "out_features", None) == outputs:
             return kv_heads, width, projection.weight
@@ -267,12 +243,12 @@ def _convert(layer: Any) -> None:
     std = getattr(config, "initializer_range", 0.02)
     layer.dynamic_mask = DynamicMask(kv_heads, width, std, config._attn_implementation, device=weight.device, dtype=dtype)
     layer.dynamic_mask.train(layer.training)
-    layer.dynamic_mask_guard = layer.register_forward_pre_hook(_expect_implementation)
+    layer.dynamic_mask_guard = layer.register_forward_pre_hook(expect_implementation)
 
 
 def _convert_as_configured(model: nn.Module) -> None:
     """Convert the layers that the configurations in a new model name."""
-    chosen = [x for x in _attentions(model) if x.layer_idx in (getattr(x.config, "dynamic_mask", None) or {}).get("layers", ())]
+    chosen = [layer for layer in _attentions(model) if layer.layer_idx in converted_layers(layer.config)]
     if not chosen:
         expected = "a converted model that save_pretrained wrote"
         raise ValueError(f"dmattn: path: expected {expected}, received a {type(model).__name__} without dynamic_mask in its configuration")
@@ -297,103 +273,3 @@ def _architecture(auto: Any, path: Any, settings: dict[str, Any]) -> type[PreTra
 def _check_integer(name: str, number: Any) -> None:
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"dmattn: {name}: expected an integer, received {type(number).__name__}")
-
-
-def _expect_implementation(layer: Any, _: Any) -> None:
-    """Before a converted layer runs: another implementation would compute without its dynamic mask."""
-    name = layer.config._attn_implementation
-    if name != NAME:
-        expected = f"{NAME!r} in a converted model, which revert_dynamic_mask(model) makes the original again"
-        raise ValueError(f"dmattn: attn_implementation: expected {expected}, received {name!r}")
-
-
-def _make_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: Any = "cpu",
-    **others: Any,
-) -> Tensor | None:
-    """Transformers' mask function: for full attention which keys are real, bool (B, L), nothing of the size of Sq x Sk.
-
-    The L keys are those written up to the last query, so that causality is aligned bottom-right; a cache of fixed length holds more, of
-    which the rest is to be ignored. For windows, and for attention that is not causal, it is dmattn's mask.
-    """
-    if "local_size" in others or mask_function is bidirectional_mask_function:
-        sizes: dict[str, Any] = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset)
-        return make_mask(**sizes, mask_function=mask_function, attention_mask=attention_mask, device=device, **others)
-    if mask_function is not causal_mask_function or kv_offset:
-        raise ValueError(
-            "dmattn: attention_mask: expected a causal mask, and no packed sequences, in a model with dynamic masks, received another; inside "
-            "torch.compile pass attention_mask=torch.ones_like(input_ids), as Transformers cannot tell packed sequences there"
-        )
-    if not isinstance(q_offset, Tensor):
-        length = q_offset + q_length
-    elif q_length == 1:
-        length = kv_length  # without waiting for the device: what is not written is hidden below
-    elif torch.compiler.is_compiling():
-        raise ValueError(f"dmattn: past_key_values: expected one token at a time with a static cache in torch.compile, received {q_length}")
-    else:
-        length = int(q_offset) + q_length
-    if not q_length <= length <= kv_length:
-        raise ValueError(f"dmattn: past_key_values: expected a cache of at least {length} keys for {q_length} queries, received {kv_length}")
-    real = torch.ones(batch_size, length, dtype=torch.bool, device=device)
-    if attention_mask is not None:
-        real = prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, :length].to(torch.bool)
-    if isinstance(q_offset, Tensor) and q_length == 1:
-        real = real & (torch.arange(length, device=device) <= q_offset)
-    return real
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    output_attentions: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention function: a converted layer with its dynamic mask, another full one densely, the rest by :func:`attend`."""
-    dynamic_mask = getattr(module, "dynamic_mask", None)
-    if attention_mask is None or attention_mask.ndim != 2:
-        if dynamic_mask is None:
-            return attend(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, output_attentions=output_attentions, **others
-            )
-        received = "None" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
-        expected = "a mask (B, Sk) of the real keys, or none, given to a model that makes a causal mask of it"
-        raise ValueError(f"dmattn: attention_mask: expected {expected}, received {received} in a layer with a dynamic mask")
-    if output_attentions:
-        raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
-    if dropout and module.training:
-        raise ValueError(
-            f"dmattn: dropout: expected 0.0 while training, as attention dropout is not supported, received {dropout}; give "
-            "attention_dropout=0.0 to from_pretrained or load_dynamic_mask, as layers keep the value they are built with."
-        )
-    for name in _UNSUPPORTED:
-        if others.get(name) is not None:
-            raise ValueError(f"dmattn: {name}: expected None in a model with dynamic masks, received a value in {type(module).__name__}")
-    length = attention_mask.shape[1]
-    key, value = key[:, :, :length], value[:, :, :length]
-    if dynamic_mask is None:
-        mask = IntervalMask.padding(attention_mask, query.shape[2])
-        out = attention(query, key, value, mask=mask, causal=True, scale=scaling)
-    else:
-        keep = module.config.dynamic_mask["keep"]  # type: ignore[index, union-attr]
-        out = dynamic_mask_attention(
-            query, key, value, dynamic_mask(value), keep=keep, causal=True, key_padding_mask=attention_mask, scale=scaling
-        )
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(NAME, _attend)  # with the module, which unpickling a converted model imports
-AttentionMaskInterface.register(NAME, _make_mask)
