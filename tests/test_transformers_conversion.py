@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
-from dmattn.integrations.transformers import converted_layer  # noqa: E402
+from dmattn.integrations.transformers import conversion, converted_layer  # noqa: E402
 
 whole_models = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -508,6 +508,22 @@ def test_settings_of_from_pretrained_reach_it(tmp_path) -> None:
 
 
 @whole_models
+def test_while_a_model_is_loaded_its_class_has_the_name_of_its_architecture(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers keeps what a class can record, such as hidden states, under its name."""
+    names, convert_as_configured = [], conversion._convert_as_configured
+
+    def spy(model: nn.Module) -> None:
+        names.append(str(type(model)))
+        convert_as_configured(model)
+
+    monkeypatch.setattr(conversion, "_convert_as_configured", spy)
+    convert(llama()).save_pretrained(tmp_path)
+    loaded = integration.load_dynamic_mask(transformers.AutoModel, tmp_path)
+    assert names == [str(transformers.LlamaModel)]
+    assert len(loaded(batch_of()["input_ids"], output_hidden_states=True).hidden_states) == 3
+
+
+@whole_models
 def test_plain_from_pretrained_gives_the_original_architecture(tmp_path) -> None:
     model, tokens = convert(llama()).eval(), batch_of()["input_ids"]
     model.save_pretrained(tmp_path)
@@ -667,6 +683,19 @@ def two_decoders() -> nn.Module:
     return nn.ModuleList([llama(num_hidden_layers=1), llama(num_hidden_layers=1)])
 
 
+def own_attention() -> nn.Module:
+    """Its layers look like Llama's, and never ask Transformers' interface for a function."""
+
+    class OwnAttention(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+            return self.o_proj(self.q_proj(hidden_states)), None
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnAttention
+    return model
+
+
 def converted() -> nn.Module:
     return convert(llama())
 
@@ -698,6 +727,7 @@ def converted() -> nn.Module:
             two_decoders, dict(keep=4), ValueError, "model: expected one decoder, received a ModuleList with several", id="two-decoders"
         ),
         pytest.param(lambda: nn.Linear(2, 2), dict(keep=4), ValueError, "received a Linear: no causal layer was found", id="linear"),
+        pytest.param(own_attention, dict(keep=4), ValueError, "no causal layer was found", id="off-the-interface"),
         pytest.param(t5, dict(keep=4), ValueError, "received a T5ForConditionalGeneration: ", id="t5"),
         pytest.param(latent, dict(keep=4), ValueError, "DeepseekV3Attention has none of v_proj, qkv_proj", id="latent-values"),
         pytest.param(
