@@ -34,11 +34,12 @@ pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.u
 	print('-n $(WORKERS)' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pytorch test-kernels gpu memcheck lint bench
+.PHONY: help demo test test-full test-pytorch test-kernels gpu memcheck lint bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
+	@echo "make test-full     the same with more random problems, and every architecture of Transformers called in every way"
 	@echo "make test-pytorch  the first half of make test"
 	@echo "make test-kernels  the second half of make test"
 	@echo "make gpu           the tests that need a GPU"
@@ -50,6 +51,10 @@ demo: $(installed)
 	$(python) -m dmattn verify
 
 test: test-pytorch test-kernels
+
+test-full:
+	DMATTN_FULL=1 DMATTN_EXAMPLES=500 $(MAKE) test-pytorch
+	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
 
 test-pytorch: $(installed)
 	TRITON_INTERPRET=0 $(pytest)

@@ -165,3 +165,23 @@ def test_dynamic_mask_plots_a_result_file(tmp_path):
     assert target.read_bytes().startswith(b"\x89PNG")
     assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in done.stdout
     assert "flex forward: out of memory: length-4096" in done.stdout
+
+
+def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):
+    pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    code, printed, result = run(
+        "transformers_models.py", tmp_path, "--tiny", "--models", "t5_large_512", "doge_4096", "--implementations", "dmattn", "eager"
+    )
+    assert code == 0
+    check_environment(result["environment"], "transformers_models.py")
+    assert [record["model"] for record in result["models"]] == ["t5_large_512", "doge_4096"]
+    for record in result["models"]:
+        ours, eager = (record["runs"][name]["training"] for name in ("dmattn", "eager"))
+        assert abs(ours["loss"] - eager["loss"]) < 0.01 * eager["loss"]
+        assert ours["per_second"] > 0
+    assert result["models"][1]["runs"]["dmattn"]["generation"]["token_ms"] > 0
+    assert any("Training step" in line for line in printed)
+    pytest.importorskip("matplotlib", reason="draws the plot")
+    command = [sys.executable, str(BENCHMARKS / "transformers_models.py"), "--json", "result.json", "--plot", "plot.png"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
