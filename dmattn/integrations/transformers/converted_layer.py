@@ -136,7 +136,7 @@ def attend_converted(
     length = attention_mask.shape[1]
     key, value = key[:, :, :length], value[:, :, :length]
     if dynamic_mask is None:
-        if module.layer_idx in converted_layers(module.config):
+        if getattr(module, "layer_idx", None) in converted_layers(module.config):
             expected = f"layer {module.layer_idx} with a dynamic mask, as its configuration says; load_dynamic_mask builds such a model"
             raise ValueError(f"dmattn: model: expected {expected}, received one without")
         mask = IntervalMask.padding(attention_mask, query.shape[2])
