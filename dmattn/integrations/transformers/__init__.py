@@ -8,6 +8,8 @@ The attention registry receives :func:`attend` (attention.py), the mask registry
 mask that a model asks for is always built. So a call that arrives without a mask is one whose model never asked, and no causality or padding
 can get lost.
 
+:func:`convert_to_dynamic_mask` (conversion.py) gives the layers of a pretrained decoder a dynamic mask each, which learns what to attend.
+
 A padded query of a left-padded batch attends nothing and gives 0, as with Transformers' "sdpa"; "eager" gives it the mean of all values. A
 loss that predicts the first real token from it differs from eager's by that.
 """
@@ -22,7 +24,20 @@ except ImportError as error:
     ) from error
 
 from .attention import attend
+from .conversion import convert_to_dynamic_mask, load_dynamic_mask, revert_dynamic_mask
 from .masks import make_mask
 from .switch import NAME, disable, enable, register, unregister, using
 
-__all__ = ["NAME", "attend", "disable", "enable", "make_mask", "register", "unregister", "using"]
+__all__ = [
+    "NAME",
+    "attend",
+    "convert_to_dynamic_mask",
+    "disable",
+    "enable",
+    "load_dynamic_mask",
+    "make_mask",
+    "register",
+    "revert_dynamic_mask",
+    "unregister",
+    "using",
+]
