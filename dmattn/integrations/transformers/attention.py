@@ -60,11 +60,7 @@ def attend(
             whose query and key lengths differ: Transformers aligns it top-left in its SDPA integration and bottom-right in its
             FlashAttention integration.
     """
-    if output_attentions:
-        raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
-    for name in _UNSUPPORTED:
-        if others.get(name) is not None:
-            raise ValueError(f"dmattn: {name}: expected None, as {type(module).__name__} uses it in a way not supported, received a value")
+    check_supported(module, output_attentions, others)
     mask: Tensor | IntervalMask | None = None
     bias: Tensor | None = None
     window: tuple[int | None, int | None] | None = None
@@ -92,6 +88,15 @@ def attend(
     out, lse = attention(query, key, value, **options, return_lse=True)
     share = torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None])  # (B, H, Q): exp(lse) / (exp(lse) + exp(s_aux))
     return (out * share[..., None]).to(out.dtype).transpose(1, 2).contiguous(), None
+
+
+def check_supported(module: nn.Module, output_attentions: bool | None, others: dict[str, Any], more: tuple[str, ...] = ()) -> None:
+    """Raise for what would change the result and is not supported; `more` names further arguments that must be None."""
+    if output_attentions:
+        raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
+    for name in (*_UNSUPPORTED, *more):
+        if others.get(name) is not None:
+            raise ValueError(f"dmattn: {name}: expected None, as {type(module).__name__} uses it in a way not supported, received a value")
 
 
 def _rules_without_mask(

@@ -17,14 +17,12 @@ from ...dynamic import dynamic_mask_attention
 from ...functional import attention
 from ...masks import IntervalMask
 from ...module import dynamic_bias
-from .attention import attend
+from .attention import attend, check_supported
 from .masks import make_mask
 
 __all__ = ["NAME", "DynamicMask", "attend_converted", "converted_layers", "expect_implementation", "make_key_mask"]
 
 NAME = "dmattn_dynamic"
-
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices", "block_table", "cache", "head_mask", "cu_seq_lens_q")
 
 
 class DynamicMask(nn.Module):
@@ -123,16 +121,12 @@ def attend_converted(
         received = "None" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         expected = "a mask (B, Sk) of the real keys, or none, given to a model that makes a causal mask of it"
         raise ValueError(f"dmattn: attention_mask: expected {expected}, received {received} in a layer with a dynamic mask")
-    if output_attentions:
-        raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
+    check_supported(module, output_attentions, others, ("softcap", "s_aux", "position_bias", "cu_seq_lens_q"))
     if dropout and module.training:
         raise ValueError(
-            f"dmattn: dropout: expected 0.0 while training, as attention dropout is not supported, received {dropout}; give "
+            f"dmattn: dropout: expected 0.0 while training, as dynamic masks have no attention dropout, received {dropout}; give "
             "attention_dropout=0.0 to from_pretrained or load_dynamic_mask, as layers keep the value they are built with."
         )
-    for name in _UNSUPPORTED:
-        if others.get(name) is not None:
-            raise ValueError(f"dmattn: {name}: expected None in a model with dynamic masks, received a value in {type(module).__name__}")
     length = attention_mask.shape[1]
     key, value = key[:, :, :length], value[:, :, :length]
     if dynamic_mask is None:
