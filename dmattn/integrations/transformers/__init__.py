@@ -10,6 +10,9 @@ can get lost.
 
 :func:`convert_to_dynamic_mask` (conversion.py) gives the layers of a pretrained decoder a dynamic mask each, which learns what to attend.
 
+:func:`patch` (patching.py, families.py) is for models whose attention never reaches the registry, such as BLOOM and DeBERTa; :func:`report` says
+which layers of a model do.
+
 A padded query of a left-padded batch attends nothing and gives 0, as with Transformers' "sdpa"; "eager" gives it the mean of all values. A
 loss that predicts the first real token from it differs from eager's by that.
 """
@@ -26,18 +29,24 @@ except ImportError as error:
 from .attention import attend
 from .conversion import convert_to_dynamic_mask, load_dynamic_mask, revert_dynamic_mask
 from .masks import make_mask
+from .patching import Coverage, patch, patched, report, unpatch
 from .switch import NAME, disable, enable, register, unregister, using
 
 __all__ = [
     "NAME",
+    "Coverage",
     "attend",
     "convert_to_dynamic_mask",
     "disable",
     "enable",
     "load_dynamic_mask",
     "make_mask",
+    "patch",
+    "patched",
     "register",
+    "report",
     "revert_dynamic_mask",
+    "unpatch",
     "unregister",
     "using",
 ]
