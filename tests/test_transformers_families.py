@@ -581,6 +581,9 @@ def test_report_names_what_every_attention_layer_does() -> None:
     model = transformers.BertModel(transformers.BertConfig(vocab_size=8, **SIZES))
     assert integration.report(model) == [("BertSelfAttention", 2, "routed")]
     assert str(integration.report(model)) == "[Coverage(attention='BertSelfAttention', layers=2, state='routed')]"
+    layer = model.encoder.layer[0].attention.self
+    layer.__class__ = type("ShardedSelfAttention", (type(layer),), {})  # as wrappers do, without a file of its own
+    assert integration.report(model) == [("ShardedSelfAttention", 1, "routed"), ("BertSelfAttention", 1, "routed")]
     assert integration.report(nn.TransformerEncoderLayer(8, 2)) == [("MultiheadAttention", 1, "not covered")]
     assert integration.report(nn.Linear(2, 2)) == []
 
@@ -693,16 +696,39 @@ def with_dropout(model: nn.Module, name: str) -> nn.Module:
         pytest.param(lambda: mpnet(attention_probs_dropout_prob=0.1), id="mpnet"),
     ],
 )
-def test_dropout_raises_while_training(build: Callable[[], nn.Module]) -> None:
+def test_a_patched_model_trains_with_its_attention_dropout(build: Callable[[], nn.Module], calls: list[dict]) -> None:
     model = build()
-    integration.patch(model)
-    with pytest.raises(ValueError, match=r"dropout: expected 0\.0 while training, .* received 0\.1"):
-        model(**batch_for(model, "none"))
-    assert model.eval()(**batch_for(model, "none")).logits.isfinite().all()
+    batch = batch_for(model, "left")
+    with integration.patched(model):
+        torch.manual_seed(1)
+        first = train_step(model, batch)
+        torch.manual_seed(1)
+        assert_equal_steps(train_step(model, batch), first)
+        assert not torch.equal(train_step(model, batch).loss, first.loss)
+        assert {call["dropout_p"] for call in calls} == {0.1}
+        calls.clear()
+        model.eval()(**batch)
+        assert {call["dropout_p"] for call in calls} == {0.0}
 
 
 @whole_model
-def test_rotary_falcon_trains_with_the_dropout_that_it_never_applies() -> None:
+def test_dropout_in_another_mode_than_its_layer(calls: list[dict]) -> None:
+    """Frozen, it drops nothing. Alone in training, as for samples of a trained model's uncertainty, it is refused rather than ignored."""
+    model = bloom(attention_dropout=0.1)
+    batch = batch_for(model, "left")
+    for layer in model.transformer.h:
+        layer.self_attention.attention_dropout.eval()
+    own = train_step(model, batch)
+    with integration.patched(model):
+        assert_equal_steps(train_step(model, batch), own)
+        model.eval()
+        model.transformer.h[1].self_attention.attention_dropout.train()
+        with pytest.raises(ValueError, match="dropout: expected BloomAttention in the mode of its dropout"):
+            model(**batch)
+
+
+@whole_model
+def test_rotary_falcon_trains_with_the_dropout_that_it_never_applies(calls: list[dict]) -> None:
     model = falcon(attention_dropout=0.1)
     batch = batch_for(model, "left")
     own = train_step(model, batch)

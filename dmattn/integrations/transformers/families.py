@@ -56,7 +56,7 @@ def bloom(
     if layer_past is not None:
         key, value = layer_past.update(key, value, layer.layer_idx)
     bias = alibi.view(len(query), layer.num_heads, 1, -1) * layer.beta
-    options = dict(scaling=layer.inv_norm_factor, dropout=layer.attention_dropout.p, output_attentions=output_attentions, **others)
+    options = dict(scaling=layer.inv_norm_factor, dropped=layer.attention_dropout, output_attentions=output_attentions, **others)
     out = layer.dense(_attention(layer, query, key, value, attention_mask, bias, **options))
     return residual + dropout(out, layer.hidden_dropout, layer.training), None
 
@@ -78,7 +78,7 @@ def mpt(
         key, value = past_key_values.update(key, value, layer.layer_idx)
     bias = None if position_bias is None else position_bias[None, :, :, max(0, position_bias.shape[-1] - key.shape[2]) :]
     mask = None if attention_mask is None else ~attention_mask
-    options = dict(scaling=layer.softmax_scale, dropout=layer.attn_dropout_p, **others)
+    options = dict(scaling=layer.softmax_scale, dropped=layer.attn_dropout_p, **others)
     return layer.out_proj(_attention(layer, query, key, value, mask, bias, **options)), None
 
 
@@ -113,8 +113,8 @@ def falcon(
             attention_mask = attention_mask[:, :1] > torch.finfo(attention_mask.dtype).min / 2
     if layer_past is not None:
         key, value = layer_past.update(key, value, layer.layer_idx)
-    probability = 0.0 if alibi is None else layer.attention_dropout.p
-    options = dict(scaling=layer.inv_norm_factor, dropout=probability, output_attentions=output_attentions, **others)
+    dropped = None if alibi is None else layer.attention_dropout
+    options = dict(scaling=layer.inv_norm_factor, dropped=dropped, output_attentions=output_attentions, **others)
     return layer.dense(_attention(layer, query, key, value, attention_mask, bias, **options)), None
 
 
@@ -138,7 +138,7 @@ def deberta(
     bias = None
     if layer.relative_attention and rel_embeddings is not None and relative_pos is not None:
         bias = _tensor(layer.disentangled_att_bias(query, key, relative_pos, layer.pos_dropout(rel_embeddings), parts))
-    options = dict(scaling=1.0, dropout=layer.dropout.p, output_attentions=output_attentions, is_causal=False)
+    options = dict(scaling=1.0, dropped=layer.dropout, output_attentions=output_attentions, is_causal=False)
     return _attention(layer, query, key, value, attention_mask.bool(), bias, **options), None
 
 
@@ -162,7 +162,7 @@ def deberta_v2(
         bias = None if bias is None else bias.unflatten(0, (-1, heads))
     scale = 1 / math.sqrt(query.shape[-1] * parts)
     query, key, value = (states.unflatten(0, (-1, heads)) for states in (query, key, value))
-    options = dict(scaling=scale, dropout=layer.dropout.p, output_attentions=output_attentions, is_causal=False)
+    options = dict(scaling=scale, dropped=layer.dropout, output_attentions=output_attentions, is_causal=False)
     return _attention(layer, query, key, value, attention_mask.bool(), bias, **options), None
 
 
@@ -176,7 +176,7 @@ def mpnet(
 ) -> tuple[Tensor]:
     """``s_ij = q_i . k_j / sqrt(d) + table_h[bucket(j - i)]``, one table for all layers."""
     query, key, value = (_heads(project(hidden_states), layer.attention_head_size) for project in (layer.q, layer.k, layer.v))
-    options = dict(dropout=layer.dropout.p, output_attentions=output_attentions, is_causal=False, **others)
+    options = dict(dropped=layer.dropout, output_attentions=output_attentions, is_causal=False, **others)
     return (layer.o(_attention(layer, query, key, value, attention_mask, position_bias, **options)),)
 
 
@@ -184,7 +184,7 @@ def swin(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = None
     """``s_ij = q_i . k_j / sqrt(d) + table_h[Delta_ij]``, and -100 between the parts of a shifted window."""
     length = hidden_states.shape[1]
     bias = layer.relative_position_bias_table[layer.relative_position_index.view(-1)].view(length, length, -1)
-    options = dict(dropout=layer.dropout.p, output_attentions=output_attentions)
+    options = dict(dropped=layer.dropout, output_attentions=output_attentions)
     return _windows(layer, *_projected(layer, hidden_states), attention_mask, bias.permute(2, 0, 1), **options)
 
 
@@ -196,7 +196,7 @@ def swin_v2(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None = N
     table = layer.continuous_position_bias_mlp(layer.relative_coords_table).view(-1, layer.num_attention_heads)
     bias = 16 * table[layer.relative_position_index.view(-1)].view(length, length, -1).permute(2, 0, 1).sigmoid()
     mask = None if attention_mask is None else 2 * attention_mask
-    options = dict(scaling=1.0, dropout=layer.dropout.p, output_attentions=output_attentions)
+    options = dict(scaling=1.0, dropped=layer.dropout, output_attentions=output_attentions)
     return _windows(layer, query, normalize(key, dim=-1), value, mask, bias, **options)
 
 
@@ -231,7 +231,7 @@ def data2vec_vision(
         patches = (height // layer.config.patch_size, width // layer.config.patch_size)
         own = layer.relative_position_bias(patches, interpolate_pos_encoding, dim_size=hidden_states.shape[1])
         bias = own if bias is None else own + bias
-    options = dict(dropout=layer.dropout.p, output_attentions=output_attentions, is_causal=False)
+    options = dict(dropped=layer.dropout, output_attentions=output_attentions, is_causal=False)
     return _attention(layer, *_projected(layer, hidden_states), None, bias, **options), None
 
 
@@ -243,7 +243,7 @@ def wavlm(layer: Any, hidden_states: Tensor, attention_mask: Tensor | None, gate
     query, key, value = (_heads(project(hidden_states), layer.head_dim) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
     mask = None if attention_mask is None else attention_mask.eq(1)[:, None, None]
     bias = gated_position_bias.unflatten(0, (-1, layer.num_heads))
-    options = dict(scaling=layer.scaling, dropout=layer.dropout, is_causal=False)
+    options = dict(scaling=layer.scaling, dropped=layer.dropout, is_causal=False)
     return layer.out_proj(_attention(layer, query, key, value, mask, bias, **options)), None
 
 
@@ -260,7 +260,7 @@ def layoutlmv3(
     bias = None
     if layer.has_relative_attention_bias:
         bias = (rel_pos + rel_2d_pos if layer.has_spatial_attention_bias else rel_pos) * scale  # type: ignore[operator]
-    options = dict(scaling=scale, dropout=layer.dropout.p, is_causal=False, **others)
+    options = dict(scaling=scale, dropped=layer.dropout, is_causal=False, **others)
     return _attention(layer, *_projected(layer, hidden_states), attention_mask, bias, **options), None
 
 
@@ -301,9 +301,20 @@ def refusing_weights(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return layer.dmattn_stock.forward(layer, *args, **kwargs)
 
 
-def _attention(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
-    """(B, Q, H * D), by the function that serves the attention interface; a mask made for patched layers counts as what it stands for."""
-    out, _ = attend(layer, query, key, value, getattr(mask, _STANDS_FOR, mask), position_bias=bias, **options)
+def _attention(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, *, dropped: Any = None, **options: Any
+) -> Tensor:
+    """(B, Q, H * D), by the function that serves the attention interface.
+
+    A mask made for patched layers counts as what it stands for. `dropped`: the probability that a weight is, or a module that has it.
+    """
+    probability = 0.0 if dropped is None else dropped
+    if isinstance(dropped, nn.Module):
+        probability = dropped.p if dropped.training else 0.0
+        if probability and not layer.training:
+            expected = f"{type(layer).__name__} in the mode of its dropout"
+            raise ValueError(f"dmattn: dropout: expected {expected}, received a layer in evaluation with a dropout in training; use train()")
+    out, _ = attend(layer, query, key, value, getattr(mask, _STANDS_FOR, mask), position_bias=bias, dropout=probability, **options)
     return out.flatten(2)
 
 

@@ -50,8 +50,8 @@ def patch(model: nn.Module) -> None:
     use the interface stay as they are: :func:`enable` is for them, before or after, in the same model. Calling it again is allowed.
 
     State dicts, parameter names, hooks and optimizers are unaffected. Logits, loss and gradients are those of the model's own attention,
-    except that padded queries give 0 where it gives them the mean of all values, and that Falcon counts ALiBi once (families.py).
-    Attention weights cannot be had, and dropout of them is not supported: both raise when the model is called.
+    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families.py), and that
+    attention dropout draws other random numbers. Attention weights cannot be had: asking for them raises when the model is called.
 
     Patch before the model is wrapped or sharded. Falcon's cache holds keys in their own heads (its own code repeats them for every query
     head), so one that was filled before does not fit.
