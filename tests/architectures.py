@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from models import LENGTH, PADDED, VOCABULARY, build
 from torch import Tensor, nn
-
-VOCABULARY = 64
-LENGTH = 13
-PADDED = 4  # tokens of padding in the first row of the batch
 
 TEXT = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 GROUPED = dict(num_key_value_heads=2)
@@ -44,7 +41,7 @@ class Architecture:
     def build(self) -> nn.Module:
         kind = getattr(transformers, self.model)
         given = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None) if self.inputs in ("decoder", "encoder", "pair") else {}
-        return randomized(kind, kind.config_class(**(given | self.config)))
+        return build(kind, kind.config_class(**(given | self.config)))
 
 
 ARCHITECTURES = (
@@ -210,19 +207,6 @@ ARCHITECTURES = (
         | dict(eos_token_id=None, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None),
     ),
 )
-
-
-def randomized(kind: type, config: Any) -> nn.Module:
-    """A model with eager attention and weights large enough that attention is far from uniform."""
-    torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim < 2:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            else:
-                nn.init.normal_(parameter, std=1.0 if "bias_table" in name or "relative_attention_bias" in name else 0.2)
-    return model.train()
 
 
 def batch_of(architecture: Architecture, padding: str, device: str = "cpu") -> dict[str, Tensor]:

@@ -26,10 +26,10 @@ def build(kind: type, config: Any) -> nn.Module:
     model = kind._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim < 2:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
             else:
-                torch.nn.init.normal_(parameter, std=1.0 if "relative_attention_bias" in name else 0.2)
+                torch.nn.init.normal_(parameter, std=1.0 if "relative_attention_bias" in name or "bias_table" in name else 0.2)
     return model.train()
 
 

@@ -1,6 +1,6 @@
 """Every architecture, in every way that Transformers calls it: logits, loss and all gradients are those of its own eager attention.
 
-The rules are those of tests/test_transformers.py. ``make test`` tries a training step of each architecture with each padding, and the other
+The rule is that of models.py. ``make test`` tries a training step of each architecture with each padding, and the other
 ways with a few; ``make test-full`` (``DMATTN_FULL=1``) tries all of them with all.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_CUDA
+from models import LENGTH, PADDING, TOLERANCE, VOCABULARY, assert_equal_steps, error, largest, train_step
 from torch import Tensor, nn
 
 import dmattn
@@ -22,8 +23,7 @@ from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from architectures import ARCHITECTURES, LENGTH, VOCABULARY, Architecture, batch_of  # noqa: E402
-from test_transformers import assert_equal_steps, error, largest, train_step  # noqa: E402
+from architectures import ARCHITECTURES, Architecture, batch_of  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
@@ -66,7 +66,7 @@ def no_cache(architecture: Architecture) -> dict:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("padding", PADDING)
 @architectures(every=True)
 def test_a_training_step(architecture: Architecture, padding: str, device: str, calls: list[dict]) -> None:
     if padding != "none" and architecture.inputs in ("image", "speech"):
@@ -175,7 +175,7 @@ def test_a_cache_filled_in_chunks(architecture: Architecture, padding: str) -> N
     eager = logits()
     with integration.using(model):
         ours = logits()
-    assert error(ours, eager) <= 2e-5 * largest(eager)
+    assert error(ours, eager) <= TOLERANCE * largest(eager)
 
 
 WAYS: dict[str, Any] = dict(

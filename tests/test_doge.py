@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import NEEDS_CUDA
+from models import TOLERANCE, Step, assert_equal_steps, error, largest, train_step
 from test_examples import load
-from test_transformers import TOLERANCE, Step, assert_equal_steps, error, largest, train_step
 from torch import Tensor, nn
 
 from dmattn import DynamicMaskAttention

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_CUDA
-from test_transformers import SIZES, TOLERANCE, VOCABULARY, Family, Step, assert_equal_steps, build, error, largest, train_step
+from models import TOLERANCE, VOCABULARY, Step, assert_equal_steps, build, error, largest, train_step
+from test_transformers import SIZES, Family
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -78,8 +78,12 @@ def _uses_interface(modelling_file: str) -> bool:
     own_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE) is not None
     known = _on_interface[modelling_file] = not own_attention or "ALL_ATTENTION_FUNCTIONS.get_interface(" in code
     if not known:
+        from .families import FAMILIES
+
+        served = any(f"transformers.models.{name}".startswith(f"{modelling_file}.") for name in FAMILIES)
+        until = ", until dmattn.integrations.transformers.patch(model) is called" if served else ""
         warnings.warn(
-            f"dmattn: {modelling_file} does not use Transformers' attention interface; its models keep their own eager attention.",
+            f"dmattn: {modelling_file} does not use Transformers' attention interface; its models keep their own eager attention{until}.",
             stacklevel=2,
         )
     return known

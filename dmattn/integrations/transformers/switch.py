@@ -82,7 +82,7 @@ def _switch(model: nn.Module) -> Settings:
             if inner.config._attn_implementation != NAME:
                 inner.set_attn_implementation(NAME)
         if not any(inner.config._attn_implementation == NAME and inner._can_set_attn_implementation() for inner in models):
-            expected = "a model that computes attention through Transformers' attention interface"
+            expected = "a model that computes attention through Transformers' attention interface (patch() serves some that do not)"
             raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
     except Exception:
         _restore(before)
