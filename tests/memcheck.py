@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cases
 
+from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
 
 CASES = (
@@ -22,20 +23,50 @@ CASES = (
     Case("key-bias-grouped-window", 130, heads=4, kv_heads=2, bias="bg1k", window=(20, 3)),
     Case("intervals-softcap-odd-dims", 97, heads=2, head_dim=20, value_dim=40, intervals="documents", softcap=5.0, bias="1hq1"),
     Case("block-mask-large-head", 129, head_dim=200, mask="11qk", keep="blocks"),
+    Case("dense-bias-softcap", 65, 37, bias="bhqk", softcap=5.0),  # whose dBias is no dS that dQ could be made of
     Case("dropout-shared-bias-grouped-causal", 65, 97, heads=4, kv_heads=2, bias="1hqk", causal=True, dropout_p=0.2),
     Case("dropout-dense-bias", 97, 65, bias="bhqk", dropout_p=0.2),
     *cases.FAULTS,
 )
 
 
+LENGTHS = ((97, 97), (1, 150), (5, 150), (300, 1300))  # the last sorts more than one run of keys
+
+
+def check_dynamic(len_q: int, len_k: int, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """What differs from attention with the same mask written out: the plan, the reordering and both passes by lists of blocks."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, len_q, 40), (2, 2, len_k, 40), (2, 2, len_k, 24), (2, 2, len_k))
+    inputs = [torch.randn(shape, generator=random).to(device, dtype).requires_grad_() for shape in shapes]
+    valid = (torch.rand(2, len_k, generator=random) < 0.8).to(device)
+    results = []
+    for truth in (False, True):
+        query, key, value, key_bias = (x.detach().double().requires_grad_() if truth else x for x in inputs)
+        if truth:
+            mask = reference.dynamic_mask(inputs[3], 20, len_q=len_q, valid=valid[:, None])
+            out = reference.attention(query, key, value, mask=mask, bias=key_bias[:, :, None])
+        else:
+            out = dynamic_mask_attention(query, key, value, key_bias, keep=20, key_padding_mask=valid)
+        gradients = torch.autograd.grad(out, (query, key, value, key_bias), torch.ones_like(out))
+        results.append((out, *gradients))
+    band = 16 * torch.finfo(dtype).eps
+    pairs = zip(("out", "d_query", "d_key", "d_value", "d_key_bias"), *results, strict=True)
+    return [name for name, got, want in pairs if not (got - want).abs().max() <= band * want.abs().max().clamp(min=1)]
+
+
 def main() -> int:
-    """Run the cases in every dtype; 0 when all are within their budgets."""
+    """Run the cases, and dynamic masks, in every dtype; 0 when all are within their budgets."""
     failed = 0
     for case in CASES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
             failed += bool(wrong)
             print(case.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
+    for lengths in LENGTHS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            wrong = check_dynamic(*lengths, dtype)
+            failed += bool(wrong)
+            print("dynamic-mask", *lengths, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
     return int(failed > 0)
 
 
