@@ -38,9 +38,9 @@ def kept(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int], row_s
         return torch.arange(start, start + length, device=device).view([-1 if i == place else 1 for i in range(4)])
 
     counter = (axis(rows, row_start, 2), axis((len_k + 3) // 4, 0, 3), axis(heads, 0, 1), axis(batch, 0, 0))
-    words = torch.stack(torch.broadcast_tensors(*philox(seed, *counter)), -1).flatten(3)[..., :len_k]
-    signed = words - ((words >> 31) << 32)
-    return signed >= threshold(dropout_p)
+    least = threshold(dropout_p) + (1 << 31)  # the same bound for a word without a sign is asked of the word with its top bit turned
+    words = [(word ^ (1 << 31)) >= least for word in philox(seed, *counter)]
+    return torch.stack(torch.broadcast_tensors(*words), -1).flatten(3)[..., :len_k]
 
 
 def philox(seed: Tensor, *counter: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, ...]:

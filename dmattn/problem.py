@@ -33,7 +33,8 @@ class Problem:
     ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are to visit them, at least
     those with an interval that is not empty, none twice. It changes no result.
 
-    ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0.
+    ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
+    in which the kernels would count other keys.
     """
 
     query: Tensor

@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from transformers.models.maskformer.modeling_maskformer_swin import MaskFormerSwinModel  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
-from dmattn.integrations.transformers import families, patching  # noqa: E402
+from dmattn.integrations.transformers import families, interface  # noqa: E402
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 NO_DROPOUT = dict(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
@@ -407,6 +407,38 @@ def test_a_float_mask_of_the_users_own_is_a_bias_that_may_learn(build: Callable[
 
 
 @whole_model
+def test_what_is_written_into_a_mask_counts() -> None:
+    """A hook that hides the first key from everybody, in the float mask that the model's own attention reads."""
+    model, batch = bloom().eval(), batch_for(bloom(), "left")
+
+    def hide(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        kwargs["attention_mask"][..., 5].fill_(torch.finfo(torch.float32).min)
+
+    for layer in model.transformer.h:
+        layer.register_forward_pre_hook(hide, with_kwargs=True)
+    own = model(**batch).logits
+    with integration.patched(model):
+        ours = model(**batch).logits
+    real = batch["attention_mask"] == 1
+    assert error(ours[real], own[real]) <= TOLERANCE * largest(own[real])
+
+
+@whole_model
+@pytest.mark.parametrize("build", [bloom, falcon, functools.partial(falcon, "sdpa", alibi=True)], ids=["bloom", "falcon", "falcon-alibi"])
+def test_a_model_built_from_a_patched_ones_configuration_is_its_own(build: Callable[[], nn.Module]) -> None:
+    """As reference models and averaged copies are."""
+    model = build().eval()
+    batch = batch_for(model, "none")
+    integration.patch(model)
+    other = type(model)(copy.deepcopy(model.config)).eval()
+    other.load_state_dict(model.state_dict())
+    assert {coverage.state for coverage in integration.report(other)} == {"patchable"}
+    assert other(**batch).logits.isfinite().all()
+    integration.patch(other)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+
+
+@whole_model
 def test_a_mask_that_has_lost_what_it_stands_for_is_read_as_it_is(calls: list[dict]) -> None:
     """As on another device, where a layer receives a copy."""
     model = bloom()
@@ -548,7 +580,7 @@ def test_a_model_loaded_with_the_name_dmattn_is_patched_without_a_warning(calls:
         model = type(eager)._from_config(copy.deepcopy(eager.config), attn_implementation="dmattn").train()
         model.load_state_dict(eager.state_dict())
         integration.patch(model)
-        integration.masks._on_interface.pop(type(model).__module__, None)
+        integration.interface._known.pop(type(model).__module__, None)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             ours = train_step(model, batch)
@@ -601,14 +633,14 @@ def test_every_family_is_a_class_of_transformers(name: str) -> None:
 
 def test_a_class_that_uses_the_interface_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it may in another version of Transformers."""
-    patching._uses_interface.cache_clear()
-    monkeypatch.setattr(patching.inspect, "getsource", lambda kind: "attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)")
+    interface._source.cache_clear()
+    monkeypatch.setattr(interface.inspect, "getsource", lambda kind: "attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)")
     try:
         assert integration.report(bloom()) == [("BloomAttention", 2, "routed")]
         with pytest.raises(ValueError, match=r"received BloomForCausalLM with BloomAttention \(routed\)"):
             integration.patch(bloom())
     finally:
-        patching._uses_interface.cache_clear()
+        interface._source.cache_clear()
 
 
 @pytest.mark.parametrize(

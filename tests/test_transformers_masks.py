@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
@@ -124,6 +126,8 @@ HIDDEN = torch.tensor([[0] * 2 + [1] * 7, [1] * 9]).bool()
         pytest.param(dict(mask_function=rules.sliding_window_bidirectional_mask_function(4)), False, (4, 4), id="both-sides"),
         pytest.param(dict(mask_function=rules.bidirectional_mask_function), False, None, id="bidirectional"),
         pytest.param(dict(q_length=1, kv_length=4), True, None, id="one-query"),
+        pytest.param(dict(mask_function=rules.bidirectional_mask_function, kv_length=5, q_offset=0), False, None, id="cross"),
+        pytest.param(dict(mask_function=rules.bidirectional_mask_function, q_length=1, q_offset=7), False, None, id="cross-one-query"),
     ],
 )
 def test_a_mask_without_padding_needs_no_intervals(changes: dict, causal: bool, window: tuple | None) -> None:
@@ -188,10 +192,20 @@ def test_what_is_written_into_a_mask_counts() -> None:
         given, causal, window = arguments(mask)
         assert torch.equal(given, want)
         assert (causal, window) == (False, None)
-    with torch.inference_mode():  # its tensors count no versions
+
+
+def test_in_inference_mode_reading_is_not_writing() -> None:
+    """Its tensors do not count what is written into them: whoever holds a slice may write into it."""
+    with torch.inference_mode():
         mask, want = padded()
+        assert mask.any()
+        assert (~mask)[:, :, 1:].shape[2] == 5
+        assert isinstance(arguments(mask)[0], IntervalMask)
         mask[..., 2].fill_(True)
         assert torch.equal(arguments(mask)[0], want.index_fill(3, torch.tensor(2), True))
+        mask, want = padded()
+        mask.logical_not_()
+        assert torch.equal(arguments(mask)[0], ~want)
 
 
 def test_a_mask_moves_and_detaches_as_a_description() -> None:
@@ -202,6 +216,24 @@ def test_a_mask_moves_and_detaches_as_a_description() -> None:
     assert mask._dense is None
     mask[..., 2].fill_(True)
     assert torch.equal(mask.detach(), want.index_fill(3, torch.tensor(2), True))
+
+
+def test_a_mask_can_be_taken_out_of_torch() -> None:
+    mask, want = padded()
+    assert mask.tolist() == want.tolist()
+    assert (mask.numpy() == want.numpy()).all()
+    assert torch.equal(mask.share_memory_(), want)
+
+
+@pytest.mark.parametrize("surrounding", [lambda: torch.device("meta"), FakeTensorMode], ids=["default-device", "fake-tensors"])
+def test_the_first_mask_may_be_made_anywhere(surrounding: Callable) -> None:
+    """Whether Transformers' functions mean what they should is asked then, on the CPU and with real tensors."""
+    described_mask._transformers_agrees.cache_clear()
+    with surrounding():
+        mask = integration.make_mask(**call_of())
+    assert isinstance(mask, DescribedMask)
+    assert mask.device.type == "cpu"
+    assert described_mask._transformers_agrees()
 
 
 @pytest.mark.parametrize("name", ["causal", "padding", "window", "chunks"])
@@ -359,6 +391,25 @@ def test_layers_compiled_one_by_one_take_the_description() -> None:
         layer.compile(backend="aot_eager", fullgraph=True)
     for mask, logits in zip((None, HIDDEN), want, strict=True):
         torch.testing.assert_close(model(input_ids=tokens, attention_mask=mask, use_cache=False).logits, logits)
+
+
+@pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
+def test_lengths_are_not_compiled_one_by_one() -> None:
+    """Twelve lengths of text, with and without padding, in layers compiled as one graph each: no more graphs than with Transformers' SDPA."""
+    graphs = {}
+    for name in ("sdpa", "dmattn"):
+        model = causal_model("Llama")
+        model.set_attn_implementation(name)
+        torch.compiler.reset()
+        counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        for layer in model.model.layers:
+            layer.compile(backend=counted, fullgraph=True)
+        for length in range(6, 18):
+            tokens = torch.arange(length).expand(2, -1)
+            for mask in (None, torch.arange(length) >= torch.tensor([[2], [0]])):
+                assert model(input_ids=tokens, attention_mask=mask, use_cache=False).logits.isfinite().any()
+        graphs[name] = counted.frame_count
+    assert graphs["dmattn"] <= graphs["sdpa"] + 2
 
 
 @pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
+from .. import dropout
 from .scores import by_key, by_query
 
-ROUNDS = tl.constexpr(7)
+ROUNDS = tl.constexpr(dropout.ROUNDS)
 
 
 @triton.jit

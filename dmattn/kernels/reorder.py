@@ -20,6 +20,8 @@ ROWS = 128  # keys a program
 
 def reordered(problem: Any) -> Any:
     """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`)."""
+    if problem.seed is not None:
+        raise ValueError("dmattn: order: expected None beside dropout, which numbers keys by their place, received an order")
     batch, kv_heads, listed = problem.order.shape
     len_k = problem.key.shape[2]
     head_dim, value_dim = problem.key.shape[3], problem.value.shape[3]

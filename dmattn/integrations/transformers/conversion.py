@@ -159,7 +159,7 @@ def load_dynamic_mask(kind: Any, path: Any, **settings: Any) -> Any:
 
 
 def _attentions(model: nn.Module) -> list[Any]:
-    """The causal attention layers in `model` that call Transformers' attention interface."""
+    """The causal attention layers in `model` whose forward itself calls Transformers' attention interface."""
     return [
         module
         for module in model.modules()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers.masking_utils as rules
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from ...masks import IntervalMask
@@ -24,6 +25,7 @@ class DescribedMask(Tensor):
 
     :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`). Any other operation finds the exact bool
     tensor, which is made then and kept: a model that slices, inverts or edits its mask goes on as before, in the memory it had before.
+    `detach` and `to` copy; there is no pointer to data before the bool tensor is made, for code that asks for one.
 
     Attributes:
         first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``.
@@ -34,7 +36,8 @@ class DescribedMask(Tensor):
     last: Tensor
     causal_window: tuple[bool, tuple[int | None, int | None] | None] | None
     _dense: Tensor | None
-    _writes: tuple[int, int] | None
+    _shared: bool
+    _writes: tuple[int, ...]
 
     @staticmethod
     def __new__(cls, first: Tensor, last: Tensor, shape: tuple[int, int], causal_window: Any) -> DescribedMask:
@@ -42,7 +45,7 @@ class DescribedMask(Tensor):
         batch, len_q = shape
         size = (batch, 1, len_q, first.shape[-1])
         self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=first.device)
-        self.first, self.last, self.causal_window, self._dense = first, last, causal_window, None
+        self.first, self.last, self.causal_window, self._dense, self._shared = first, last, causal_window, None, False
         return self
 
     def dense(self) -> Tensor:
@@ -53,14 +56,22 @@ class DescribedMask(Tensor):
             self._writes = self._count_writes()
         return self._dense
 
-    def edited(self) -> bool:
-        """Whether anything may have been written into the bool tensor."""
-        return self._dense is not None and (self._writes is None or self._writes != self._count_writes())
+    def tolist(self) -> list:
+        return self.dense().tolist()
 
-    def _count_writes(self) -> tuple[int, int] | None:
-        """Into this tensor and into the bool one, views included: which of them a view counts for depends on the mode. None: not counted."""
-        dense = self._dense
-        return None if dense is None or dense.is_inference() or self.is_inference() else (self._version, dense._version)
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
+    def share_memory_(self) -> Tensor:
+        return self.dense().clone().share_memory_()
+
+    def edited(self) -> bool:
+        """Whether anything was written into the bool tensor. In inference mode, where nothing counts that, whether it could have been."""
+        return self._shared or (self._dense is not None and self._writes != self._count_writes())
+
+    def _count_writes(self) -> tuple[int, ...]:
+        """Into this tensor and into the bool one, views included: which of them a view counts for depends on the mode."""
+        return tuple(-1 if x is None or x.is_inference() else x._version for x in (self, self._dense))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DescribedMask(shape={tuple(self.shape)}, causal_window={self.causal_window}, device={self.device})"
@@ -74,14 +85,13 @@ class DescribedMask(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Into what torch.compile hands to a graph: the intervals."""
         if self.edited():
-            expected = "in a compiled function a mask that was not written into (mask.clone() is an ordinary tensor)"
+            expected = "a mask that was not written into, nor in inference mode sliced, in a compiled function (mask.clone() is a tensor)"
             raise ValueError(f"dmattn: attention_mask: expected {expected}, received one that was")
-        return ["first", "last"], (self.shape[0], self.shape[2], self.causal_window)
+        return ["first", "last"], self.causal_window
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DescribedMask:
-        batch, len_q, causal_window = context
-        return DescribedMask(inner["first"], inner["last"], (batch, len_q), causal_window)
+        return DescribedMask(inner["first"], inner["last"], (size[0], size[2]), context)  # lengths stay out of what a graph is guarded on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -92,6 +102,10 @@ class DescribedMask(Tensor):
             return args[0]._moved(args[0].device)
         if function is torch.ops.aten._to_copy.default and kwargs.get("dtype", torch.bool) in (torch.bool, None):  # layers on several devices
             return args[0]._moved(kwargs.get("device") or args[0].device)
+        schema = function._schema
+        for mask in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(mask, DescribedMask) and mask.is_inference() and (schema.is_mutable or any(r.alias_info for r in schema.returns)):
+                mask._shared = True
         exact = lambda x: x.dense() if isinstance(x, DescribedMask) else x  # noqa: E731
         return function(*torch.utils._pytree.tree_map(exact, args), **torch.utils._pytree.tree_map(exact, kwargs))
 
@@ -157,11 +171,14 @@ def _describe(
         padding = rules.prepare_padding_mask(padding, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
         if padding.shape[0] != batch_size:
             return None
-        if not is_cuda_stream_capturing() and bool(padding.all()):  # Transformers' SDPA integration waits for this, too
-            padding = None
     fixed = not isinstance(q_offset, Tensor)  # a static cache's is a tensor, whose value would have to be waited for
-    aligned = fixed and q_offset + q_length == kv_offset + kv_length
-    causal_window = _causal_window(found) if aligned and padding is None else None
+    aligned = not found or (fixed and q_offset + q_length == kv_offset + kv_length)
+    causal_window = _causal_window(found) if aligned else None
+    if padding is not None and causal_window is not None:  # worth waiting for a GPU, as Transformers' SDPA integration does
+        if not is_cuda_stream_capturing() and bool(padding.all()):
+            padding = None
+        else:
+            causal_window = None
     if q_length == 1 and causal_window is None:
         return None
     queries = torch.zeros(kv_length, dtype=torch.int64, device=device)
@@ -240,6 +257,16 @@ def _conditions(mask_function: MaskFunction, packed: bool = False) -> list[_Rule
 @lru_cache(maxsize=1)
 def _transformers_agrees() -> bool:
     """Whether the functions above mean, in the Transformers that is installed, what this module takes them for: tried once, on small masks."""
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():  # whatever the first call stands in
+        wrong = _misunderstood()
+    if wrong is not None:
+        name = wrong.__qualname__
+        warnings.warn(f"dmattn: masks take (Q, K) memory, as this Transformers gives another meaning to {name}", stacklevel=2)
+    return wrong is None
+
+
+def _misunderstood() -> MaskFunction | None:
+    """A function of Transformers whose mask is not what is described for it, in either of its forms."""
     padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
     sequences = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] + [2]])
     positions = torch.cat([torch.arange(n) for n in (4, 7, 9, 1, 1)]).view(2, 11)
@@ -254,8 +281,15 @@ def _transformers_agrees() -> bool:
         found = _conditions(function)
         ours = None if found is None else _describe(found, padding=keys, **place)
         theirs = rules.sdpa_mask(mask_function=function, attention_mask=keys, allow_is_causal_skip=False, **place)
-        if ours is not None and not torch.equal(ours.dense(), theirs):
-            name = function.__qualname__
-            warnings.warn(f"dmattn: masks take (Q, K) memory, as this Transformers gives another meaning to {name}", stacklevel=2)
-            return False
-    return True
+        if ours is not None and not all(torch.equal(dense.expand(theirs.shape), theirs) for dense in (ours.dense(), _as_attended(ours))):
+            return function
+    return None
+
+
+def _as_attended(mask: DescribedMask) -> Tensor:
+    """The bool mask that :func:`dmattn.attention` makes of the :func:`arguments`."""
+    given, causal, window = arguments(mask)
+    left, right = window or (None, None)
+    len_q, len_k = mask.shape[2:]
+    rule = IntervalMask.window(len_q, len_k, left=left, right=0 if causal else right).to_dense(len_q)
+    return rule if given is None else rule & (given if isinstance(given, Tensor) else given.to_dense(len_q))

@@ -25,7 +25,7 @@ from .masks import make_mask
 
 __all__ = ["FAMILIES", "Family", "family_of", "mask_for_patched"]
 
-_STANDS_FOR = "_dmattn_stands_for"
+_STANDS_FOR, _AS_OF = "_dmattn_stands_for", "_dmattn_as_of"
 
 
 def mask_for_patched(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -37,7 +37,18 @@ def mask_for_patched(*args: Any, **kwargs: Any) -> Tensor | None:
     mask = eager_mask(*args, **kwargs)
     if mask is not None:
         setattr(mask, _STANDS_FOR, make_mask(*args, **(kwargs | dict(config=None))))
+        if not torch.compiler.is_compiling():
+            setattr(mask, _AS_OF, -1 if mask.is_inference() else mask._version)
     return mask
+
+
+def _stands_for(mask: Any) -> Any:
+    """What a mask made for patched layers stands for, where it is certain that nothing was written into it since; else the mask."""
+    if torch.compiler.is_compiling():
+        certain = not hasattr(mask, _AS_OF)  # then it was made inside the graph
+    else:
+        certain = hasattr(mask, _AS_OF) and not mask.is_inference() and mask._version == getattr(mask, _AS_OF)
+    return getattr(mask, _STANDS_FOR, mask) if certain else mask
 
 
 def bloom(
@@ -314,7 +325,7 @@ def _attention(
         if probability and not layer.training:
             expected = f"{type(layer).__name__} in the mode of its dropout"
             raise ValueError(f"dmattn: dropout: expected {expected}, received a layer in evaluation with a dropout in training; use train()")
-    out, _ = attend(layer, query, key, value, getattr(mask, _STANDS_FOR, mask), position_bias=bias, dropout=probability, **options)
+    out, _ = attend(layer, query, key, value, _stands_for(mask), position_bias=bias, dropout=probability, **options)
     return out.flatten(2)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +11,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
 
 from .described_mask import describe
+from .interface import file_uses_interface
 
 __all__ = ["make_mask"]
-
-_on_interface: dict[str, bool] = {}
 
 
 def make_mask(
@@ -45,7 +40,7 @@ def make_mask(
     place: dict[str, Any] = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, device=device
     )
-    if not _uses_interface(_modelling_file(config)):
+    if not file_uses_interface(config):
         return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
     traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
     if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
@@ -59,31 +54,3 @@ def make_mask(
         use_vmap=use_vmap,
         **(others | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)),
     )
-
-
-def _modelling_file(config: Any) -> str:
-    return type(config).__module__.replace(".configuration_", ".modeling_")
-
-
-@torch.compiler.assume_constant_result  # a source file cannot be read inside a traced graph
-def _uses_interface(modelling_file: str) -> bool:
-    """Whether the models of a file compute attention through the interface, by the test that Transformers itself applies to them."""
-    known = _on_interface.get(modelling_file)
-    if known is not None:
-        return known
-    try:
-        code = inspect.getsource(sys.modules[modelling_file])
-    except (KeyError, OSError, TypeError):  # a configuration without such a file: the model is made of others
-        return True
-    own_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE) is not None
-    known = _on_interface[modelling_file] = not own_attention or "ALL_ATTENTION_FUNCTIONS.get_interface(" in code
-    if not known:
-        from .families import FAMILIES
-
-        served = any(f"transformers.models.{name}".startswith(f"{modelling_file}.") for name in FAMILIES)
-        until = ", until dmattn.integrations.transformers.patch(model) is called" if served else ""
-        warnings.warn(
-            f"dmattn: {modelling_file} does not use Transformers' attention interface; its models keep their own eager attention{until}.",
-            stacklevel=2,
-        )
-    return known

@@ -6,7 +6,7 @@ names, state dicts, ``isinstance`` and wrap policies see what they saw before; c
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from .attention import attend
 from .families import Family, family_of, mask_for_patched
+from .interface import class_uses_interface
 
 __all__ = ["Coverage", "patch", "patched", "report", "unpatch"]
 
@@ -122,30 +123,17 @@ def _new(stock: type) -> nn.Module:
 @cache
 def _patched_class(stock: type) -> type:
     family = family_of(stock)
-    if family is None or _uses_interface(stock):
+    if family is None or class_uses_interface(stock):
         expected = "a class of layers that patch() covers"
         raise ValueError(f"dmattn: model: expected {expected}, received {stock.__module__}.{stock.__qualname__}")
     names = dict(__module__=stock.__module__, __qualname__=stock.__qualname__, __doc__=stock.__doc__, dmattn_stock=stock)
     return type(stock.__name__, (_Patched, stock), names | family.methods)
 
 
-@cache
-def _uses_interface(kind: type) -> bool:
-    """Whether a class of layers computes attention through the interface: by the words that Transformers looks for in a whole file."""
-    return any("ALL_ATTENTION_FUNCTIONS.get_interface(" in _source(each) for each in kind.__mro__ if issubclass(each, nn.Module))
-
-
-def _source(kind: type) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # a class made at run time, as by wrappers, which has another one below it
-        return ""
-
-
 def _family(layer: Any) -> Family | None:
     """The family of a layer that can be patched; None for any other module."""
     family = family_of(type(layer))
-    if family is None or isinstance(layer, _Patched) or _uses_interface(layer.__class__) or not family.covers(layer):
+    if family is None or isinstance(layer, _Patched) or class_uses_interface(layer.__class__) or not family.covers(layer):
         return None
     return family
 
@@ -160,7 +148,7 @@ def _state(module: Any) -> State | None:
         return "patchable"
     if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module):
         return None
-    return "routed" if _uses_interface(module.__class__) else "not covered"
+    return "routed" if class_uses_interface(module.__class__) else "not covered"
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -192,9 +180,17 @@ def _swap(model: nn.Module) -> tuple[list[nn.Module], list[PreTrainedModel]]:
             vars(owner)[_BEFORE] = owner.config._attn_implementation
             owner.config._attn_implementation = NAME
             owners.append(owner)
+            for table in _tables(type(owner).__module__):
+                table.setdefault(NAME, table["eager"])
     for layer, _ in found:
         _set_class(layer, _patched_class(layer.__class__))
     return [layer for layer, _ in found], owners
+
+
+def _tables(modelling_file: str) -> list[dict[str, type]]:
+    """Where models look their layers' class up by the implementation: a model built from a patched one's configuration computes eagerly."""
+    found = vars(sys.modules[modelling_file]).items()
+    return [table for name, table in found if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table]
 
 
 def _restore(layers: list[Any], owners: list[Any]) -> None:

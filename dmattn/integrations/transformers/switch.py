@@ -23,7 +23,10 @@ _settings_before: WeakKeyDictionary[nn.Module, Settings] = WeakKeyDictionary()
 
 
 def register() -> None:
-    """Make ``attn_implementation="dmattn"`` and ``model.set_attn_implementation("dmattn")`` valid for every model. Idempotent."""
+    """Make ``attn_implementation="dmattn"`` and ``model.set_attn_implementation("dmattn")`` valid names. Idempotent.
+
+    Models that choose a class of layers by the name, such as Falcon, still raise Transformers' KeyError: :func:`patch` serves some.
+    """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
 
