@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 BENCH = ["matplotlib>=3.8", "rich>=13"]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"]
 TRANSFORMERS = ["transformers>=5.17"]
+TRAINING = ["accelerate>=1.10", "peft>=0.18"]  # which the tests train with
 
 setup(
     name="dmattn",
@@ -24,8 +25,8 @@ setup(
     extras_require={
         "transformers": TRANSFORMERS,
         "bench": BENCH,
-        "test": TEST + TRANSFORMERS + ["rich>=13"],
-        "dev": TEST + TRANSFORMERS + BENCH + ["ruff>=0.15", "mypy>=1.18"],
+        "test": TEST + TRANSFORMERS + TRAINING + ["rich>=13"],
+        "dev": TEST + TRANSFORMERS + TRAINING + BENCH + ["ruff>=0.15", "mypy>=1.18"],
     },
     entry_points={"console_scripts": ["dmattn = dmattn.cli:main"]},
 )

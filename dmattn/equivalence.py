@@ -73,8 +73,9 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `attention` other than tensors."""
-        return dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap, dropout_p=self.dropout_p)
+        """Keyword arguments of `attention` other than tensors; dropout only where there is some, as peers have none to compare."""
+        given = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
+        return given | dict(dropout_p=self.dropout_p) if self.dropout_p else given
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Random tensors, the same for a seed on every device."""

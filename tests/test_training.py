@@ -1,0 +1,195 @@
+"""Training with the tools that people train with gives eager's loss curve: Trainer, Accelerate, peft, autocast, checkpoints, DDP and FSDP2."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from models import TOLERANCE, build
+from torch import Tensor, nn
+
+from dmattn.ops import interpreting
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+
+from dmattn.integrations import transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
+
+STEPS, BATCH, LENGTH, VOCABULARY = 5, 4, 12, 64
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    integration.register()
+    yield
+    integration.unregister()
+
+
+def llama() -> nn.Module:
+    return build(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0))
+
+
+def t5() -> nn.Module:
+    config = dict(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, dropout_rate=0.0)
+    return build(transformers.T5ForConditionalGeneration, transformers.T5Config(**config, decoder_start_token_id=0, pad_token_id=0))
+
+
+MODELS = dict(llama=llama, t5=t5)
+
+
+def examples() -> list[dict[str, Tensor]]:
+    """For STEPS batches; every other one is padded."""
+    seed = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(STEPS * BATCH):
+        tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=seed)
+        mask = (torch.arange(LENGTH) < LENGTH - 3 * (i % 2)).long()
+        found.append(dict(input_ids=tokens * mask, attention_mask=mask, labels=torch.where(mask == 1, tokens, -100)))
+    return found
+
+
+def batches() -> list[dict[str, Tensor]]:
+    found = examples()
+    return [{name: torch.stack([example[name] for example in found[i : i + BATCH]]) for name in found[0]} for i in range(0, len(found), BATCH)]
+
+
+def descend(model: nn.Module, context: Callable = nullcontext, backward: Callable = Tensor.backward) -> list[float]:
+    """Losses of plain steepest descent, whose steps are as large as their gradients and no rounding is amplified."""
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.05)
+    losses = []
+    for batch in batches():
+        with context():
+            loss = model(**batch).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_curve(ours: list[float], eager: list[float], tolerance: float = 10 * TOLERANCE) -> None:
+    """Roundings grow from step to step."""
+    assert len(ours) == len(eager) >= 2
+    assert max(eager) - min(eager) > 0.01 * max(eager)
+    assert max(abs(x - y) for x, y in zip(ours, eager, strict=True)) <= tolerance * max(eager), (ours, eager)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer(name: str, tmp_path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    curves = []
+    for implementation in ("eager", "dmattn"):
+        model = MODELS[name]()
+        if implementation == "dmattn":
+            integration.enable(model)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=0.05, lr_scheduler_type="constant",
+            optim="sgd", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_num_workers=0,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False), max_grad_norm=0.0,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples())
+        trainer.train()
+        curves.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
+    assert len(curves[0]) == STEPS
+    assert_same_curve(curves[1], curves[0], 1e-3)  # Trainer's log is rounded
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    curves = []
+    for implementation in ("eager", "dmattn"):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model = llama()
+        model.set_attn_implementation(implementation)
+        curves.append(descend(accelerator.prepare(model), backward=accelerator.backward))
+    assert_same_curve(curves[1], curves[0], 10 * TOLERANCE if precision == "no" else 2e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_keeps_the_curve(name: str) -> None:
+    curves = []
+    for implementation in ("eager", "dmattn"):
+        model = MODELS[name]()
+        with integration.using(model) if implementation == "dmattn" else nullcontext():
+            curves.append(descend(model, lambda: torch.autocast("cpu", torch.bfloat16)))
+    assert_same_curve(curves[1], curves[0], 3e-2)
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft")
+    curves = []
+    for implementation in ("eager", "dmattn"):
+        model = llama()
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        curves.append(descend(tuned))
+        moved = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+        assert 0 < sum(parameter.numel() for parameter in moved) < 3000
+    assert_same_curve(curves[1], curves[0])
+
+
+def test_prefix_tuning() -> None:
+    """Its prefix is a cache that the queries do not begin with, and the mask is longer than the text."""
+    peft = pytest.importorskip("peft")
+    curves = []
+    for implementation in ("eager", "dmattn"):
+        model = llama()
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        curves.append(descend(tuned))
+    assert_same_curve(curves[1], curves[0])
+
+
+def _worker(rank: int, port: int, kind: str, implementation: str, folder: str) -> None:
+    """One of two processes; each takes every other row of a batch."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    integration.register()
+    model = llama()
+    model.set_attn_implementation(implementation)
+    if kind == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    optimizer, losses = torch.optim.SGD(wrapped.parameters(), lr=0.05), []
+    for batch in batches():
+        loss = wrapped(**{name: tensor[rank::2] for name, tensor in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    torch.save(losses, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not os.environ.get("DMATTN_FULL"), reason="four processes that import everything: make test-full")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes(kind: str, tmp_path) -> None:
+    curves = {}
+    for implementation in ("eager", "dmattn"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torch.multiprocessing.spawn(_worker, (port, kind, implementation, str(tmp_path)), nprocs=2)
+        curves[implementation] = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    for ours, eager in zip(curves["dmattn"], curves["eager"], strict=True):
+        assert_same_curve(ours, eager)
+    assert curves["eager"][0] != curves["eager"][1]
