@@ -48,8 +48,11 @@ def test_the_bias_example_has_help_and_refuses_what_it_does_not_know(argument, c
 
 @pytest.fixture(scope="module")
 def train_doge() -> ModuleType:
+    """Trained on a text that does not change with the repository: another may have a near tie, where roundings choose the key."""
     pytest.importorskip("transformers", reason="the example trains a model of Transformers")
-    return load("train_doge")
+    module = load("train_doge")
+    module.corpus = lambda: ((EXAMPLES.parent / "LICENSE").read_bytes(), "the licence")
+    return module
 
 
 SIZE = dict(length=64, keep=8, steps=6, batch=2, width=64, layers=2)
@@ -63,7 +66,7 @@ def test_a_doge_learns_the_same_with_both(train_doge, tmp_path, capsys):
     result = json.loads(target.read_text())
     assert result["size"] == SIZE
     assert result["agreed"]
-    # Roundings differ between CPUs, and may decide one near tie otherwise: 1e-5 of one loss. One key more or less in each query makes 1e-3.
+    # 1e-7 where roundings decide no near tie, 1e-5 where they do; one key more or less in each query makes 1e-3.
     assert result["final_difference"] <= result["largest_difference"] < 1e-4
     assert result["gradient_difference"] < 1e-5 < 0.1 < result["gradient_difference_of_one_key"]
     eager, ours = (result["runs"][name]["losses"] for name in ("eager, sorting", "dmattn"))
