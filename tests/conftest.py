@@ -7,12 +7,12 @@ bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyT
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from dmattn import ops
+from dmattn import attention, ops
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -69,3 +69,28 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
             return tuple(tensor.fill_(float("nan")) for tensor in allocate(*arguments))
 
         monkeypatch.setattr(ops, name, filled)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """dmattn is a name in Transformers' registries."""
+    from dmattn.integrations import transformers as integration
+
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Tensors and keyword arguments of each call of a model that reaches dmattn.attention."""
+    from dmattn.integrations import transformers as integration
+
+    seen: list[dict] = []
+
+    def spy(query, key, value, **options):
+        seen.append(dict(query=query, key=key, value=value, **options))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(integration.attention, "attention", spy)
+    return seen

@@ -54,6 +54,22 @@ def batch_for(model: nn.Module, padding: str, device: str = "cpu") -> dict[str, 
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
+def distinct_batch(padding: str = "none", repeat: bool = False, device: str = "cpu", length: int = 23) -> dict[str, Tensor]:
+    """Tokens, labels and mask; no token twice in a row of the batch unless `repeat`."""
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.stack([torch.randperm(VOCABULARY - 1, generator=random)[:length] + 1 for _ in range(2)])
+    if repeat:
+        tokens = tokens % 5 + 1
+    real = torch.ones_like(tokens)
+    if padding != "none":
+        real[0, slice(0, PADDED) if padding == "left" else slice(-PADDED, None)] = 0
+    labels = torch.where(real == 1, tokens, -100)
+    if padding == "left":
+        labels[0, PADDED] = -100  # predicted from the last padded position
+    batch = dict(input_ids=tokens * real, labels=labels) | ({} if padding == "none" else dict(attention_mask=real))
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 @dataclass
 class Step:
     """Results of one training step, logits at real positions only."""

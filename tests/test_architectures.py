@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,10 @@ from architectures import ARCHITECTURES, Architecture, batch_of  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
-pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile"),
+]
 
 FULL = bool(os.environ.get("DMATTN_FULL"))
 FEW = ("LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "ModernBertForMaskedLM", "T5ForConditionalGeneration")
@@ -39,26 +41,6 @@ def architectures(*inputs: str, every: bool = False) -> pytest.MarkDecorator:
     """Those with the given inputs: all in a full run or with `every`, else a few."""
     chosen = [each for each in ARCHITECTURES if each.inputs in (inputs or (each.inputs,)) and (every or FULL or each.name in FEW)]
     return pytest.mark.parametrize("architecture", chosen, ids=lambda each: each.name)
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    integration.register()
-    yield
-    integration.unregister()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Keyword arguments of each call that reaches dmattn.attention."""
-    seen: list[dict] = []
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return dmattn.attention(*args, **kwargs)
-
-    monkeypatch.setattr(integration.attention, "attention", spy)
-    return seen
 
 
 def no_cache(architecture: Architecture) -> dict:

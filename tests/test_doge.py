@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import NEEDS_CUDA
-from models import TOLERANCE, Step, assert_equal_steps, error, largest, train_step
+from models import PADDING, TOLERANCE, VOCABULARY, Step, assert_equal_steps, distinct_batch, error, largest, train_step
 from test_examples import load
 from torch import Tensor, nn
 
@@ -34,9 +34,7 @@ from dmattn.integrations import doge  # noqa: E402
 pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-LENGTH, KEEP, VOCABULARY = 23, 6, 64
-PADDED = 4  # tokens of padding in the first row of the batch
-PADDING = ("none", "left", "right")
+LENGTH, KEEP = 23, 6
 
 
 def config_of(**changes: Any) -> transformers.DogeConfig:
@@ -60,22 +58,6 @@ def randomise(module: nn.Module, A: float = 1.0) -> nn.Module:
 
 def model_of(A: float = 1.0, **changes: Any) -> nn.Module:
     return randomise(transformers.DogeForCausalLM._from_config(config_of(**changes), attn_implementation="eager"), A).train()
-
-
-def batch_of(padding: str = "none", repeat: bool = False, device: str = "cpu") -> dict[str, Tensor]:
-    """Tokens, labels and mask; no token twice in a row of the batch unless `repeat`."""
-    random = torch.Generator().manual_seed(1)
-    tokens = torch.stack([torch.randperm(VOCABULARY - 1, generator=random)[:LENGTH] + 1 for _ in range(2)])
-    if repeat:
-        tokens = tokens % 5 + 1
-    real = torch.ones_like(tokens)
-    if padding != "none":
-        real[0, slice(0, PADDED) if padding == "left" else slice(-PADDED, None)] = 0
-    labels = torch.where(real == 1, tokens, -100)
-    if padding == "left":
-        labels[0, PADDED] = -100  # predicted from the last padded position
-    batch = dict(input_ids=tokens * real, labels=labels) | ({} if padding == "none" else dict(attention_mask=real))
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 @pytest.fixture
@@ -128,7 +110,7 @@ def layers_of(padding: str = "none", dtype: torch.dtype = torch.float32, A: floa
     ours.load_state_dict(eager.state_dict(), strict=True)
     tokens = torch.randn(2, LENGTH, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     rotation = modeling_doge.DogeRotaryEmbedding(config)(tokens, torch.arange(LENGTH)[None])
-    real = batch_of(padding).get("attention_mask", torch.ones(2, LENGTH)).bool()
+    real = distinct_batch(padding).get("attention_mask", torch.ones(2, LENGTH)).bool()
     return Layers(eager, ours, tokens, rotation, real)
 
 
@@ -181,7 +163,7 @@ def test_bfloat16_selects_the_keys_of_doge(mode: str) -> None:
 @everywhere
 @pytest.mark.parametrize("padding", PADDING)
 def test_a_training_step_of_the_model_equals_eager(padding: str, device: str) -> None:
-    model, batch = model_of().to(device), batch_of(padding, device=device)
+    model, batch = model_of().to(device), distinct_batch(padding, device=device)
     eager = train_step(model, batch)
     doge.enable(model)
     ours = train_step(model, batch)
@@ -193,7 +175,7 @@ def test_a_training_step_of_the_model_equals_eager(padding: str, device: str) ->
 @pytest.mark.usefixtures("later_key_wins")
 @pytest.mark.parametrize("A", [0.0, 1.0])
 def test_repeated_tokens_keep_the_later_one(A: float) -> None:
-    model, batch = model_of(A), batch_of("left", repeat=True)
+    model, batch = model_of(A), distinct_batch("left", repeat=True)
     eager = train_step(model, batch)
     doge.enable(model)
     assert_equal_steps(train_step(model, batch), eager)
@@ -202,7 +184,7 @@ def test_repeated_tokens_keep_the_later_one(A: float) -> None:
 @everywhere
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_cached_generation_gives_the_tokens_of_eager(padding: str, device: str) -> None:
-    model, batch = model_of().to(device).eval(), batch_of(padding, device=device)
+    model, batch = model_of().to(device).eval(), distinct_batch(padding, device=device)
     del batch["labels"]
     settings = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, no_repeat_ngram_size=1)
     eager = model.generate(**batch, **settings)
@@ -220,7 +202,7 @@ def test_cached_logits_are_those_of_the_full_pass(A: float) -> None:
     """
     model = model_of(A).eval()
     doge.enable(model)
-    tokens = batch_of(repeat=A == 0)["input_ids"]
+    tokens = distinct_batch(repeat=A == 0)["input_ids"]
     full = model(tokens).logits
     cache, parts = transformers.DynamicCache(config=model.config), []
     for step in tokens.split([9, 3, *[1] * (LENGTH - 12)], 1):
@@ -233,15 +215,15 @@ def test_no_mask_of_pairs_is_made() -> None:
     doge.enable(model)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(lambda _, args, call: seen.append(call["attention_mask"]), with_kwargs=True)
-    model(**batch_of())
+    model(**distinct_batch())
     assert seen == [None, None]
-    batch = batch_of("left")
+    batch = distinct_batch("left")
     model(**batch)
     assert all(torch.equal(mask, batch["attention_mask"].bool()) for mask in seen[2:])
 
 
 def test_parameters_stay_the_same_objects_and_disable_returns_to_eager() -> None:
-    model, batch = model_of(), batch_of("left")
+    model, batch = model_of(), distinct_batch("left")
     eager, parameters = train_step(model, batch), dict(model.named_parameters())
     doge.enable(model)
     enabled = dict(model.named_parameters())
@@ -262,7 +244,7 @@ def attentions(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def test_a_part_enabled_first_is_disabled_with_the_whole() -> None:
-    model, tokens = model_of().eval(), batch_of()["input_ids"]
+    model, tokens = model_of().eval(), distinct_batch()["input_ids"]
     eager = model(tokens).logits
     doge.enable(model.model.layers[0])
     with pytest.raises(ValueError, match="model: expected the whole model, as another part of it is enabled, received DogeDecoderLayer"):
@@ -293,7 +275,7 @@ def test_an_enabled_layer_is_released() -> None:
 
 
 def test_hooks_fire_on_whatever_computes() -> None:
-    model, tokens, calls = model_of(), batch_of()["input_ids"], []
+    model, tokens, calls = model_of(), distinct_batch()["input_ids"], []
     attention = model.model.layers[0].self_attn
     before = attention.register_forward_hook(lambda *_: calls.append("before"))
     attention.A.register_hook(lambda _: calls.append("gradient"))
@@ -323,7 +305,7 @@ def test_disable_keeps_what_was_replaced_meanwhile() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 def test_a_copy_of_an_enabled_model_computes_the_same(duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    model, tokens = model_of().eval(), batch_of()["input_ids"]
+    model, tokens = model_of().eval(), distinct_batch()["input_ids"]
     doge.enable(model)
     again = duplicate(model)
     assert again.model.layers[0].self_attn.A is not model.model.layers[0].self_attn.A
@@ -339,7 +321,7 @@ def test_a_copy_of_an_enabled_model_computes_the_same(duplicate: Callable[[nn.Mo
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
-    model, batch = model_of(), batch_of("left")
+    model, batch = model_of(), distinct_batch("left")
     doge.enable(model)
     plain = train_step(model, batch)
     model.gradient_checkpointing_enable()
@@ -351,7 +333,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_a_compiled_model_has_no_graph_break() -> None:
     """One graph, forward and backward, which Transformers' own Doge is not."""
-    model, batch = model_of(use_cache=False, num_hidden_layers=1), batch_of("left")
+    model, batch = model_of(use_cache=False, num_hidden_layers=1), distinct_batch("left")
     eager = train_step(model, batch)
     doge.enable(model)
     torch.compiler.reset()
@@ -360,7 +342,7 @@ def test_a_compiled_model_has_no_graph_break() -> None:
 
 
 def test_what_the_layer_cannot_honour_is_named() -> None:
-    model, tokens = model_of(), batch_of()["input_ids"]
+    model, tokens = model_of(), distinct_batch()["input_ids"]
     doge.enable(model)
     with pytest.raises(ValueError, match="attention_mask: expected a bool or integer tensor of shape"):
         model(tokens, attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
@@ -377,7 +359,7 @@ def test_what_the_layer_cannot_honour_is_named() -> None:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_packed_sequences_are_refused(use_cache: bool) -> None:
-    model, tokens = model_of(), batch_of()["input_ids"]
+    model, tokens = model_of(), distinct_batch()["input_ids"]
     doge.enable(model)
     with pytest.raises(ValueError, match="packed sequences"):
         model(tokens, position_ids=(torch.arange(LENGTH) % 9)[None], use_cache=use_cache)
@@ -390,7 +372,7 @@ def test_packed_sequences_are_refused(use_cache: bool) -> None:
 
 
 def test_dropout_is_refused_while_training_only() -> None:
-    model, tokens = model_of(attention_dropout=0.1), batch_of()["input_ids"]
+    model, tokens = model_of(attention_dropout=0.1), distinct_batch()["input_ids"]
     doge.enable(model)
     with pytest.raises(ValueError, match=r"attention_dropout: expected 0.0 while training, received 0.1"):
         model(tokens)

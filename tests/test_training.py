@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +20,13 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
-pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
+pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile"),
+]
 
 STEPS, BATCH, LENGTH, VOCABULARY = 5, 4, 12, 64
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    integration.register()
-    yield
-    integration.unregister()
 
 
 def llama() -> nn.Module:
@@ -73,6 +71,12 @@ def descend(model: nn.Module, context: Callable = nullcontext, backward: Callabl
     return losses
 
 
+def llama_with(implementation: str) -> nn.Module:
+    model = llama()
+    model.set_attn_implementation(implementation)
+    return model
+
+
 def assert_same_curve(ours: list[float], eager: list[float], tolerance: float = 10 * TOLERANCE) -> None:
     """Roundings grow from step to step."""
     assert len(ours) == len(eager) >= 2
@@ -107,9 +111,7 @@ def test_accelerate(precision: str) -> None:
     for implementation in ("eager", "dmattn"):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-        model = llama()
-        model.set_attn_implementation(implementation)
-        curves.append(descend(accelerator.prepare(model), backward=accelerator.backward))
+        curves.append(descend(accelerator.prepare(llama_with(implementation)), backward=accelerator.backward))
     assert_same_curve(curves[1], curves[0], 10 * TOLERANCE if precision == "no" else 2e-2)
 
 
@@ -123,35 +125,26 @@ def test_autocast_keeps_the_curve(name: str) -> None:
     assert_same_curve(curves[1], curves[0], 3e-2)
 
 
-def test_lora() -> None:
-    peft = pytest.importorskip("peft")
-    curves = []
-    for implementation in ("eager", "dmattn"):
-        model = llama()
-        model.set_attn_implementation(implementation)
-        torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-        curves.append(descend(tuned))
-        moved = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-        assert 0 < sum(parameter.numel() for parameter in moved) < 3000
-    assert_same_curve(curves[1], curves[0])
+def tuned_curve(implementation: str, config: Any) -> list[float]:
+    """Losses of a model whose few tuned parameters, random at the start, alone are trained."""
+    model = llama_with(implementation)
+    tuned = importlib.import_module("peft").get_peft_model(model, config)
+    trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    assert 0 < sum(parameter.numel() for parameter in trained) < 3000
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_(std=0.5)
+    return descend(tuned)
 
 
-def test_prefix_tuning() -> None:
-    """Its prefix is a cache that the queries do not begin with, and the mask is longer than the text."""
+@pytest.mark.parametrize("way", ["lora", "prefix"])
+def test_peft(way: str) -> None:
+    """A prefix is a cache that the queries do not begin with, and its mask is longer than the text."""
     peft = pytest.importorskip("peft")
-    curves = []
-    for implementation in ("eager", "dmattn"):
-        model = llama()
-        model.set_attn_implementation(implementation)
-        torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-        with torch.no_grad():
-            for parameter in tuned.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_()
-        curves.append(descend(tuned))
-    assert_same_curve(curves[1], curves[0])
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    config = lora if way == "lora" else peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    assert_same_curve(tuned_curve("dmattn", config), tuned_curve("eager", config))
 
 
 def _worker(rank: int, port: int, kind: str, implementation: str, folder: str) -> None:
@@ -159,8 +152,7 @@ def _worker(rank: int, port: int, kind: str, implementation: str, folder: str) -
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     integration.register()
-    model = llama()
-    model.set_attn_implementation(implementation)
+    model = llama_with(implementation)
     if kind == "ddp":
         wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
     else:

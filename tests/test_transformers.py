@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -28,24 +28,7 @@ SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_att
 slow_interpreted = pytest.mark.skipif(interpreting(), reason="hundreds of small calls; the interpreter takes milliseconds for each tile")
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    integration.register()
-    yield
-    integration.unregister()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Keyword arguments of each call that reaches dmattn.attention."""
-    seen: list[dict] = []
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return dmattn.attention(*args, **kwargs)
-
-    monkeypatch.setattr(integration.attention, "attention", spy)
-    return seen
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def llama(**changes) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_CUDA
-from models import TOLERANCE, VOCABULARY, Step, assert_equal_steps, build, error, largest, train_step
+from models import PADDING, TOLERANCE, VOCABULARY, Step, assert_equal_steps, build, distinct_batch, error, largest, train_step
 from test_transformers import SIZES, Family
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,8 +32,6 @@ whole_models = pytest.mark.skipif(interpreting(), reason="whole models; the inte
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 
 LENGTH, KEEP = 23, 6
-PADDED = 4  # tokens of padding in the first row of the batch
-PADDING = ("none", "left", "right")
 
 
 def make(name: str, **changes: Any) -> nn.Module:
@@ -75,22 +73,6 @@ def convert(model: nn.Module, keep: int = KEEP, A: float = 1.0, **options: Any) 
             elif "dynamic_mask" in name:
                 parameter.normal_(std=0.2)
     return model
-
-
-def batch_of(padding: str = "none", repeat: bool = False, device: str = "cpu", length: int = LENGTH) -> dict[str, Tensor]:
-    """Tokens, labels and mask; no token twice in a row of the batch unless `repeat`."""
-    random = torch.Generator().manual_seed(1)
-    tokens = torch.stack([torch.randperm(VOCABULARY - 1, generator=random)[:length] + 1 for _ in range(2)])
-    if repeat:
-        tokens = tokens % 5 + 1
-    real = torch.ones_like(tokens)
-    if padding != "none":
-        real[0, slice(0, PADDED) if padding == "left" else slice(-PADDED, None)] = 0
-    labels = torch.where(real == 1, tokens, -100)
-    if padding == "left":
-        labels[0, PADDED] = -100  # predicted from the last padded position
-    batch = dict(input_ids=tokens * real, labels=labels) | ({} if padding == "none" else dict(attention_mask=real))
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def kept(key_bias: Tensor, visible: Tensor, keep: int) -> Tensor:
@@ -158,7 +140,7 @@ def without_new(step: Step) -> Step:
 @families
 def test_up_to_keep_tokens_a_new_conversion_is_the_original(family: Family, padding: str) -> None:
     model = family.build()
-    batch = batch_of(padding)
+    batch = distinct_batch(padding)
     eager = train_step(model, batch)
     integration.convert_to_dynamic_mask(model, keep=LENGTH)
     assert len(model.config.dynamic_mask["layers"]) == family.layers
@@ -168,7 +150,7 @@ def test_up_to_keep_tokens_a_new_conversion_is_the_original(family: Family, padd
 @whole_models
 @pytest.mark.parametrize("padding", PADDING)
 def test_beyond_keep_tokens_a_new_conversion_is_the_original_with_a_sliding_window(padding: str) -> None:
-    model, batch = llama(), batch_of(padding, repeat=True)
+    model, batch = llama(), distinct_batch(padding, repeat=True)
     real = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
     window = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - KEEP) & real[:, None, None]
     eager = train_step(model, batch | dict(attention_mask=torch.zeros(window.shape).masked_fill(~window, torch.finfo(torch.float32).min)))
@@ -183,7 +165,7 @@ def test_beyond_keep_tokens_a_new_conversion_is_the_original_with_a_sliding_wind
 @whole_models
 def test_both_new_parameters_learn() -> None:
     """A from the first step, dt_proj from the second: its gradient is a multiple of A."""
-    model, batch = llama(), batch_of()
+    model, batch = llama(), distinct_batch()
     integration.convert_to_dynamic_mask(model, keep=KEEP)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("dynamic_mask" in name)
@@ -232,7 +214,7 @@ def test_beside_quantised_weights_the_new_parameters_have_the_dtype_of_the_confi
 @families
 def test_a_training_step_equals_the_formula(family: Family, padding: str, formula: Callable) -> None:
     """In float64, as the gradient of A is a sum over all keys in which much cancels."""
-    model, batch = convert(family.build().double()), batch_of(padding)
+    model, batch = convert(family.build().double()), distinct_batch(padding)
     want = formula(model, batch)
     got = train_step(model, batch)
     assert_equal_steps(got, want)
@@ -243,14 +225,14 @@ def test_a_training_step_equals_the_formula(family: Family, padding: str, formul
 @whole_models
 @everywhere
 def test_a_training_step_equals_the_formula_on_a_device(device: str, formula: Callable) -> None:
-    model, batch = convert(llama()).to(device), batch_of("left", device=device)
+    model, batch = convert(llama()).to(device), distinct_batch("left", device=device)
     assert_equal_steps(train_step(model, batch), formula(model, batch))
 
 
 @whole_models
 @pytest.mark.parametrize("keep", [KEEP - 1, KEEP + 1])
 def test_one_key_more_or_less_is_told_apart(keep: int, formula: Callable) -> None:
-    model, batch = convert(llama()), batch_of()
+    model, batch = convert(llama()), distinct_batch()
     want = formula(model, batch)
     model.config.dynamic_mask["keep"] = keep
     with pytest.raises(AssertionError):
@@ -261,7 +243,7 @@ def test_one_key_more_or_less_is_told_apart(keep: int, formula: Callable) -> Non
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("layers", [[1], [0, 2]], ids=["one-of-three", "two-of-three"])
 def test_the_other_layers_attend_densely(layers: list[int], padding: str, formula: Callable) -> None:
-    model, batch = convert(llama(num_hidden_layers=3), layers=layers), batch_of(padding)
+    model, batch = convert(llama(num_hidden_layers=3), layers=layers), distinct_batch(padding)
     assert model.config.dynamic_mask == {"keep": KEEP, "layers": layers}
     assert [hasattr(layer.self_attn, "dynamic_mask") for layer in model.model.layers] == [number in layers for number in range(3)]
     assert_equal_steps(train_step(model, batch), formula(model, batch))
@@ -270,7 +252,7 @@ def test_the_other_layers_attend_densely(layers: list[int], padding: str, formul
 @whole_models
 @pytest.mark.parametrize("padding", PADDING)
 def test_layers_with_a_window_keep_it(padding: str, formula: Callable) -> None:
-    model, batch = convert(half_windowed()), batch_of(padding)
+    model, batch = convert(half_windowed()), distinct_batch(padding)
     assert model.config.dynamic_mask["layers"] == [1, 3]
     assert_equal_steps(train_step(model, batch), formula(model, batch))
 
@@ -279,7 +261,7 @@ def test_layers_with_a_window_keep_it(padding: str, formula: Callable) -> None:
 def test_no_mask_of_pairs_is_made(masks: list[Any]) -> None:
     model = convert(llama(), layers=[1])
     for padding in ("none", "left"):
-        batch = batch_of(padding)
+        batch = distinct_batch(padding)
         model(**batch)
         real = batch.get("attention_mask", torch.ones(2, LENGTH)).bool()
         assert len(masks) == 2
@@ -289,7 +271,7 @@ def test_no_mask_of_pairs_is_made(masks: list[Any]) -> None:
 
 @whole_models
 def test_gradient_checkpointing_changes_nothing() -> None:
-    model, batch = convert(llama()), batch_of("left")
+    model, batch = convert(llama()), distinct_batch("left")
     plain = train_step(model, batch)
     model.gradient_checkpointing_enable()
     assert_equal_steps(train_step(model, batch), plain)
@@ -299,7 +281,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 @pytest.mark.parametrize("mode", ["weights", "autocast"])
 def test_scores_in_bfloat16_models_are_not_rounded_to_it(mode: str) -> None:
     """With A near 0 all scores would round to 1, and the mask to a sliding window."""
-    model, tokens = llama().eval(), batch_of()["input_ids"]
+    model, tokens = llama().eval(), distinct_batch()["input_ids"]
     model = model.bfloat16() if mode == "weights" else model
     convert(model, A=1e-3)
     scores = []
@@ -315,7 +297,7 @@ def test_scores_in_bfloat16_models_are_not_rounded_to_it(mode: str) -> None:
 @pytest.mark.parametrize("layers", [[0], [1]], ids=["converted", "dense"])
 def test_a_compiled_model_has_no_graph_break(layers: list[int]) -> None:
     """One layer is traced, converted or not."""
-    model, batch = convert(llama(use_cache=False), layers=layers), batch_of("left")
+    model, batch = convert(llama(use_cache=False), layers=layers), distinct_batch("left")
     model.model.layers = model.model.layers[:1]
     plain = train_step(model, batch)
     torch.compiler.reset()
@@ -331,7 +313,7 @@ def test_a_compiled_model_has_no_graph_break(layers: list[int]) -> None:
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("make_model", [llama, half_windowed], ids=["llama", "half-windowed"])
 def test_cached_generation_gives_the_tokens_of_recomputation(make_model: Callable, padding: str, cache: str) -> None:
-    model, batch = convert(make_model()).eval(), batch_of(padding)
+    model, batch = convert(make_model()).eval(), distinct_batch(padding)
     del batch["labels"]
     settings = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, no_repeat_ngram_size=1)
     recomputed = model.generate(**batch, **settings, use_cache=False)
@@ -348,7 +330,7 @@ def test_cached_generation_gives_the_tokens_of_recomputation(make_model: Callabl
 @pytest.mark.parametrize("make_model", [llama, half_windowed], ids=["llama", "half-windowed"])
 def test_cached_logits_are_those_of_the_full_pass(make_model: Callable, kind: str, padding: str, A: float) -> None:
     """Prompt, then several tokens, then one at a time. At A = 0 with nothing but ties."""
-    model, batch = convert(make_model(), A=A).eval(), batch_of(padding, repeat=A == 0)
+    model, batch = convert(make_model(), A=A).eval(), distinct_batch(padding, repeat=A == 0)
     tokens, real = batch["input_ids"], batch.get("attention_mask", torch.ones(2, LENGTH, dtype=torch.long))
     with torch.no_grad():
         full = model(tokens, attention_mask=real).logits
@@ -366,7 +348,7 @@ def test_cached_logits_are_those_of_the_full_pass(make_model: Callable, kind: st
 @whole_models
 def test_the_rest_of_a_static_cache_does_not_matter() -> None:
     """Slots beyond the last query may hold anything, as after a cache was reset."""
-    model, tokens = convert(llama()).eval(), batch_of()["input_ids"]
+    model, tokens = convert(llama()).eval(), distinct_batch()["input_ids"]
 
     def logits(junk: float) -> Tensor:
         cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 5)
@@ -389,7 +371,7 @@ def test_the_rest_of_a_static_cache_does_not_matter() -> None:
 def test_lora_trains_beside_the_new_parameters(tmp_path) -> None:
     """An adapter with the new parameters; loaded on a model that was converted alike; merged, saved, and loaded as a converted model."""
     peft = pytest.importorskip("peft")
-    model, batch = llama(), batch_of("left")
+    model, batch = llama(), distinct_batch("left")
     original = copy.deepcopy(model)
     integration.convert_to_dynamic_mask(model, keep=KEEP)
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["dynamic_mask"])
@@ -420,7 +402,7 @@ def test_lora_trains_beside_the_new_parameters(tmp_path) -> None:
 @whole_models
 def test_trainer_trains_the_new_parameters_and_its_checkpoint_is_loaded(tmp_path) -> None:
     pytest.importorskip("accelerate")
-    model, batch = llama(), batch_of("left")
+    model, batch = llama(), distinct_batch("left")
     integration.convert_to_dynamic_mask(model, keep=KEEP)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("dynamic_mask" in name)
@@ -444,7 +426,7 @@ def hooks(model: nn.Module) -> int:
 @whole_models
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_revert_gives_the_original_back(implementation: str) -> None:
-    model, batch = llama(), batch_of("left")
+    model, batch = llama(), distinct_batch("left")
     model.set_attn_implementation(implementation)
     config, state, plain, before = model.config.to_dict(), copy.deepcopy(model.state_dict()), train_step(model, batch), hooks(model)
     integration.convert_to_dynamic_mask(model, keep=KEEP)
@@ -475,7 +457,7 @@ def test_revert_gives_the_original_back(implementation: str) -> None:
 )
 def test_what_was_saved_is_loaded(name: str, settings: dict[str, Any], tmp_path) -> None:
     model = convert(llama(num_hidden_layers=3), layers=[0, 2]).eval()
-    tokens = batch_of()["input_ids"]
+    tokens = distinct_batch()["input_ids"]
     model.save_pretrained(tmp_path, **settings)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(settings)
     kind = getattr(transformers, name)
@@ -521,12 +503,12 @@ def test_while_a_model_is_loaded_its_class_has_the_name_of_its_architecture(tmp_
     convert(llama()).save_pretrained(tmp_path)
     loaded = integration.load_dynamic_mask(transformers.AutoModel, tmp_path)
     assert names == [str(transformers.LlamaModel)]
-    assert len(loaded(batch_of()["input_ids"], output_hidden_states=True).hidden_states) == 3
+    assert len(loaded(distinct_batch()["input_ids"], output_hidden_states=True).hidden_states) == 3
 
 
 @whole_models
 def test_plain_from_pretrained_gives_the_original_architecture(tmp_path) -> None:
-    model, tokens = convert(llama()).eval(), batch_of()["input_ids"]
+    model, tokens = convert(llama()).eval(), distinct_batch()["input_ids"]
     model.save_pretrained(tmp_path)
     plain, information = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
     assert len(information["unexpected_keys"]) == 4
@@ -560,7 +542,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path) -> None:
 @whole_models
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 def test_a_copy_is_converted_and_reverts_alone(copied: Callable) -> None:
-    model, tokens = convert(llama()).eval(), batch_of()["input_ids"]
+    model, tokens = convert(llama()).eval(), distinct_batch()["input_ids"]
     other, logits = copied(model), model(tokens).logits
     assert torch.equal(other(tokens).logits, logits)
     integration.revert_dynamic_mask(other)
@@ -574,7 +556,7 @@ def test_a_copy_is_converted_and_reverts_alone(copied: Callable) -> None:
 
 @whole_models
 def test_another_implementation_does_not_drop_the_masks_silently() -> None:
-    model, tokens = convert(llama()), batch_of()["input_ids"]
+    model, tokens = convert(llama()), distinct_batch()["input_ids"]
     message = "attn_implementation: expected 'dmattn_dynamic' in a converted model, which revert_dynamic_mask.* received "
     try:
         with integration.using(model), pytest.raises(ValueError, match=message + "'dmattn'"):
@@ -594,7 +576,7 @@ def test_another_implementation_does_not_drop_the_masks_silently() -> None:
 def test_a_model_built_anew_from_the_configuration_is_refused() -> None:
     model = convert(llama(), layers=[1])
     with pytest.raises(ValueError, match="model: expected layer 1 with a dynamic mask, as its configuration says; load_dynamic_mask"):
-        type(model)(model.config)(batch_of()["input_ids"])
+        type(model)(model.config)(distinct_batch()["input_ids"])
 
 
 @whole_models
@@ -619,12 +601,12 @@ def test_a_model_built_anew_from_the_configuration_is_refused() -> None:
 def test_what_a_call_cannot_have_is_named(call: dict[str, Any], message: str) -> None:
     model = convert(llama())
     with pytest.raises(ValueError, match=message):
-        model(batch_of()["input_ids"], **call)
+        model(distinct_batch()["input_ids"], **call)
 
 
 @whole_models
 def test_dropout_is_refused_while_training_only() -> None:
-    model, tokens = convert(llama(attention_dropout=0.1)), batch_of()["input_ids"]
+    model, tokens = convert(llama(attention_dropout=0.1)), distinct_batch()["input_ids"]
     with pytest.raises(ValueError, match=r"dropout: expected 0.0 while training, .* received 0.1; give attention_dropout=0.0"):
         model(tokens)
     assert model.eval()(tokens).logits.isfinite().all()
@@ -635,7 +617,7 @@ def test_a_model_that_is_no_longer_causal_is_refused() -> None:
     model = convert(llama())
     model.config.is_causal = False
     with pytest.raises(ValueError, match=r"attention_mask: expected a mask \(B, Sk\)"):
-        model(batch_of()["input_ids"])
+        model(distinct_batch()["input_ids"])
 
 
 @whole_models

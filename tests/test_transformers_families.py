@@ -36,19 +36,6 @@ WINDOWS = dict(image_size=16, patch_size=2, num_channels=1, embed_dim=16, depths
 whole_model = pytest.mark.skipif(interpreting(), reason="a whole model; the interpreter takes milliseconds for each tile")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """Tensors and keyword arguments of each call that reaches dmattn.attention."""
-    seen: list[dict] = []
-
-    def spy(query, key, value, **kwargs):
-        seen.append(dict(query=query, key=key, value=value, **kwargs))
-        return dmattn.attention(query, key, value, **kwargs)
-
-    monkeypatch.setattr(integration.attention, "attention", spy)
-    return seen
-
-
 def language_model(kind: str, implementation: str = "eager", **config: Any) -> nn.Module:
     model_type = getattr(transformers, kind)
     model = build(model_type, model_type.config_class(vocab_size=VOCABULARY, **config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,11 +31,7 @@ SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_h
 whole_models = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    integration.register()
-    yield
-    integration.unregister()
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def packed(function: Callable, positions: Tensor) -> Callable:

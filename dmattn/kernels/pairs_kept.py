@@ -30,4 +30,5 @@ def kept_factor(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
 
 @triton.jit
 def _kept(word, rules):
+    """Whether the pair of a random word is kept."""
     return word.to(tl.int32, bitcast=True) >= rules.threshold
