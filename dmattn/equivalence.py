@@ -160,7 +160,7 @@ def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, 
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
     given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
-    with _same_dropout(inputs):
+    with _same_dropout(inputs, options):
         out, lse = function(leaves["query"], leaves["key"], leaves["value"], **given)
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
     named = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -184,7 +184,7 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
-    with _same_dropout(inputs):
+    with _same_dropout(inputs, options):
         problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[1]
@@ -207,8 +207,11 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _same_dropout(inputs: Inputs) -> Iterator[None]:
+def _same_dropout(inputs: Inputs, options: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the next call drops what every call at this place drops; torch's generators are as before afterwards."""
+    if not options.get("dropout_p"):
+        yield  # a CUDA graph that is being captured takes no seed
+        return
     with torch.random.fork_rng([inputs.query.device] if inputs.query.is_cuda else []):
         torch.manual_seed(0)
         yield

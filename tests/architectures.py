@@ -166,7 +166,11 @@ ARCHITECTURES = (
     ),
     Architecture("ViTForImageClassification", "image", 2, "no mask", TEXT | IMAGE | NO_DROPOUT),
     Architecture(
-        "BeitForImageClassification", "image", 2, "relative bias of a table", TEXT | IMAGE | NO_DROPOUT | dict(use_relative_position_bias=True)
+        "BeitForImageClassification",
+        "image",
+        2,
+        "relative bias of a table",
+        TEXT | IMAGE | NO_DROPOUT | dict(use_relative_position_bias=True, drop_path_rate=0.0),
     ),
     Architecture(
         "SwinForImageClassification",

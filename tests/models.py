@@ -1,7 +1,7 @@
 """Small models of Transformers with random weights, their batches and training steps, and the rule by which two steps are equal.
 
 The rule for float32: a tensor may differ from eager's by TOLERANCE of its largest entry. A gradient that is zero but for rounding (BERT's
-key bias: a softmax ignores it) is held to TOLERANCE of one hundredth of the model's largest gradient instead. Only real positions are
+key bias: a softmax ignores it) is held to TOLERANCE of a twentieth of the model's largest gradient instead. Only real positions are
 compared: what a padded query attends is each implementation's own choice, and no real token reads it.
 """
 
@@ -104,7 +104,7 @@ def assert_equal_steps(got: Step, want: Step) -> None:
     assert error(got.logits, want.logits) <= TOLERANCE * largest(want.logits)
     assert error(got.loss, want.loss) <= TOLERANCE * largest(want.loss)
     assert got.gradients.keys() == want.gradients.keys()
-    floor = 0.01 * max(map(largest, want.gradients.values()))
+    floor = 0.05 * max(map(largest, want.gradients.values()))
     for name, gradient in want.gradients.items():
         difference, allowed = error(got.gradients[name], gradient), TOLERANCE * max(largest(gradient), floor)
         assert difference <= allowed, f"gradient of {name}: off by {difference:.2e}, allowed {allowed:.2e}"
