@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import sum_to
+from . import hopper_bias_grad
 from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
@@ -53,29 +54,34 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
     batch, heads, len_q, _ = problem.query.shape
     bias_batch, bias_heads, _, len_k = d_bias.shape
     tile = pick("bias", problem)
-    tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
+    on_hopper = hopper_bias_grad.takes(problem, incoming[0])
+    rows, cols = (hopper_bias_grad.ROWS, hopper_bias_grad.COLS) if on_hopper else tile[:2]
+    tiles = triton.cdiv(len_q, rows) * triton.cdiv(len_k, cols) * bias_batch * bias_heads
     members = batch // bias_batch * (heads // bias_heads)
     fill = PROGRAMS_PER_PROCESSOR * _processors(problem.query.device) // tiles
     splits = max(1, min(members, fill, int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1))  # less 1 for their sum
     parts = d_bias
     if splits > 1:
         parts = torch.empty((splits * bias_batch, bias_heads, len_q, len_k), dtype=torch.float32, device=d_bias.device)
-    d_out, lse, delta = (strided(x, heads) for x in incoming)
-    _shared_gradient_kernel[(tiles * splits,)](
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
-        rules=rules_of(problem),
-        d_out=d_out,
-        lse=lse,
-        delta=delta,
-        parts=strided(parts, bias_heads),
-        bias_batch=bias_batch,
-        sharing_heads=heads // bias_heads,
-        members=members,
-        members_per_part=triton.cdiv(members, splits),
-        **launch_options(problem, tile, incoming[0], parts),
-    )
+    if on_hopper:
+        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles, bias_batch, bias_heads, splits)
+    else:
+        d_out, lse, delta = (strided(x, heads) for x in incoming)
+        _shared_gradient_kernel[(tiles * splits,)](
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem),
+            d_out=d_out,
+            lse=lse,
+            delta=delta,
+            parts=strided(parts, bias_heads),
+            bias_batch=bias_batch,
+            sharing_heads=heads // bias_heads,
+            members=members,
+            members_per_part=triton.cdiv(members, splits),
+            **launch_options(problem, tile, incoming[0], parts),
+        )
     if splits > 1:
         d_bias.copy_(parts.view(splits, *d_bias.shape).sum(0))
 

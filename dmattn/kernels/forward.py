@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper_forward
 from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .pairs_kept import kept_factor
 from .reorder import reordered
 from .scores import any_unmasked, rules_of, scores
-from .sequence import place
+from .sequence import place_sharing
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
 from .walk import key_range, key_start
@@ -23,6 +24,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     with launching(problem.query):
         if problem.order is not None:
             problem = reordered(problem)
+        if hopper_forward.takes(problem):
+            hopper_forward.forward(problem, out, lse)
+            return
         batch, heads, len_q, _ = problem.query.shape
         tile = pick("forward", problem)
         _forward_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
@@ -43,7 +47,7 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
-    block, head, batch = place(len_q, heads, BLOCK_M)
+    block, head, batch = place_sharing(rules.shared, len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper_key_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .scores import any_unmasked, rules_of, through_softcap
-from .sequence import place, query_range
+from .sequence import place_sharing, query_range
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 
@@ -26,6 +27,9 @@ def key_gradients(
     `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries, `d_bias` (B, H, Sq, Sk) is dS itself, every element of which is
     written.
     """
+    if hopper_key_grad.takes(problem, incoming[0], d_bias):
+        hopper_key_grad.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
+        return
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
@@ -56,7 +60,7 @@ def _key_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
-    block, kv_head, batch = place(len_k, heads // groups, BLOCK_N)
+    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, BLOCK_N)
     if rules.first is not None:  # heads fastest: where keys stand in lifetime order, the long work of every head comes first
         together = tl.num_programs(0) // tl.cdiv(len_k, BLOCK_N)
         block = tl.program_id(0) // together

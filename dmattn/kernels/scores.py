@@ -18,7 +18,7 @@ class Rules(NamedTuple):
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
     `lists`: for every block of queries the blocks of keys to visit, where there are intervals and the kernel walks keys. Query i may attend
     key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or is None with
-    `threshold` and `kept_scale` (dmattn/dropout.py).
+    `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -40,6 +40,7 @@ class Rules(NamedTuple):
     mask_cols: Any
     bias_rows: Any
     bias_cols: Any
+    shared: Any
 
 
 def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
@@ -63,11 +64,17 @@ def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
         seed=problem.seed,
         threshold=threshold(problem.dropout_p) if drops else None,
         kept_scale=kept_scale(problem.dropout_p) if drops else None,
+        shared=_shared(problem),
     )
 
 
 def _varies(x: Tensor | None, axis: int) -> int | None:
     return None if x is None or x.shape[axis] == 1 else 1
+
+
+def _shared(problem: Any) -> int | None:
+    pairs = [x for x in (problem.bias, problem.mask) if x is not None and x.shape[2] > 1 and x.shape[3] > 1]
+    return 1 if pairs and pairs[0].shape[0] < problem.query.shape[0] else None
 
 
 @triton.jit
@@ -98,10 +105,13 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PREC
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
-    if rules.right is not None:
-        s = tl.where(j - i <= rules.right + (seq.len_k - seq.len_q), s, float("-inf"))
-    if rules.left is not None:
-        s = tl.where(j - i >= (seq.len_k - seq.len_q) - rules.left, s, float("-inf"))
+    offset = seq.len_k - seq.len_q
+    if rules.right is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other is not
+        if cols.start + cols.index.shape[0] > rows.start + offset + rules.right + 1:  # the edge of the window crosses the tile
+            s = tl.where(j - i <= rules.right + offset, s, float("-inf"))
+    if rules.left is not None:  # noqa: SIM102
+        if rows.start + rows.index.shape[0] + offset > cols.start + rules.left + 1:
+            s = tl.where(j - i >= offset - rules.left, s, float("-inf"))
     return s, tanh
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from .layout import load_rows
 
 LARGEST = tl.constexpr(2147483647)
+TOGETHER = tl.constexpr(8)  # batch entries side by side: few enough that their keys and values stay in the L2 cache as well
 
 
 @triton.jit
@@ -14,6 +15,20 @@ def place(length, heads, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     blocks = tl.cdiv(length, BLOCK)
     return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+@triton.jit
+def place_sharing(shared, length, heads, BLOCK: tl.constexpr):
+    """:func:`place`; but where batch entries share a bias, TOGETHER of them work on a block side by side, and its tiles are read once."""
+    if shared is None:
+        return place(length, heads, BLOCK)
+    else:
+        program = tl.program_id(0)
+        blocks = tl.cdiv(length, BLOCK)
+        begin = program // (blocks * heads * TOGETHER) * TOGETHER
+        rest = program - begin * blocks * heads
+        together = tl.minimum(tl.num_programs(0) // (blocks * heads) - begin, TOGETHER)
+        return rest // together % blocks, rest // together // blocks, begin + rest % together
 
 
 @triton.jit
@@ -28,6 +43,12 @@ def window_range(left, right, seq, rows, BLOCK_M: tl.constexpr):
         begin = tl.maximum(begin, rows.start + offset - left)
     end = tl.maximum(end, 0)
     return tl.minimum(begin, end), end
+
+
+@triton.jit
+def next_step(begin, position, STEP: tl.constexpr):
+    """The first of begin, begin + STEP, ... that is not before a position."""
+    return begin + tl.cdiv(tl.maximum(position - begin, 0), STEP) * STEP
 
 
 @triton.jit

@@ -1,0 +1,373 @@
+"""dK and dV on Hopper (sm_90) for head dims from 65 to 128, with the dBias that is made beside them: key_grad.py says what, this how.
+
+A program has three parts that run side by side: two consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
+shared memory ahead of them. Scores stand with keys down, so that the sums over queries take them for their left factor from registers. The
+products for dV and dK of one tile run on while the scores of the next are computed.
+"""
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    copy,
+    load_vector,
+    of_pairs,
+    padded_dim,
+    ruled,
+    serves,
+    store,
+    tiled,
+)
+from .layout import Sequence, Span, slice_pointer, strided
+from .scores import LOG2E, rules_of
+from .sequence import next_step, place_sharing, query_range
+
+BLOCK_M = gl.constexpr(64)  # queries of a tile
+BLOCK_N = gl.constexpr(64)  # keys of a consumer
+STAGES = gl.constexpr(2)  # tiles of queries, dO and bias in shared memory
+
+
+def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
+    """Whether `key_gradients` takes a problem with these."""
+    return serves(problem, (64, 128), d_out, d_bias)
+
+
+def key_gradients(
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    key_sums: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """As in key_grad.py, for what it takes."""
+    batch, heads, len_q, head_dim = problem.query.shape
+    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    d_out, lse, delta = incoming
+    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    _key_gradients_kernel[(triton.cdiv(len_k, 2 * block_n) * kv_heads * batch,)](
+        q=tiled(problem.query, block_m, dim),
+        k=tiled(problem.key, block_n, dim),
+        v=tiled(problem.value, block_n, dim),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        d_out=tiled(d_out, block_m, dim),
+        d_bias=tiled(d_bias, block_m, block_n),
+        rules=rules_of(problem),
+        lse=strided(lse, heads),
+        delta=strided(delta, heads),
+        d_k=strided(d_key, heads),
+        d_v=strided(d_value, heads),
+        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+        heads=heads,
+        groups=heads // kv_heads,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        DIM=dim,
+        EVEN_M=len_q % block_m == 0,
+        EVEN_N=len_k % (2 * block_n) == 0,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS,
+    )
+
+
+@gluon.jit
+def _key_gradients_kernel(
+    q, k, v, bias, d_out, d_bias, rules, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+):  # fmt: skip
+    """One program: 2 BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+
+    q, k, v, d_out, bias (of pairs) and d_bias are tensor descriptors; any other bias is read from rules.
+    """
+    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, 2 * BLOCK_N)
+    seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    col = block * (2 * BLOCK_N)
+    begin, end = query_range(rules, seq, Span(col, 0, None), BLOCK_M, 2 * BLOCK_N)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, BLOCK_N, DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, BLOCK_N, DIM], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    bias_tiles = q_tiles
+    d_bias_tiles = q_tiles
+    if bias is not None:
+        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if d_bias is not None:
+        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+    kv_full = barriers(1, 1)
+    q_full = barriers(STAGES, 1)
+    d_out_full = barriers(STAGES, 1)
+    free = barriers(STAGES, 2)
+    fence_async_shared()
+    mbarrier.expect(kv_full.index(0), 2 * k.block_type.nbytes + 2 * v.block_type.nbytes)
+    for i in gl.static_range(2):
+        copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
+        copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
+    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, d_out_tiles, d_bias_tiles)
+    ready = (kv_full, q_full, d_out_full, free)
+    results = (d_k, d_v, key_sums, d_bias)
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
+            (_consume, (tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
+            (_produce, (q, bias, d_out, tiles, ready, rules, seq, groups, col, begin, end)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(q, bias, d_out, tiles, ready, rules, seq, groups, col, begin, end):
+    """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
+    q_tiles, _, _, bias_tiles, d_out_tiles, _ = tiles
+    _, q_full, d_out_full, free = ready
+    step = 0
+    for head in range(seq.head, seq.head + groups):
+        for start in range(begin, end, BLOCK_M):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            if bias is None:
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
+            else:
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + 2 * bias.block_type.nbytes)
+            copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
+            if bias is not None:
+                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+                bias_head = head // rules.bias.group
+                copy(bias, [entry, bias_head, start, col], q_full.index(stage), bias_tiles.index(2 * stage))
+                copy(bias, [entry, bias_head, start, col + BLOCK_N], q_full.index(stage), bias_tiles.index(2 * stage + 1))
+            mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
+            copy(d_out, [seq.batch, head, start, 0], d_out_full.index(stage), d_out_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+):  # fmt: skip
+    """The gradients of BLOCK_N of the program's keys, the first or the second."""
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    _, k_tiles, v_tiles, _, _, d_bias_tiles = tiles
+    kv_full, _, _, _ = ready
+    d_k, d_v, key_sums, d_bias = results
+    col += which * BLOCK_N
+    k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM])
+    v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
+    dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    mbarrier.wait(kv_full.index(0), 0)
+    step = 0
+    for head in range(seq.head, seq.head + groups):
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        by_key = _bias_by_key(rules, this, col, PAIRS)
+        open_begin, open_end = _open_queries(rules, seq, col, begin, end)
+        if rules.right is not None or not EVEN_N:
+            for start in range(begin, open_begin, BLOCK_M):
+                dk, dv, sums, step = _tile(
+                    k_tile,
+                    v_tile,
+                    tiles,
+                    ready,
+                    rules,
+                    lse,
+                    delta,
+                    results,
+                    this,
+                    by_key,
+                    dk,
+                    dv,
+                    sums,
+                    step,
+                    start,
+                    col,
+                    which,
+                    PAIRS,
+                    FACTOR,
+                    DIM,
+                    EVEN_M,
+                    True,
+                )
+        for start in range(open_begin, open_end, BLOCK_M):
+            dk, dv, sums, step = _tile(
+                k_tile,
+                v_tile,
+                tiles,
+                ready,
+                rules,
+                lse,
+                delta,
+                results,
+                this,
+                by_key,
+                dk,
+                dv,
+                sums,
+                step,
+                start,
+                col,
+                which,
+                PAIRS,
+                FACTOR,
+                DIM,
+                EVEN_M,
+                False,
+            )
+        if rules.left is not None:
+            for start in range(open_end, end, BLOCK_M):
+                dk, dv, sums, step = _tile(
+                    k_tile,
+                    v_tile,
+                    tiles,
+                    ready,
+                    rules,
+                    lse,
+                    delta,
+                    results,
+                    this,
+                    by_key,
+                    dk,
+                    dv,
+                    sums,
+                    step,
+                    start,
+                    col,
+                    which,
+                    PAIRS,
+                    FACTOR,
+                    DIM,
+                    EVEN_M,
+                    True,
+                )
+        if d_bias is not None:
+            zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+            for start in range(0, begin, BLOCK_M):
+                _store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
+            for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
+                _store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
+        if key_sums is not None:
+            cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+            gl.store(slice_pointer(key_sums, this) + cols.to(gl.int64) * key_sums.row, sums, mask=cols < seq.len_k)
+    if d_bias is not None:
+        tma.store_wait(0)
+    if d_k is not None:
+        _store_rows(d_k, seq, col, dk * rules.scale, HEAD_DIM, DIM, SUMS)
+    if d_v is not None:
+        _store_rows(d_v, seq, col, dv, VALUE_DIM, DIM, SUMS)
+
+
+@gluon.jit
+def _tile(
+    k_tile, v_tile, tiles, ready, rules, lse, delta, results, seq, by_key, dk, dv, sums, step, start, col,
+    which: gl.constexpr, PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EDGE: gl.constexpr,
+):  # fmt: skip
+    """One tile of queries added to (dk, dv, sums)."""
+    q_tiles, _, _, bias_tiles, d_out_tiles, d_bias_tiles = tiles
+    _, q_full, d_out_full, free = ready
+    d_k, d_v, key_sums, d_bias = results
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
+    lse_rows = load_vector(lse, lse.row, seq, start, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
+    mbarrier.wait(q_full.index(stage), phase)
+    q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
+    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(d_out_full.index(stage), phase)
+    d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
+    d_p = warpgroup_mma(v_tile, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    bias = _bias_of(by_key, bias_tiles.index(2 * stage + which), rules, seq, start, PAIRS)
+    rows = start + gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
+    s = warpgroup_mma_wait(1, [s])
+    s = ruled(s, bias, rules, seq, rows, cols, EDGE)
+    lse2 = gl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)  # an empty row's, or one beyond the end
+    p = gl.exp2(s - lse2[None, :])
+    if d_v is not None:
+        dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
+    delta_rows = load_vector(delta, delta.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
+    d_p = warpgroup_mma_wait(0 if d_v is None else 1, [d_p])
+    ds = p * (d_p - delta_rows[None, :])
+    if d_k is not None:
+        dk = warpgroup_mma(gl.convert_layout(ds.to(q_tiles.dtype), FACTOR), q_tile, dk, is_async=True)
+    if key_sums is not None:
+        sums += gl.sum(ds, 1)
+    if d_bias is not None:
+        _store_tile(d_bias, d_bias_tiles.index(which), ds, seq, start, col)
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    mbarrier.arrive(free.index(stage), count=1)
+    return dk, dv, sums, step + 1
+
+
+@gluon.jit
+def _open_queries(rules, seq, col, begin, end):
+    """[begin, end) of the tiles of which no pair is hidden, in steps of BLOCK_M from the given begin."""
+    offset = seq.len_k - seq.len_q
+    last = next_step(begin, end, BLOCK_M)
+    open_begin = begin
+    if rules.right is not None:
+        open_begin = next_step(begin, col + BLOCK_N - 1 - offset - rules.right, BLOCK_M)
+    open_begin = gl.where(col + BLOCK_N > seq.len_k, last, gl.minimum(open_begin, last))
+    open_end = last
+    if rules.left is not None:
+        open_end = next_step(begin, col + rules.left - offset - BLOCK_M + 2, BLOCK_M)
+    return open_begin, gl.minimum(gl.maximum(open_end, open_begin), last)
+
+
+@gluon.jit
+def _store_tile(d_bias, buffer, ds, seq, start, col):
+    """dS of a tile, keys down, to its place in dBias, by way of shared memory."""
+    tma.store_wait(0)  # the copy engine has read what the buffer held
+    buffer.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(ds.to(d_bias.dtype))
+    fence_async_shared()
+    store(d_bias, [seq.batch, seq.head, start, col], buffer)
+
+
+@gluon.jit
+def _store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """A row per key of one sequence, inside the bounds."""
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
+    pointers = slice_pointer(t, seq) + (cols.to(gl.int64) * t.row)[:, None] + (dims * t.col)[None, :]
+    gl.store(pointers, x.to(t.ptr.dtype.element_ty), mask=(cols < seq.len_k)[:, None] & (dims < WIDTH)[None, :])
+
+
+@gluon.jit
+def _bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
+    """The bias of a block of keys, [BLOCK_N, 1], where it does not depend on the query; else 0."""
+    if rules.bias is None or rules.bias_rows is not None:
+        return 0.0
+    elif rules.bias_cols is None:
+        return gl.load(slice_pointer(rules.bias, seq))
+    else:
+        return load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
+
+
+@gluon.jit
+def _bias_of(by_key, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
+    """The bias of one tile, keys down: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
+    if rules.bias is None or rules.bias_rows is None:
+        return by_key
+    elif rules.bias_cols is not None:
+        return bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
+    else:
+        return load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), False)[None, :]
