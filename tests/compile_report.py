@@ -40,6 +40,7 @@ LAUNCHES = (
     (Case("windows-dense-bias-dropout-d64", 64, batch=64, heads=8, head_dim=64, bias="bhqk", dropout_p=0.1), BF16),
     (Case("windows-key-bias-softcap-d128", 64, 33, batch=64, heads=8, head_dim=128, bias="b11k", softcap=30.0), BF16),
     (Case("windows-fp32-d64", 31, 32, batch=64, heads=8, head_dim=64, bias="1hqk"), FP32),
+    (Case("rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
     (Case("shared-bias-d128", 4096, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
     (Case("key-bias-gqa-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="bg1k", causal=True), BF16),
     (Case("mask-softcap-d128", 4096, heads=16, head_dim=128, mask="11qk", softcap=30.0, bias="bhqk"), BF16),

@@ -17,6 +17,7 @@ from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import put_back, reordered
+from .row_grad import fits_rows, row_gradients
 from .sequence import place
 from .tiles import block_dim
 from .windows import fits, window_gradients
@@ -79,6 +80,9 @@ def _by_blocks(
     stored = keys_wanted and _serves_queries(dense, problem)
     if keys_wanted or key_sums is not None:
         key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
+    if shared and d_query is not None and fits_rows(problem, d_bias):
+        row_gradients(problem, incoming, d_query, d_bias)
+        return
     if d_query is not None or (dense is not None and not stored):
         query_gradients(problem, incoming, d_query, dense, stored)
     if shared:

@@ -57,13 +57,13 @@ class Sharing(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int) -> Sharing:
+    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int, memory_share: float = MEMORY_SHARE) -> Sharing:
         """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
         batch, heads = problem.query.shape[:2]
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        room = int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
+        room = int(memory_share * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
         return cls(bias_batch, bias_heads, heads // bias_heads, members, max(1, min(members, fill, room)))
 
     @classmethod
