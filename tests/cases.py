@@ -81,7 +81,7 @@ MASKS = tuple(
     Case("topk-mask-37x65", 37, 65, mask="bhqk", keep="topk", reason="the sparse mask of dynamic mask attention"),
     Case("gqa-topk-mask-causal-bias-65", 65, **GQA, mask="bgqk", keep="topk", causal=True, bias="bgqk", reason="a dynamic mask as models use it"),
     Case("whole-empty-tiles-65x97", 65, 97, batch=1, mask="11qk", keep="blocks", bias="bhqk", reason="empty tiles are skipped, their dBias is written all the same"),
-    Case("whole-empty-tiles-shared-bias-97x65", 97, 65, mask="11qk", keep="blocks", bias="11qk", heads=1, reason="empty tiles in the shared dBias"),
+    Case("whole-empty-tiles-shared-bias-65x97", 65, 97, mask="11qk", keep="blocks", bias="11qk", heads=1, reason="empty tiles in the shared dBias"),
     Case("whole-empty-tiles-causal-gqa-65", 65, batch=1, **GQA, mask="1hqk", keep="blocks", causal=True, reason="tiles skipped by the mask and by causal"),
 )  # fmt: skip
 
@@ -181,7 +181,30 @@ FAULTS = (
          softcap=46.4, reason="the same in a shared dBias"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *FAULTS)
+ROWS = (
+    Case("rows-in-parts-9x64", 9, 64, batch=5, heads=1, head_dim=64, bias="1hqk", reason="several members to a part, the last part with fewer"),
+    Case("rows-shared-by-heads-37x96", 37, 96, batch=3, bias="b1qk", mask="b1qk", keep="random-empty-rows", reason="three tiles of keys, a slice for each batch entry"),
+    Case("rows-grouped-softcap-65x32", 65, 32, **GQA, bias="1gqk", softcap=2.0, dropout_p=0.2, reason="members are the heads of a group in all batch entries"),
+    Case("rows-wide-values-33x64", 33, 64, head_dim=20, value_dim=40, bias="11qk", transposed=True, reason="odd dims in both gradients"),
+)  # fmt: skip
+
+WINDOWS = (
+    Case("window-in-one-tile-19x32", 19, 32, transposed=True, bias="1hqk", reason="all pairs of a head in one tile, bounds on the queries"),
+    Case("window-in-one-tile-32x23", 32, 23, bias="bhqk", causal=True, reason="bounds on the keys, empty rows, dBias of every member"),
+    Case("window-of-one-pair", 1, 1, bias="1hqk", reason="the smallest tile there is"),
+    Case("windows-in-parts-7x9", 7, 9, batch=5, head_dim=64, bias="1hqk", reason="several members to a part, the last part with none"),
+    Case("windows-in-parts-shared-by-heads-7x5", 7, 5, batch=3, heads=3, head_dim=64, bias="11qk", mask="1hqk", reason="members are batch entries and heads"),
+    Case("window-bias-shared-by-heads-19", 19, batch=3, bias="b1qk", mask="b11k", reason="a slice for each batch entry"),
+    Case("window-empty-rows-19x23", 19, 23, mask="b1qk", keep="random-empty-rows", bias="1hqk", softcap=2.0, reason="delta of an empty row is 0, whatever dLSE is"),
+    Case("window-all-masked-19", 19, mask="b1qk", keep="nothing", bias="bhqk", reason="zeros everywhere"),
+    Case("window-dropout-17x29", 17, 29, bias="1hqk", dropout_p=0.3, reason="delta counts what is dropped"),
+    Case("window-dropout-key-bias-29x17", 29, 17, bias="b11k", dropout_p=0.3, softcap=3.0, reason="column sums of what is kept"),
+    Case("window-key-bias-shared-by-all-23", 23, batch=5, bias="111k", window=(4, 3), reason="a bias that stays on chip without a sum of it"),
+    Case("window-query-bias-intervals-31x19", 31, 19, bias="1hq1", intervals="random", head_dim=20, value_dim=40, reason="its gradient needs no sum in the kernel"),
+    Case("window-grouped-19", 19, **GQA, bias="1hqk", reason="keys shared by heads go to the kernels that sum over a group"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *ROWS, *WINDOWS, *FAULTS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -205,6 +228,10 @@ LARGE = (
     Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
     Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
     Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
+    Case("large-pair-bias-rows-383x384", 383, 384, batch=70, heads=4, head_dim=32, bias="1hqk", mask="b11k", reason="dQ and dBias by whole rows, in parts"),
+    Case("large-swin-windows-49", 49, batch=512, heads=4, head_dim=32, bias="1hqk", mask="b1qk", keep="blocks", reason="Swin's windows"),
+    Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
+    Case("large-windows-dense-bias-64x49", 64, 49, batch=40, heads=3, head_dim=128, bias="bhqk", dropout_p=0.1, reason="dBias of every member"),
     Case("large-transposed-1023x129", 1023, 129, heads=4, head_dim=64, transposed=True, bias="b11k", reason="the layout of models"),
     Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),

@@ -1,4 +1,7 @@
-"""The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says."""
+"""The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
+
+Where all pairs of a (batch, head) fit one tile, one kernel does all of that.
+"""
 
 from typing import Any
 
@@ -14,8 +17,10 @@ from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import put_back, reordered
+from .row_grad import fits_rows, row_gradients
 from .sequence import place
 from .tiles import block_dim
+from .windows import fits, window_gradients
 
 DELTA_ROWS = 32
 
@@ -43,25 +48,45 @@ def backward(
                 put_back(order, listed, gradients)
         return
     kind = None if d_bias is None else BiasGradient.of(d_bias, problem)
-    dense = d_bias if kind is BiasGradient.DENSE else None
+    d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
     key_sums = None
     if kind is BiasGradient.PER_KEY:
         key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2]))
     with launching(problem.query):
-        delta = _delta(out, d_out, d_lse, lse)
-        incoming = (d_out, lse, delta)
-        keys_wanted = d_key is not None or d_value is not None
-        stored = keys_wanted and _serves_queries(dense, problem)
-        if keys_wanted or key_sums is not None:
-            key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
-        if d_query is not None or (dense is not None and not stored):
-            query_gradients(problem, incoming, d_query, dense, stored)
-        if kind is BiasGradient.SHARED:
-            shared_gradient(problem, incoming, d_bias)
-        elif kind is BiasGradient.PER_KEY:
+        if fits(problem):
+            if any(wanted is not None for wanted in (d_query, d_key, d_value, d_pairs, key_sums)):
+                window_gradients(problem, (d_out, lse, d_lse), d_query, d_key, d_value, d_pairs, key_sums)
+        else:
+            _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), d_query, d_key, d_value, d_pairs, key_sums)
+        if kind is BiasGradient.PER_KEY:
             sum_of_key_sums(key_sums, d_bias)
         elif kind is BiasGradient.PER_QUERY:
             per_query_gradient(lse, d_lse, d_bias)
+
+
+def _by_blocks(
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+    key_sums: Tensor | None,
+) -> None:
+    """Fill those that are not None, whatever the lengths; `incoming` is (d_out, lse, delta), `d_bias` has its lengths in full."""
+    shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
+    dense = None if shared else d_bias
+    keys_wanted = d_key is not None or d_value is not None
+    stored = keys_wanted and _serves_queries(dense, problem)
+    if keys_wanted or key_sums is not None:
+        key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
+    if shared and d_query is not None and fits_rows(problem, d_bias):
+        row_gradients(problem, incoming, d_query, d_bias)
+        return
+    if d_query is not None or (dense is not None and not stored):
+        query_gradients(problem, incoming, d_query, dense, stored)
+    if shared:
+        shared_gradient(problem, incoming, d_bias)
 
 
 def _serves_queries(dense: Tensor | None, problem: Any) -> bool:

@@ -1,8 +1,10 @@
 """Where the gradient of the bias is made, by the axes on which it was broadcast; and the kernel for one shared by several (batch, head)."""
 
+from __future__ import annotations
+
 from enum import Enum, auto
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,7 +34,7 @@ class BiasGradient(Enum):
     PER_QUERY = auto()  # (..., Sq or 1, 1): the sum of dS over the keys is dLSE, no kernel
 
     @classmethod
-    def of(cls, bias: Tensor, problem: Any) -> "BiasGradient":
+    def of(cls, bias: Tensor, problem: Any) -> BiasGradient:
         """The kind for a bias with four axes, each full or 1."""
         if bias.shape[3] == 1:
             return cls.PER_QUERY
@@ -46,28 +48,65 @@ def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
     d_bias.copy_(sum_to(key_sums, d_bias.shape))
 
 
-def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
-    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk); `incoming` is (d_out, lse, delta).
+class Sharing(NamedTuple):
+    """Who shares one slice (Sq, Sk) of a bias: the members, (batch, head) pairs, and over how many programs they are split."""
 
-    Members are split over programs only as far as is needed to fill the GPU and as memory is worth it; the parts are summed in order.
-    """
-    batch, heads, len_q, _ = problem.query.shape
-    bias_batch, bias_heads, _, len_k = d_bias.shape
+    batch: int  # slices on the batch axis
+    heads: int  # slices on the head axis
+    sharing_heads: int  # neighbouring query heads with the same slice
+    members: int
+    splits: int
+
+    @classmethod
+    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int, memory_share: float = MEMORY_SHARE) -> Sharing:
+        """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
+        batch, heads = problem.query.shape[:2]
+        bias_batch, bias_heads = d_bias.shape[:2]
+        members = batch // bias_batch * (heads // bias_heads)
+        fill = programs_per_processor * processors(problem.query.device) // tiles
+        room = int(memory_share * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
+        return cls(bias_batch, bias_heads, heads // bias_heads, members, max(1, min(members, fill, room)))
+
+    @classmethod
+    def of_nothing(cls, problem: Any, programs_per_processor: int) -> Sharing:
+        """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
+        batch, heads = problem.query.shape[:2]
+        fill = programs_per_processor * processors(problem.query.device) // heads
+        return cls(1, heads, 1, batch, max(1, min(batch, fill)))
+
+    def parts(self, d_bias: Tensor) -> Tensor:
+        """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
+        if self.splits == 1:
+            return d_bias
+        return torch.empty((self.splits * self.batch, *d_bias.shape[1:]), dtype=torch.float32, device=d_bias.device)
+
+    def sum_parts(self, parts: Tensor, d_bias: Tensor) -> None:
+        """Fill `d_bias` from its parts, added in order."""
+        if self.splits > 1:
+            d_bias.copy_(parts.view(self.splits, *d_bias.shape).sum(0))
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Those of a kernel whose programs walk members."""
+        per_part = triton.cdiv(self.members, self.splits)
+        return dict(slice_batch=self.batch, sharing_heads=self.sharing_heads, members=self.members, members_per_part=per_part)
+
+
+def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
+    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk); `incoming` is (d_out, lse, delta)."""
+    heads = problem.query.shape[1]
+    bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tile = pick("bias", problem)
     on_hopper = hopper_bias_grad.takes(problem, incoming[0])
     rows, cols = (hopper_bias_grad.ROWS, hopper_bias_grad.COLS) if on_hopper else tile[:2]
     tiles = triton.cdiv(len_q, rows) * triton.cdiv(len_k, cols) * bias_batch * bias_heads
-    members = batch // bias_batch * (heads // bias_heads)
-    fill = PROGRAMS_PER_PROCESSOR * _processors(problem.query.device) // tiles
-    splits = max(1, min(members, fill, int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1))  # less 1 for their sum
-    parts = d_bias
-    if splits > 1:
-        parts = torch.empty((splits * bias_batch, bias_heads, len_q, len_k), dtype=torch.float32, device=d_bias.device)
+    sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
+    parts = sharing.parts(d_bias)
     if on_hopper:
-        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles, bias_batch, bias_heads, splits)
+        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.arguments)
     else:
         d_out, lse, delta = (strided(x, heads) for x in incoming)
-        _shared_gradient_kernel[(tiles * splits,)](
+        _shared_gradient_kernel[(tiles * sharing.splits,)](
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
@@ -76,19 +115,15 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
             lse=lse,
             delta=delta,
             parts=strided(parts, bias_heads),
-            bias_batch=bias_batch,
-            sharing_heads=heads // bias_heads,
-            members=members,
-            members_per_part=triton.cdiv(members, splits),
+            **sharing.arguments,
             **launch_options(problem, tile, incoming[0], parts),
         )
-    if splits > 1:
-        d_bias.copy_(parts.view(splits, *d_bias.shape).sum(0))
+    sharing.sum_parts(parts, d_bias)
 
 
 @triton.jit
 def _shared_gradient_kernel(
-    q, k, v, rules, d_out, lse, delta, parts, bias_batch, sharing_heads, members, members_per_part, heads, len_q, len_k,
+    q, k, v, rules, d_out, lse, delta, parts, slice_batch, sharing_heads, members, members_per_part, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +139,8 @@ def _shared_gradient_kernel(
     cols = Span(program // blocks_m % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     bias_head = program // (blocks_m * blocks_n) % bias_heads
     part_entry = program // (blocks_m * blocks_n) // bias_heads
-    entry = part_entry % bias_batch
-    part = part_entry // bias_batch
+    entry = part_entry % slice_batch
+    part = part_entry // slice_batch
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -146,7 +181,8 @@ def _size(problem: Any) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many programs of any size a device runs at once, at least."""
     if device_family(device) == "interpreter":
         return 4
     if device.type == "meta":

@@ -38,15 +38,12 @@ def takes(problem: Any, d_out: Tensor) -> bool:
     return serves(problem, (64, 128), d_out)
 
 
-def shared_gradient(
-    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts: Tensor, tiles: int, bias_batch: int, bias_heads: int, splits: int
-) -> None:
-    """Fill `parts` (splits * bias_batch, bias_heads, Sq, Sk) with the sums of dS over each part's members; `tiles` are those of one part."""
-    batch, heads, len_q, _ = problem.query.shape
-    members = batch // bias_batch * (heads // bias_heads)
+def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts: Tensor, programs: int, sharing: dict[str, int]) -> None:
+    """Fill `parts` (parts * B or 1, H or Hk or 1, Sq, Sk), each tile by one of the programs, which share the members as `sharing` says."""
+    heads, len_q = problem.query.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    _shared_gradient_kernel[(tiles * splits,)](
+    _shared_gradient_kernel[(programs,)](
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
@@ -55,11 +52,8 @@ def shared_gradient(
         rules=rules_of(problem),
         lse=strided(lse, heads),
         delta=strided(delta, heads),
-        parts=strided(parts, bias_heads),
-        bias_batch=bias_batch,
-        sharing_heads=heads // bias_heads,
-        members=members,
-        members_per_part=-(-members // splits),
+        parts=strided(parts, parts.shape[1]),
+        **sharing,
         heads=heads,
         groups=heads // problem.key.shape[1],
         len_q=len_q,
@@ -74,7 +68,7 @@ def shared_gradient(
 
 @gluon.jit
 def _shared_gradient_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, parts, bias_batch, sharing_heads, members, members_per_part, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, rules, lse, delta, parts, slice_batch, sharing_heads, members, members_per_part, heads, groups, len_q, len_k,
     DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
@@ -90,8 +84,8 @@ def _shared_gradient_kernel(
     col = program // blocks_m % blocks_n * BLOCK_N
     bias_head = program // (blocks_m * blocks_n) % bias_heads
     part_entry = program // (blocks_m * blocks_n) // bias_heads
-    entry = part_entry % bias_batch
-    begin = part_entry // bias_batch * members_per_part
+    entry = part_entry % slice_batch
+    begin = part_entry // slice_batch * members_per_part
     end = gl.minimum(begin + members_per_part, members)
     if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), Span(row, 0, None), Span(col, 0, None), 2 * BLOCK_M, BLOCK_N):
         end = begin

@@ -78,9 +78,10 @@ def _shared(problem: Any) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
+def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
+    `bias2` is the tile that :func:`load_bias2` gave, where the caller has it already.
     With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries takes them for its left factor without leaving registers.
     """
     if KEYS_DOWN:
@@ -93,8 +94,10 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PREC
     else:
         tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
-    if rules.bias is not None:
-        s += _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
+    if bias2 is not None:
+        s += bias2
+    elif rules.bias is not None:
+        s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
     i = by_query(rows.start + rows.index, KEYS_DOWN)
     j = by_key(cols.start + cols.index, KEYS_DOWN)
     if cols.length is not None:
@@ -113,6 +116,12 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PREC
         if rows.start + rows.index.shape[0] + offset > cols.start + rules.left + 1:
             s = tl.where(j - i >= offset - rules.left, s, float("-inf"))
     return s, tanh
+
+
+@triton.jit
+def load_bias2(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """The bias of a tile of pairs times LOG2E, in float32, with an axis of 1 where it is broadcast."""
+    return _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
 
 
 @triton.jit

@@ -37,10 +37,22 @@ def score_gradient(
 ):  # fmt: skip
     """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
-    p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dS = p * (z * dO V^T -
-    delta), the gradient of the scores and so of the bias.
+    dS = p * (dp - delta), the gradient of the scores and so of the bias; p, dp and the weights are those of :func:`probabilities`.
     """
-    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN, PRECISION)
+    p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, KEYS_DOWN, PRECISION)
+    return weights, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+
+
+@triton.jit
+def probabilities(
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None
+):  # fmt: skip
+    """(p, weights, dp, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+
+    p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dp = z * dO V^T, the
+    gradient of p as that of a number by itself. `bias2` as for `scores`.
+    """
+    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN, PRECISION, bias2)
     lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
     p = tl.exp2(s - by_query(lse2, KEYS_DOWN))
     if KEYS_DOWN:
@@ -48,7 +60,7 @@ def score_gradient(
     else:
         d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
     if rules.seed is None:
-        return p, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+        return p, p, d_p, tanh
     else:
         factor = kept_factor(rules, seq, rows, cols, KEYS_DOWN)
-        return p * factor, p * (d_p * factor - by_query(delta_rows, KEYS_DOWN)), tanh
+        return p, p * factor, d_p * factor, tanh

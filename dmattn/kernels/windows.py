@@ -1,0 +1,155 @@
+"""The backward pass where a whole row, and a whole column, of the scores lies in one tile: windows of images, short rows of text.
+
+Everything comes from one look at each (batch, head): dQ, dK, dV and dBias are five products, and delta is a sum over the tile's own rows, so
+that neither `out` nor a kernel for delta is needed. A program walks (batch, head) after (batch, head), and loads the next while it computes.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .bias_grad import BiasGradient, Sharing
+from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .scores import by_query, load_bias2, rules_of, through_softcap
+from .softmax import probabilities
+from .tiles import launch_options, pick
+
+SUMMING_PER_PROCESSOR = 2  # programs that sum dBias: as many as run at once by their registers, so that all of them end together
+PROGRAMS_PER_PROCESSOR = 12  # others: whole rounds, whether two, three or four run at once
+LEAST_BLOCK = 32
+KEYS_DOWN = False  # how pairs lie in a tile, see `scores`: a sum over keys stays in a warp; dK and dV take pairs through shared memory
+HOLD = True  # a bias that all members of a slice share stays on chip
+
+
+def fits(problem: Any) -> bool:
+    """Whether one tile holds all pairs of a (batch, head). Heads that share keys are left to the kernels that sum over a group."""
+    _, heads, len_q, _ = problem.query.shape
+    _, kv_heads, len_k, _ = problem.key.shape
+    tile = pick("windows", problem)
+    return heads == kv_heads and len_q <= tile.block_m and len_k <= tile.block_n
+
+
+def window_gradients(
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor | None],
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+    key_sums: Tensor | None,
+) -> None:
+    """Fill those that are not None of a problem that :func:`fits`; `incoming` is (d_out, lse, d_lse).
+
+    `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
+    """
+    (_, heads, len_q, _), len_k = problem.query.shape, problem.key.shape[2]
+    shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
+    if shared:
+        slices = d_bias.shape[0] * d_bias.shape[1]
+        sharing = Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR)
+        stored = sharing.parts(d_bias)
+    else:
+        slices = heads
+        sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
+        stored = d_bias
+    limits = pick("windows", problem)
+    tile = limits._replace(block_m=_block(len_q, limits.block_m), block_n=_block(len_k, limits.block_n))
+    d_out, lse, d_lse = (strided(x, heads) for x in incoming)
+    _window_gradients_kernel[(slices * sharing.splits,)](
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem),
+        d_out=d_out,
+        lse=lse,
+        d_lse=d_lse,
+        d_q=strided(d_query, heads),
+        d_k=strided(d_key, heads),
+        d_v=strided(d_value, heads),
+        d_bias=strided(stored, heads if stored is None else stored.shape[1]),
+        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+        **sharing.arguments,
+        SUMMED=shared,
+        HELD=HOLD and (shared or (problem.bias is not None and problem.bias.shape[0] == 1)),
+        KEYS_DOWN=KEYS_DOWN,
+        **launch_options(problem, tile, incoming[0], d_query, d_key, d_value, stored),
+    )
+    if shared:
+        sharing.sum_parts(stored, d_bias)
+
+
+def _block(length: int, most: int) -> int:
+    """A tile's side that holds a length."""
+    return min(most, max(LEAST_BLOCK, triton.next_power_of_2(length)))
+
+
+@triton.jit
+def _window_gradients_kernel(
+    q, k, v, rules, d_out, lse, d_lse, d_q, d_k, d_v, d_bias, key_sums, slice_batch, sharing_heads, members, members_per_part,
+    heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr, KEYS_DOWN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: its share of the (batch, head) members of one slice, one after the other, all queries and keys of each.
+
+    Writes each member's d_q, d_k, d_v, key_sums and, unless it is SUMMED, d_bias; the sum of d_bias over the members once at the end. Grid of
+    one axis: heads of slices fastest, then batch entries of slices, parts.
+    """
+    slice_heads = heads // sharing_heads
+    slice_head = tl.program_id(0) % slice_heads
+    part_entry = tl.program_id(0) // slice_heads
+    entry = part_entry % slice_batch
+    begin = part_entry // slice_batch * members_per_part
+    end = tl.minimum(begin + members_per_part, members)
+    rows = Span(0, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    cols = Span(0, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    total = tl.full([BLOCK_N, BLOCK_M] if KEYS_DOWN else [BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    bias2 = None
+    if HELD:
+        bias2 = load_bias2(rules, Sequence(entry, slice_head * sharing_heads, len_q, len_k), rows, cols, KEYS_DOWN)
+    for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
+        seq = Sequence(entry + member // sharing_heads, slice_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+        k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+        v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+        d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+        lse_rows = load_rows(lse, seq, rows, float("-inf"))
+        p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, KEYS_DOWN, PRECISION, bias2)
+        if d_v is not None:
+            store_tile(d_v, seq, cols, value_dims, _over_queries(weights, d_out_tile, KEYS_DOWN, PRECISION))
+        delta_rows = tl.sum(p * d_p, 0 if KEYS_DOWN else 1)
+        if d_lse is not None:  # that of an empty row may be anything
+            delta_rows = tl.where(lse_rows == float("-inf"), 0.0, delta_rows - load_rows(d_lse, seq, rows, 0.0))
+        ds = p * (d_p - by_query(delta_rows, KEYS_DOWN))
+        if SUMMED:
+            total += ds
+        elif d_bias is not None:
+            store_tile(d_bias, seq, rows, cols, tl.trans(ds) if KEYS_DOWN else ds)
+        if key_sums is not None:
+            store_rows(key_sums, seq, cols, tl.sum(ds, 1 if KEYS_DOWN else 0))
+        d_scores = through_softcap(ds, tanh, rules)
+        if d_k is not None:
+            store_tile(d_k, seq, cols, dims, _over_queries(d_scores, q_tile, KEYS_DOWN, PRECISION) * rules.scale)
+        if d_q is not None:
+            store_tile(d_q, seq, rows, dims, _over_keys(d_scores, k_tile, KEYS_DOWN, PRECISION) * rules.scale)
+    if SUMMED:
+        part_seq = Sequence(part_entry, slice_head, len_q, len_k)
+        store_tile(d_bias, part_seq, rows, cols, tl.trans(total) if KEYS_DOWN else total)
+
+
+@triton.jit
+def _over_queries(pairs, tile, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_N, dims]: the sum over queries of pairs times a tile that has a row for each."""
+    pairs = pairs.to(tile.dtype)
+    return tl.dot(pairs if KEYS_DOWN else tl.trans(pairs), tile, input_precision=PRECISION)
+
+
+@triton.jit
+def _over_keys(pairs, tile, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_M, dims]: the sum over keys of pairs times a tile that has a row for each."""
+    pairs = pairs.to(tile.dtype)
+    return tl.dot(tl.trans(pairs) if KEYS_DOWN else pairs, tile, input_precision=PRECISION)

@@ -1,0 +1,136 @@
+"""Problems of which one tile holds all pairs, or all keys of a row: which kernel they reach, and that it gives what those by blocks give."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA
+
+from dmattn import attention, ops
+from dmattn.equivalence import Case, Inputs, results
+from dmattn.problem import Problem
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+backward = importlib.import_module("dmattn.kernels.backward")  # the package has a function of this name
+windows = importlib.import_module("dmattn.kernels.windows")
+interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
+PARTS = Case("parts", 7, 9, batch=5, head_dim=64, bias="1hqk")
+
+
+def problem_of(case: Case, device: str, dtype: torch.dtype = torch.float32) -> Problem:
+    inputs = case.inputs(dtype, device)
+    return Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function after whose call nothing may reach one of the two ways."""
+
+    def refuse(name: str) -> None:
+        def fail(*arguments: object) -> None:
+            raise AssertionError(name)
+
+        monkeypatch.setattr(backward, name, fail)
+
+    return refuse
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (Case("whole-tile", 32, bias="1hqk"), "_by_blocks"),
+        (Case("one-pair", 1, 1), "_by_blocks"),
+        (Case("too-many-queries", 65, 32), "window_gradients"),
+        (Case("too-many-keys", 32, 65), "window_gradients"),
+        (Case("grouped", 19, heads=4, kv_heads=2), "window_gradients"),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_lengths_and_groups_decide(case: Case, way: str, device: str, refuse: Callable[[str], None]) -> None:
+    refuse(way)
+    results(attention, case.inputs(torch.float32, device), case.options)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (Case("whole-rows", 9, 64, batch=5, bias="1hqk"), "shared_gradient"),
+        (Case("grouped", 9, 32, heads=4, kv_heads=2, bias="1gqk"), "shared_gradient"),
+        (Case("part-of-a-tile", 9, 65, batch=5, bias="1hqk"), "row_gradients"),
+        (Case("too-many-keys", 9, 224, batch=5, bias="1hqk"), "row_gradients"),
+        (Case("causal", 37, 64, batch=5, bias="1hqk", causal=True), "row_gradients"),
+        (Case("not-shared", 9, 64, bias="bhqk"), "row_gradients"),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_whole_rows_of_a_shared_bias_are_summed_with_the_queries_gradient(case: Case, way: str, refuse: Callable[[str], None]) -> None:
+    refuse(way)
+    results(attention, case.inputs(torch.float32), case.options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("needed", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize("bias", ["1hqk", "bhqk", "b11k"])
+def test_one_gradient_alone_is_the_same(needed: str, bias: str, device: str) -> None:
+    case = Case("alone", 19, 23, bias=bias, mask="b1qk", keep="random-empty-rows", softcap=3.0)
+    inputs = case.inputs(torch.float32, device)
+    together = results(attention, inputs, case.options)[f"d_{needed}"]
+    leaf = getattr(inputs, needed).requires_grad_()
+    out, lse = attention(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, return_lse=True, **case.options)
+    (alone,) = torch.autograd.grad((out, lse), leaf, (inputs.d_out, inputs.d_lse))
+    assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_row_stays_zero_whatever_comes_in_for_its_lse(device: str) -> None:
+    case = Case("empty", 19, 23, bias="1hqk", mask="b1qk", keep="random-empty-rows")
+    inputs = case.inputs(torch.float32, device)
+    wild = torch.where(torch.arange(19, device=device) % 3 == 0, float("nan"), inputs.d_lse)
+    for name, gradient in results(attention, Inputs(**(vars(inputs) | dict(d_lse=wild))), case.options).items():
+        assert name == "lse" or gradient.isfinite().all(), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members fill no part, one or more, and every run adds them in the same order."""
+    problem = problem_of(PARTS, device)
+    slices = PARTS.heads
+    sharing = windows.Sharing.of(problem.bias, problem, slices, windows.SUMMING_PER_PROCESSOR)
+    if device == "cpu":
+        assert (sharing.members, sharing.splits, sharing.arguments["members_per_part"]) == (5, 4, 2)
+    inputs = PARTS.inputs(torch.float32, device)
+    split, again = (results(attention, inputs, PARTS.options)["d_bias"] for _ in range(2))
+    assert torch.equal(split, again)
+    monkeypatch.setattr(windows, "SUMMING_PER_PROCESSOR", 0)
+    torch.testing.assert_close(results(attention, inputs, PARTS.options)["d_bias"], split, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", ["1hqk", "11qk", "1h1k", "11q1"])
+def test_a_bias_that_stays_on_chip_is_the_same_bias(bias: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("held", 19, 23, batch=3, bias=bias)
+    inputs = case.inputs(torch.float32, device)
+    held = results(attention, inputs, case.options)
+    monkeypatch.setattr(windows, "HOLD", False)
+    loaded = results(attention, inputs, case.options)
+    assert all(torch.equal(held[name], loaded[name]) for name in held)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", ["1hqk", "bhqk", "b11k", None])
+@pytest.mark.parametrize("lengths", [(19, 23), (37, 64)])
+def test_equals_the_kernels_by_blocks(lengths: tuple[int, int], bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("both", *lengths, batch=3, bias=bias, mask="b1qk", keep="random-empty-rows")
+    inputs = case.inputs(torch.float32, device)
+    whole = results(attention, inputs, case.options)
+    monkeypatch.setattr(backward, "fits", lambda problem: False)
+    monkeypatch.setattr(backward, "fits_rows", lambda problem, d_bias: False)
+    for name, by_blocks in results(attention, inputs, case.options).items():
+        torch.testing.assert_close(whole[name], by_blocks, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
