@@ -150,7 +150,8 @@ def report(name: str) -> list[dict[str, Any]]:
     rows, seen = [], set()
     problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
     for case_name, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
-        out, lse = ops.allocate_forward(problem)
+        out, lse, states = ops.allocate_forward(problem)
+        problem = replace(problem, states=states)
         gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
         with compiling_only(gpu_target(name), seen) as records:
             kernels.forward(problem, out, lse)

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from dmattn.equivalence import Case, check
-from dmattn.kernels import intervals
+from dmattn.kernels import intervals, lists
 from dmattn.ops import interpreting
 
 LISTED, CHUNK = 3, 2
@@ -24,7 +24,7 @@ LISTED, CHUNK = 3, 2
     ids=lambda case: case.name,
 )
 def test_blocks_past_the_end_of_a_list(case: Case, monkeypatch: pytest.MonkeyPatch, unwritten_shows: None) -> None:
-    monkeypatch.setattr(intervals, "LISTED", tl.constexpr(LISTED))
+    monkeypatch.setattr(lists, "LISTED", tl.constexpr(LISTED))
     monkeypatch.setattr(intervals, "CHUNK", tl.constexpr(CHUNK))
     verdicts = check(case, torch.float32, "cpu")
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))

@@ -33,14 +33,14 @@ def softmax_finish(acc, row_max, row_sum):
 
 @triton.jit
 def score_gradient(
-    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
     p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dS = p * (z * dO V^T -
     delta), the gradient of the scores and so of the bias.
     """
-    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN, PRECISION)
+    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN, PRECISION)
     lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
     p = tl.exp2(s - by_query(lse2, KEYS_DOWN))
     if KEYS_DOWN:
