@@ -31,7 +31,7 @@ def backward(
     d_value: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem` with the `states` of its mask, `out` and `lse` its results."""
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
     if problem.order is not None:
         with launching(problem.query):
             problem, order = reordered(problem), problem.order

@@ -19,7 +19,7 @@ from .walk import key_lists, key_range, key_step
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`), and its `states` where there is a mask."""
+    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
     with launching(problem.query):
         if problem.mask is not None:
             scan(problem.mask, problem.states)

@@ -81,7 +81,9 @@ def _key_gradients_kernel(
         for step in tl.range(begin, end, BLOCK_M):
             start, full = query_step(rules, seq, cols, step, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-            dk, dv, sums = _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION)
+            dk, dv, sums = _accumulate(
+                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION
+            )
         if rules.lists is None and rules.first is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)

@@ -17,9 +17,9 @@ class Rules(NamedTuple):
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
     `lists`: for every block of queries the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every
-    block of keys those of queries, where there is a mask and it walks queries (`walk`). `states` are the mask's, for a kernel that walks
-    neither. Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or is None with
-    `threshold` and `kept_scale` (dmattn/dropout.py).
+    block of keys the blocks of queries, where there is a mask and the kernel walks queries. `states` are the mask's, where it walks neither.
+    Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or
+    is None with `threshold` and `kept_scale` (dmattn/dropout.py).
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -77,7 +77,8 @@ def _varies(x: Tensor | None, axis: int) -> int | None:
 def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
-    `full` is not 0 where the mask is known to hide nothing of the tile, and is not loaded. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries takes them for its left factor without leaving registers.
+    `full` is not 0 where the mask is known to hide nothing of the tile. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries
+    takes them for its left factor without leaving registers.
     """
     if KEYS_DOWN:
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -96,8 +97,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        if full == 0:
-            s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
+        s = _masked(s, rules, seq, rows, cols, full, KEYS_DOWN)
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
@@ -134,6 +134,14 @@ def through_softcap(d_scores, tanh, rules):
         return d_scores
     else:
         return d_scores * (1.0 - tanh * tanh)
+
+
+@triton.jit
+def _masked(s, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr):
+    """Scores with -inf where the mask hides the pair; as they are, and nothing is loaded, in a `full` tile."""
+    if full == 0:
+        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
+    return s
 
 
 @triton.jit
