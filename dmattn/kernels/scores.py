@@ -97,7 +97,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        s = _masked(s, rules, seq, rows, cols, full, KEYS_DOWN)
+        s = tl.where(_attended(rules, seq, rows, cols, full, KEYS_DOWN), s, float("-inf"))
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
@@ -137,11 +137,11 @@ def through_softcap(d_scores, tanh, rules):
 
 
 @triton.jit
-def _masked(s, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr):
-    """Scores with -inf where the mask hides the pair; as they are, and nothing is loaded, in a `full` tile."""
-    if full == 0:
-        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
-    return s
+def _attended(rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr):
+    """Which pairs of a tile the mask keeps; all of a `full` one, of which no row is loaded."""
+    # Not a branch: in one the load is left out of the software pipeline, and for sm_90 ptxas serialises the matrix products around it.
+    rows = Span(rows.start, rows.index, tl.where(full == 0, seq.len_q, 0))
+    return (_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0) | (full != 0)
 
 
 @triton.jit
