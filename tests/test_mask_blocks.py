@@ -125,9 +125,9 @@ BIASES = ["bhqk", "1hqk", "bh1k", None]
 def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float | None, device: str, unwritten_shows: None) -> None:
     """NaN in all that they would load changes no result."""
     block = 32 if device == "cpu" else 128  # the largest tile
-    case = Case("empty", 2 * block + 5, 3 * block, batch=1, head_dim=16, bias=bias, softcap=softcap)
+    case = Case("empty", 2 * block + 5, 3 * block, batch=2, heads=1, head_dim=16, bias=bias, softcap=softcap)
     inputs = case.inputs(torch.float32, device)
-    mask = torch.rand(1, 2, case.len_q, case.sizes["k"], generator=torch.Generator().manual_seed(0)) < 0.8
+    mask = torch.rand(2, 1, case.len_q, case.sizes["k"], generator=torch.Generator().manual_seed(0)) < 0.8
     mask[:, :, block : 2 * block] = False
     mask[:, :, :, block : 2 * block] = False
     inputs = replace(inputs, mask=mask.to(device))
