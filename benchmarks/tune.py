@@ -71,7 +71,8 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
 
 def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
     """Each kernel of the problem's forward and backward pass as a call of its own."""
-    out, lse = ops.allocate_forward(problem)
+    out, lse, states = ops.allocate_forward(problem)
+    problem = replace(problem, states=states)
     forward(problem, out, lse)
     with launching(d_out):
         incoming = (d_out, lse, _delta(out, d_out, None, lse))

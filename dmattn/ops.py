@@ -7,7 +7,7 @@ and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import chunked, selection
 from .problem import Problem
+from .states import states_shape
 
 FIELDS = tuple(field.name for field in fields(Problem))  # the arguments of forward, and the last of backward, in order
 _TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
@@ -25,15 +26,20 @@ _TENSORS = tuple(field.name for field in fields(Problem) if "Tensor" in str(fiel
 _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
 
 
-@torch.library.custom_op("dmattn::forward", mutates_args=(), device_types=("cpu", "cuda"), schema=f"({_INPUTS}) -> (Tensor out, Tensor lse)")
-def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a canonical problem, whose fields are the arguments in order."""
+@torch.library.custom_op(
+    "dmattn::forward",
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema=f"({_INPUTS}) -> (Tensor out, Tensor lse, Tensor states)",
+)
+def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
     problem = Problem(*inputs)
-    out, lse = allocate_forward(problem)
+    out, lse, states = allocate_forward(problem)
     if out.numel() or lse.numel():
         with torch.autocast(problem.query.device.type, enabled=False):
-            _path(problem).forward(problem, out, lse)
-    return out, lse
+            _path(problem).forward(replace(problem, states=states), out, lse)
+    return out, lse, states
 
 
 @torch.library.custom_op(
@@ -114,14 +120,18 @@ def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> t
     return allocate_best(key_bias, keep, len_q)
 
 
-def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view."""
+def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised (out, lse, states). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view.
+
+    `states` is empty without a mask, and on the PyTorch path.
+    """
     batch, heads, len_q, _ = problem.query.shape
     shape = (batch, heads, len_q, problem.value.shape[3])
     # not a transposed view, which the caller could not change in place
     out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=problem.query.dtype, device=problem.query.device)
     dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
-    return out, problem.query.new_empty((batch, heads, len_q), dtype=dtype)
+    states = states_shape(problem.mask) if problem.mask is not None and _by_kernels(problem.query) else (0,)
+    return out, out.new_empty((batch, heads, len_q), dtype=dtype), out.new_empty(states, dtype=torch.uint8)
 
 
 def allocate_backward(problem: Problem, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -133,7 +143,7 @@ def allocate_backward(problem: Problem, needs: list[bool]) -> tuple[Tensor, ...]
 
 
 @forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return allocate_forward(Problem(*inputs))
 
 
@@ -143,7 +153,7 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 
 
 @forward.register_vmap
-def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, None]]:
     """The mapped axis joins the batch. What all its elements share is copied for them, except where the batch shares it too."""
     if inputs[FIELDS.index("seed")] is not None:
         raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
@@ -156,18 +166,20 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
 
-    out, lse = torch.ops.dmattn.forward(*map(joined, FIELDS, inputs, axes))
-    return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
+    out, lse, states = torch.ops.dmattn.forward(*map(joined, FIELDS, inputs, axes))
+    return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch)), states), (0, 0, None)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    out, lse, states = output
     ctx.set_materialize_grads(False)
-    given = dict(zip(FIELDS, inputs, strict=True))
-    ctx.save_for_backward(*(given.pop(name) for name in _TENSORS), *output)
+    ctx.mark_non_differentiable(states)
+    given = {**dict(zip(FIELDS, inputs, strict=True)), "states": states}
+    ctx.save_for_backward(*(given.pop(name) for name in _TENSORS), out, lse)
     ctx.rules = given
 
 
-def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     given = {**ctx.rules, **dict(zip(_TENSORS, tensors, strict=True))}
     needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
@@ -192,11 +204,16 @@ backward.register_autograd(_refuse)
 def _path(problem: Problem) -> ModuleType:
     """The module whose `forward` and `backward` serve `problem`."""
     query, bias = problem.query, problem.bias
-    if query.dtype == torch.float64 or not (query.is_cuda or interpreting()):
+    if not _by_kernels(query):
         return chunked
     if interpreting() and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
         raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
     return _kernels(query.device, interpreting())
+
+
+def _by_kernels(query: Tensor) -> bool:
+    """Whether the Triton kernels serve a query; "meta" stands for a GPU."""
+    return query.dtype != torch.float64 and (query.device.type != "cpu" or interpreting())
 
 
 def interpreting() -> bool:

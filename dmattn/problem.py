@@ -35,6 +35,8 @@ class Problem:
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
+
+    ``states`` are those of ``mask`` (:mod:`dmattn.states`), uint8, which the forward pass makes and the backward pass is given; no caller does.
     """
 
     query: Tensor
@@ -51,6 +53,7 @@ class Problem:
     order: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    states: Tensor | None = None
 
     @property
     def operands(self) -> tuple:

@@ -181,13 +181,6 @@ FAULTS = (
          softcap=46.4, reason="the same in a shared dBias"),
 )  # fmt: skip
 
-ROWS = (
-    Case("rows-in-parts-9x64", 9, 64, batch=5, heads=1, head_dim=64, bias="1hqk", reason="several members to a part, the last part with fewer"),
-    Case("rows-shared-by-heads-37x96", 37, 96, batch=3, bias="b1qk", mask="b1qk", keep="random-empty-rows", reason="three tiles of keys, a slice for each batch entry"),
-    Case("rows-grouped-softcap-65x32", 65, 32, **GQA, bias="1gqk", softcap=2.0, dropout_p=0.2, reason="members are the heads of a group in all batch entries"),
-    Case("rows-wide-values-33x64", 33, 64, head_dim=20, value_dim=40, bias="11qk", transposed=True, reason="odd dims in both gradients"),
-)  # fmt: skip
-
 WINDOWS = (
     Case("window-in-one-tile-19x32", 19, 32, transposed=True, bias="1hqk", reason="all pairs of a head in one tile, bounds on the queries"),
     Case("window-in-one-tile-32x23", 32, 23, bias="bhqk", causal=True, reason="bounds on the keys, empty rows, dBias of every member"),
@@ -204,7 +197,7 @@ WINDOWS = (
     Case("window-grouped-19", 19, **GQA, bias="1hqk", reason="keys shared by heads go to the kernels that sum over a group"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *ROWS, *WINDOWS, *FAULTS)
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -228,7 +221,6 @@ LARGE = (
     Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
     Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
     Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
-    Case("large-pair-bias-rows-383x384", 383, 384, batch=70, heads=4, head_dim=32, bias="1hqk", mask="b11k", reason="dQ and dBias by whole rows, in parts"),
     Case("large-swin-windows-49", 49, batch=512, heads=4, head_dim=32, bias="1hqk", mask="b1qk", keep="blocks", reason="Swin's windows"),
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
     Case("large-windows-dense-bias-64x49", 64, 49, batch=40, heads=3, head_dim=128, bias="bhqk", dropout_p=0.1, reason="dBias of every member"),

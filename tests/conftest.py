@@ -61,12 +61,12 @@ def half(device: str) -> torch.dtype:
 
 @pytest.fixture
 def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill every result with NaN before it is computed, so that an element nobody writes shows."""
+    """Fill every result with NaN, or 0 where there is none, before it is computed, so that an element nobody writes shows."""
     for name in ("allocate_forward", "allocate_backward"):
         allocate = getattr(ops, name)
 
         def filled(*arguments, allocate=allocate):
-            return tuple(tensor.fill_(float("nan")) for tensor in allocate(*arguments))
+            return tuple(tensor.fill_(float("nan") if tensor.is_floating_point() else 0) for tensor in allocate(*arguments))
 
         monkeypatch.setattr(ops, name, filled)
 

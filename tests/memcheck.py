@@ -28,7 +28,6 @@ CASES = (
     Case("dropout-dense-bias", 97, 65, bias="bhqk", dropout_p=0.2),
     Case("window-mask-softcap", 49, batch=5, heads=2, bias="1hqk", mask="b1qk", keep="random-empty-rows", softcap=5.0),
     Case("window-dense-bias-odd-dims", 64, 37, heads=2, head_dim=20, value_dim=40, bias="bhqk", causal=True),
-    Case("rows-mask", 193, 320, batch=9, heads=12, bias="1hqk", mask="b11k"),
     Case("windows-in-parts-dropout", 17, 19, batch=70, bias="11qk", head_dim=64, dropout_p=0.2),
     *cases.FAULTS,
 )

@@ -40,9 +40,9 @@ def test_opcheck(case: Case, device: str) -> None:
     if not ops.interpreting():
         tests = (*tests, "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
-    out, lse = torch.ops.dmattn.forward(*problem.operands)
+    out, lse, states = torch.ops.dmattn.forward(*problem.operands)
     needs = [True, True, True, problem.bias is not None]
-    arguments = (d_out, d_lse, out, lse, needs, *problem.operands)
+    arguments = (d_out, d_lse, out, lse, needs, *replace(problem, states=states).operands)
     torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -57,24 +57,6 @@ def test_lengths_and_groups_decide(case: Case, way: str, device: str, refuse: Ca
     results(attention, case.inputs(torch.float32, device), case.options)
 
 
-@interpreted
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [
-        (Case("whole-rows", 9, 64, batch=5, bias="1hqk"), "shared_gradient"),
-        (Case("grouped", 9, 32, heads=4, kv_heads=2, bias="1gqk"), "shared_gradient"),
-        (Case("part-of-a-tile", 9, 65, batch=5, bias="1hqk"), "row_gradients"),
-        (Case("too-many-keys", 9, 224, batch=5, bias="1hqk"), "row_gradients"),
-        (Case("causal", 37, 64, batch=5, bias="1hqk", causal=True), "row_gradients"),
-        (Case("not-shared", 9, 64, bias="bhqk"), "row_gradients"),
-    ],
-    ids=lambda x: getattr(x, "name", None),
-)
-def test_whole_rows_of_a_shared_bias_are_summed_with_the_queries_gradient(case: Case, way: str, refuse: Callable[[str], None]) -> None:
-    refuse(way)
-    results(attention, case.inputs(torch.float32), case.options)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("needed", ["query", "key", "value", "bias"])
 @pytest.mark.parametrize("bias", ["1hqk", "bhqk", "b11k"])
@@ -131,6 +113,5 @@ def test_equals_the_kernels_by_blocks(lengths: tuple[int, int], bias: str | None
     inputs = case.inputs(torch.float32, device)
     whole = results(attention, inputs, case.options)
     monkeypatch.setattr(backward, "fits", lambda problem: False)
-    monkeypatch.setattr(backward, "fits_rows", lambda problem, d_bias: False)
     for name, by_blocks in results(attention, inputs, case.options).items():
         torch.testing.assert_close(whole[name], by_blocks, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")

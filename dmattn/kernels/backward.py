@@ -17,7 +17,6 @@ from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import put_back, reordered
-from .row_grad import fits_rows, row_gradients
 from .sequence import place
 from .tiles import block_dim
 from .windows import fits, window_gradients
@@ -36,7 +35,7 @@ def backward(
     d_value: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out` and `lse` are its results."""
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
     if problem.order is not None:
         with launching(problem.query):
             problem, order = reordered(problem), problem.order
@@ -80,9 +79,6 @@ def _by_blocks(
     stored = keys_wanted and _serves_queries(dense, problem)
     if keys_wanted or key_sums is not None:
         key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
-    if shared and d_query is not None and fits_rows(problem, d_bias):
-        row_gradients(problem, incoming, d_query, d_bias)
-        return
     if d_query is not None or (dense is not None and not stored):
         query_gradients(problem, incoming, d_query, dense, stored)
     if shared:

@@ -16,7 +16,8 @@ from . import hopper_bias_grad
 from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
-from .scores import any_unmasked, rules_of
+from .mask_blocks import tile_state
+from .scores import rules_of
 from .sequence import in_window
 from .softmax import score_gradient
 from .tiles import launch_options, pick
@@ -58,13 +59,13 @@ class Sharing(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int, memory_share: float = MEMORY_SHARE) -> Sharing:
+    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int) -> Sharing:
         """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
         batch, heads = problem.query.shape[:2]
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        room = int(memory_share * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
+        room = int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
         return cls(bias_batch, bias_heads, heads // bias_heads, members, max(1, min(members, fill, room)))
 
     @classmethod
@@ -110,7 +111,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
-            rules=rules_of(problem),
+            rules=rules_of(problem, states=None if problem.mask is None else problem.states),
             d_out=d_out,
             lse=lse,
             delta=delta,
@@ -152,18 +153,19 @@ def _shared_gradient_kernel(
     for member in tl.range(begin, end):
         seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
         if rules.mask is not None:
-            if any_unmasked(rules, seq, rows, cols):
-                total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+            live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
+            if live != 0:
+                total += _member(tensors, rules, seq, rows, cols, full, dims, value_dims, PRECISION)
         elif rules.first is not None:
             if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, 0, dims, value_dims, PRECISION)
         else:
-            total += _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, 0, dims, value_dims, PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
     q_tile = load_tile(q, seq, rows, dims)
@@ -172,7 +174,7 @@ def _member(tensors, rules, seq, rows, cols, dims, value_dims, PRECISION: tl.con
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, False, PRECISION)
+    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, False, PRECISION)
     return ds
 
 

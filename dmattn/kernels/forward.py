@@ -7,21 +7,23 @@ import triton.language as tl
 from torch import Tensor
 
 from . import hopper_forward
-from .intervals import live_blocks
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from .mask_blocks import scan
 from .pairs_kept import kept_factor
 from .reorder import reordered
-from .scores import any_unmasked, rules_of, scores
+from .scores import rules_of, scores
 from .sequence import place_sharing
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
-from .walk import key_range, key_start
+from .walk import key_lists, key_range, key_step
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`)."""
+    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
     with launching(problem.query):
+        if problem.mask is not None:
+            scan(problem.mask, problem.states)
         if problem.order is not None:
             problem = reordered(problem)
         if hopper_forward.takes(problem):
@@ -33,7 +35,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
-            rules=rules_of(problem, live_blocks(problem, tile.block_m, tile.block_n)),
+            rules=rules_of(problem, key_lists(problem, tile)),
             out=strided(out, heads),
             lse=strided(lse, heads),
             **launch_options(problem, tile, out),
@@ -57,22 +59,19 @@ def _forward_kernel(
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        cols = Span(key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N), tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if rules.mask is None:
-            acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
-        else:
-            if any_unmasked(rules, seq, rows, cols):
-                acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION)
+        start, full = key_step(rules, seq, rows, step, BLOCK_M, BLOCK_N)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, full, dims, value_dims, PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
     store_tile(out, seq, rows, value_dims, acc)
     store_rows(lse, seq, rows, lse_rows)
 
 
 @triton.jit
-def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, False, PRECISION)
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, full, False, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, False)

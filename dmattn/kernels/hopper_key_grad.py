@@ -35,7 +35,7 @@ from .hopper import (
 )
 from .layout import Sequence, Span, slice_pointer, strided
 from .scores import LOG2E, rules_of
-from .sequence import next_step, place_sharing, query_range
+from .sequence import next_step, place_sharing, query_window
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -99,7 +99,8 @@ def _key_gradients_kernel(
     block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, 2 * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     col = block * (2 * BLOCK_N)
-    begin, end = query_range(rules, seq, Span(col, 0, None), BLOCK_M, 2 * BLOCK_N)
+    begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), 2 * BLOCK_N)
+    begin = begin // BLOCK_M * BLOCK_M
     k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)

@@ -8,25 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
+from .lists import CHUNK, append, close, empty_lists, list_pointer
 from .sequence import LARGEST, place, window_range
 
-LISTED = tl.constexpr(1023)  # blocks that a list names one by one; from the last of them on it goes through all, so memory is O(N)
-CHUNK = tl.constexpr(128)
 
-
-def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
-    """(B or 1, H or Hk or 1, blocks of queries, 1 + blocks) int32: how many blocks of keys to visit, then their numbers, ascending.
-
-    The window counts too. None without intervals.
-    """
-    if problem.first is None:
-        return None
+def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
+    """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
     first, last = torch.broadcast_tensors(problem.first, problem.last)
     batch, heads = first.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
     bounds = first.new_empty((batch, heads, blocks_n, 2))
-    lists = first.new_empty((batch, heads, blocks_m, 1 + min(blocks_n, LISTED.value)))
+    lists = empty_lists(first, batch, heads, blocks_m, blocks_n)
     if not bounds.numel():
         return lists.zero_()
     _block_bounds_kernel[(batch * heads * blocks_n,)](
@@ -38,7 +31,7 @@ def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
         BLOCK_N=block_n,
         num_warps=1,
     )
-    _live_blocks_kernel[(batch * heads * blocks_m,)](
+    _interval_lists_kernel[(batch * heads * blocks_m,)](
         bounds=strided(bounds, heads),
         lists=strided(lists, heads),
         left=problem.left,
@@ -54,31 +47,12 @@ def live_blocks(problem: Any, block_m: int, block_n: int) -> Tensor | None:
 
 
 @triton.jit
-def visits(lists, seq, rows, BLOCK_M: tl.constexpr):
-    """How many blocks of keys a block of queries visits."""
-    return tl.load(_list_pointer(lists, seq, rows, BLOCK_M))
-
-
-@triton.jit
-def visited_block(lists, seq, rows, visit, BLOCK_M: tl.constexpr):
-    """The block of keys of one visit."""
-    listed = tl.minimum(visit, LISTED - 1)
-    return tl.load(_list_pointer(lists, seq, rows, BLOCK_M) + 1 + listed) + (visit - listed)
-
-
-@triton.jit
 def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
     """Whether a query of the tile lies in the interval of one of its keys."""
     first_cols = load_rows(first, seq, cols, LARGEST)
     last_cols = load_rows(last, seq, cols, 0)
     live = (first_cols < last_cols) & (first_cols < rows.start + BLOCK_M) & (last_cols > rows.start)
     return tl.max(live.to(tl.int32)) != 0
-
-
-@triton.jit
-def _list_pointer(lists, seq, rows, BLOCK_M: tl.constexpr):
-    """Where the list of a block of queries begins, with its count."""
-    return slice_pointer(lists, seq) + tl.cast(rows.start // BLOCK_M, tl.int64) * lists.row
 
 
 @triton.jit
@@ -96,28 +70,20 @@ def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _live_blocks_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
     block, head, batch = place(len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, 0, len_q)
     row_end = tl.minimum(rows.start + BLOCK_M, len_q)
     begin, end = window_range(left, right, seq, rows, BLOCK_M)
-    pointer = _list_pointer(lists, seq, rows, BLOCK_M)
-    count = 0
-    turn = 0  # the block from which on the list goes through all
-    final = -1  # the last live block
+    pointer = list_pointer(lists, seq, rows, BLOCK_M)
+    progress = (0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
         bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
         real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
         live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
         live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
-        position = count + tl.cumsum(live.to(tl.int32), 0) - 1
-        tl.store(pointer + 1 + position, number, mask=live & (position < LISTED))
-        turn = tl.maximum(turn, tl.max(tl.where(live & (position == LISTED - 1), number, 0)))
-        final = tl.maximum(final, tl.max(tl.where(live, number, -1)))
-        count += tl.sum(live.to(tl.int32))
-    if count > LISTED:
-        count = LISTED + final - turn
-    tl.store(pointer, count)
+        progress = append(pointer, progress, number, live, live)
+    close(pointer, progress)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from . import hopper_key_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
-from .scores import any_unmasked, rules_of, through_softcap
-from .sequence import place_sharing, query_range
+from .scores import rules_of, through_softcap
+from .sequence import place_sharing
 from .softmax import score_gradient
 from .tiles import launch_options, pick
+from .walk import query_lists, query_range, query_step
 
 
 def key_gradients(
@@ -33,14 +34,15 @@ def key_gradients(
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
-    if d_bias is not None and problem.first is not None:
-        d_bias.zero_()  # what lies outside the intervals
+    lists = query_lists(problem, tile)
+    if d_bias is not None and (lists is not None or problem.first is not None):
+        d_bias.zero_()  # what no list names, or lies outside the intervals
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem),
+        rules=rules_of(problem, lists),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -80,18 +82,13 @@ def _key_gradients_kernel(
         seq = Sequence(batch, head, len_q, len_k)
         sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
-        for start in tl.range(begin, end, BLOCK_M):
+        for step in tl.range(begin, end, BLOCK_M):
+            start, full = query_step(rules, seq, cols, step, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-            if rules.mask is None:
-                dk, dv, sums = _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION)
-            else:
-                if any_unmasked(rules, seq, rows, cols):
-                    dk, dv, sums = _accumulate(
-                        incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION
-                    )
-                else:
-                    store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
-        if rules.first is None:
+            dk, dv, sums = _accumulate(
+                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION
+            )
+        if rules.lists is None and rules.first is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -107,7 +104,7 @@ def _key_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, PRECISION: tl.constexpr):
+def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
     d_k, d_v, key_sums, d_bias = wanted
@@ -115,7 +112,7 @@ def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, True, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, True, PRECISION)
     if d_v is not None:
         dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

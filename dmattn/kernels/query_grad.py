@@ -6,13 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .intervals import live_blocks
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
-from .scores import any_unmasked, rules_of, through_softcap
+from .scores import rules_of, through_softcap
 from .sequence import place_sharing
 from .softmax import score_gradient
 from .tiles import launch_options, pick
-from .walk import key_range, key_start
+from .walk import key_lists, key_range, key_step
 
 
 def query_gradients(
@@ -24,14 +23,15 @@ def query_gradients(
     """
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("products" if stored else "queries", problem)
-    if d_bias is not None and problem.first is not None and not stored:
+    lists = key_lists(problem, tile)
+    if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
     d_out, lse, delta = (strided(x, heads) for x in incoming)
     _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, live_blocks(problem, tile.block_m, tile.block_n)),
+        rules=rules_of(problem, lists),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -60,15 +60,9 @@ def _query_gradients_kernel(
     dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start = key_start(rules, seq, rows, step, BLOCK_M, BLOCK_N)
+        start, full = key_step(rules, seq, rows, step, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        if rules.mask is None:
-            dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED, PRECISION)
-        else:
-            if any_unmasked(rules, seq, rows, cols):
-                dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED, PRECISION)
-            elif not STORED:
-                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+        dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, full, dims, value_dims, STORED, PRECISION)
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -82,7 +76,8 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _accumulate(
-    q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, dims, value_dims, STORED: tl.constexpr, PRECISION: tl.constexpr
+    q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, full, dims, value_dims,
+    STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dS, stored if dBias is wanted or read where it is STORED already, and added to dq if dQ is wanted."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
@@ -91,7 +86,7 @@ def _accumulate(
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, False, PRECISION)
+        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, False, PRECISION)
         if d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if d_q is not None:

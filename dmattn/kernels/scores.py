@@ -16,9 +16,10 @@ class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
-    `lists`: for every block of queries the blocks of keys to visit, where there are intervals and the kernel walks keys. Query i may attend
-    key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or is None with
-    `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask of pairs, else None.
+    `lists`: for every block of queries the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every
+    block of keys the blocks of queries, where there is a mask and the kernel walks queries. `states` are the mask's, where it walks neither.
+    Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or
+    is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -27,6 +28,7 @@ class Rules(NamedTuple):
     first: Any
     last: Any
     lists: Any
+    states: Any
     mask: Any
     bias: Any
     left: Any
@@ -43,8 +45,8 @@ class Rules(NamedTuple):
     shared: Any
 
 
-def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
-    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with the `live_blocks` of its intervals."""
+def rules_of(problem: Any, lists: Tensor | None = None, states: Tensor | None = None) -> Rules:
+    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
     return Rules(
@@ -57,6 +59,7 @@ def rules_of(problem: Any, lists: Tensor | None = None) -> Rules:
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         lists=strided(lists, heads),
+        states=strided(states, heads),
         left=problem.left,
         right=problem.right,
         scale=problem.scale,
@@ -78,11 +81,11 @@ def _shared(problem: Any) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
-    `bias2` is the tile that :func:`load_bias2` gave, where the caller has it already.
-    With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries takes them for its left factor without leaving registers.
+    `full` is not 0 where the mask is known to hide nothing of the tile. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries
+    takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -103,7 +106,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, PREC
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
+        s = tl.where(_attended(rules, seq, rows, cols, full, KEYS_DOWN), s, float("-inf"))
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
@@ -152,9 +155,11 @@ def through_softcap(d_scores, tanh, rules):
 
 
 @triton.jit
-def any_unmasked(rules, seq, rows, cols):
-    """Whether the mask leaves any pair of the tile."""
-    return tl.max(_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, False).to(tl.int32)) != 0
+def _attended(rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr):
+    """Which pairs of a tile the mask keeps; all of a `full` one, of which no row is loaded."""
+    # Not a branch: in one the load is left out of the software pipeline, and for sm_90 ptxas serialises the matrix products around it.
+    rows = Span(rows.start, rows.index, tl.where(full == 0, seq.len_q, 0))
+    return (_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0) | (full != 0)
 
 
 @triton.jit

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from .layout import load_rows
-
 LARGEST = tl.constexpr(2147483647)
 TOGETHER = tl.constexpr(8)  # batch entries side by side: few enough that their keys and values stay in the L2 cache as well
 
@@ -52,23 +50,17 @@ def next_step(begin, position, STEP: tl.constexpr):
 
 
 @triton.jit
-def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[begin, end): the queries, from a block's edge, that window and intervals leave to a block of keys."""
+def query_window(left, right, seq, cols, BLOCK_N: tl.constexpr):
+    """[begin, end): the queries that the window leaves to a block of keys."""
     begin = 0
     end = seq.len_q
-    col_end = tl.minimum(cols.start + BLOCK_N, seq.len_k)
     offset = seq.len_k - seq.len_q
-    if rules.right is not None:
-        begin = tl.maximum(begin, cols.start - offset - rules.right)
-    if rules.left is not None:
-        end = tl.minimum(end, col_end - offset + rules.left)
-    if rules.first is not None:
-        first = load_rows(rules.first, seq, cols, LARGEST)
-        last = load_rows(rules.last, seq, cols, 0)
-        begin = tl.maximum(begin, tl.min(tl.where(first < last, first, LARGEST)))
-        end = tl.minimum(end, tl.max(tl.where(first < last, last, 0)))
+    if right is not None:
+        begin = tl.maximum(begin, cols.start - offset - right)
+    if left is not None:
+        end = tl.minimum(end, tl.minimum(cols.start + BLOCK_N, seq.len_k) - offset + left)
     end = tl.maximum(end, 0)
-    return tl.minimum(begin, end) // BLOCK_M * BLOCK_M, end
+    return tl.minimum(begin, end), end
 
 
 @triton.jit

@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows" and "rows", whose tiles hold whole lengths
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows", whose tiles hold whole lengths
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
 # 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/test_compile_targets.py), not by time.
@@ -31,7 +31,6 @@ _DEFAULT = {
     "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
-    "rows": ((256, _NOTHING_FITS),),
     "windows": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
 }
 _TABLE = {
@@ -49,18 +48,15 @@ _TABLE = {
         "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
         "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
-        "rows": ((32, Tile(32, 64, 4, 2)), (256, _NOTHING_FITS)),  # wider heads spill
         "windows": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
     },
     "hip": {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
         for kernel in ("forward", "keys", "queries", "products", "bias", "windows")
-    }
-    | {"rows": ((256, _NOTHING_FITS),)},
+    },
 }
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
 _WIDE_WINDOWS = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "windows", which spills where heads are wider
-_WIDE_ROWS = ((256, _NOTHING_FITS),)
 _INTERPRETED = Tile(32, 32, 4, 1)
 
 
@@ -77,7 +73,7 @@ def pick(kernel: str, problem: Any) -> Tile:
         kinds.append(f"{kernel} with pairs")
     rows = table[next((kind for kind in kinds if kind in table), kernel)]
     if query.dtype == torch.float32:
-        rows = {"windows": _WIDE_WINDOWS, "rows": _WIDE_ROWS}.get(kernel, _WIDE_FLOATS)
+        rows = _WIDE_WINDOWS if kernel == "windows" else _WIDE_FLOATS
     tile = next(tile for largest, tile in rows if dim <= largest)
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout

@@ -1,0 +1,170 @@
+"""The states of a mask and the lists of tiles made from them, against both written out; and that the kernels go by them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA
+from torch import Tensor
+
+from dmattn import attention, ops
+from dmattn.equivalence import Case, Standard, judge, results
+from dmattn.problem import Problem
+from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
+
+KERNELS = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path has no blocks")),
+    pytest.param("cuda", marks=NEEDS_CUDA),
+]
+
+
+def blocky(*shape: int) -> Tensor:
+    """A mask of empty, full and mixed blocks, not aligned with the granules, and of single entries."""
+    random = torch.Generator().manual_seed(sum(shape))
+    coarse = [*shape[:2], *(size // 50 + 2 for size in shape[2:])]
+    kept = (torch.rand(coarse, generator=random) < 0.4).repeat_interleave(50, 2).repeat_interleave(50, 3)
+    rows, cols = torch.randint(50, (2,), generator=random).tolist()
+    kept = kept[..., rows : rows + shape[2], cols : cols + shape[3]].clone()
+    return kept ^ (torch.rand(shape, generator=random) < 0.0005)
+
+
+def block_states(mask: Tensor, block_m: int, block_n: int) -> Tensor:
+    """ATTENDED and HIDDEN of every block of pairs, those past the end left out."""
+    rows, cols = mask.shape[2:]
+    spare = (0, -cols % block_n, 0, -rows % block_m)
+
+    def some(x: Tensor) -> Tensor:
+        x = torch.nn.functional.pad(x, spare)
+        return x.unflatten(3, (-1, block_n)).unflatten(2, (-1, block_m)).any(5).any(3)
+
+    return some(mask) * ATTENDED + some(~mask) * HIDDEN
+
+
+MASKS = {
+    "odd-lengths-read-in-bytes": lambda: blocky(2, 3, 37, 65),
+    "several-programs-of-bytes": lambda: blocky(1, 2, 65, 523),
+    "read-in-words": lambda: blocky(2, 1, 70, 300),
+    "several-programs-of-words": lambda: blocky(1, 1, 33, 2100),
+    "one-program-of-words-exactly": lambda: blocky(1, 1, 32, 1024),
+    "words-that-start-at-an-odd-place": lambda: blocky(1, 2, 40, 129)[..., 1:],
+    "words-in-rows-of-odd-length": lambda: blocky(1, 2, 40, 131)[..., :128],
+    "every-second-row-and-key": lambda: blocky(1, 2, 100, 200)[:, :, ::2, ::2],
+    "rows-dense-in-memory": lambda: blocky(2, 2, 132, 71).mT,
+    "rows-dense-in-memory-of-odd-length": lambda: blocky(2, 2, 133, 71).mT,
+    "heads-dense-in-memory": lambda: blocky(1, 37, 65, 3).permute(0, 3, 1, 2),
+    "expanded": lambda: blocky(2, 1, 1, 70).expand(2, 3, 40, 70),
+    "one-row-for-all": lambda: blocky(2, 1, 1, 77),
+    "one-key-for-all": lambda: blocky(1, 2, 77, 1),
+    "one-pair-for-all": lambda: blocky(3, 2, 1, 1),
+    "nothing-kept": lambda: torch.zeros(1, 1, 50, 90, dtype=torch.bool),
+    "nothing-hidden": lambda: torch.ones(1, 1, 50, 90, dtype=torch.bool),
+    "nothing-hidden-in-words": lambda: torch.ones(1, 1, 50, 92, dtype=torch.bool),
+    "a-single-pair-kept": lambda: torch.zeros(1, 1, 50, 92, dtype=torch.bool).index_fill_(3, torch.tensor([91]), True),
+    "no-keys": lambda: torch.ones(1, 1, 50, 0, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("name", MASKS)
+def test_states_are_those_of_the_mask(name: str, device: str) -> None:
+    from dmattn.kernels.mask_blocks import scan
+
+    mask = MASKS[name]()
+    strides = mask.stride()
+    mask = mask.to(device)
+    assert mask.stride() == strides or device != "cpu"
+    states = torch.full(states_shape(mask), 0xFF, dtype=torch.uint8, device=device)
+    scan(mask, states)
+    assert torch.equal(states.cpu(), block_states(mask.cpu(), GRANULE, GRANULE).to(torch.uint8))
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("window", [None, (30, None), (40, 0)], ids=str)
+@pytest.mark.parametrize("tile", [(32, 32), (128, 64), (16, 16)], ids=str)
+@pytest.mark.parametrize("axes", ["1hqk", "b11k", "11q1", "1111"])
+def test_lists_name_the_blocks_with_something_to_attend(axes: str, tile: tuple[int, int], window: tuple | None, device: str) -> None:
+    """By window and mask; and say of which the mask hides nothing."""
+    from dmattn.kernels.mask_blocks import mask_lists, scan
+
+    sizes = {"b": 2, "h": 2, "q": 300, "k": 389, "1": 1}
+    mask = blocky(*(sizes[axis] for axis in axes)).to(device)
+    query, key = (torch.empty(2, 2, sizes[axis], 16, device=device) for axis in "qk")
+    given = dict(mask=mask, bias=None, causal=False, window=window, scale=None, softcap=None)
+    problem = Problem.canonical(query, key, key, **given)
+    problem = replace(problem, states=torch.empty(states_shape(mask), dtype=torch.uint8, device=device))
+    scan(mask, problem.states)
+    pairs = mask.cpu().expand(*mask.shape[:2], sizes["q"], sizes["k"])
+    offset = torch.arange(sizes["k"]) - torch.arange(sizes["q"])[:, None] - (sizes["k"] - sizes["q"])
+    left, right = (None, None) if window is None else window
+    visible = (offset >= (-1000 if left is None else -left)) & (offset <= (1000 if right is None else right))
+    seen = block_states(visible.expand(1, 1, -1, -1), *tile) & ATTENDED
+    whole = [max(GRANULE, size) for size in tile]  # what is known of a tile is what is known of its granules
+    known = block_states(pairs, *whole)
+    for axis, size in zip((2, 3), tile, strict=True):
+        known = known.repeat_interleave(max(1, GRANULE // size), axis).narrow(axis, 0, seen.shape[axis])
+    for by_key in (False, True):
+        lists = mask_lists(problem, *tile, by_key=by_key).cpu()
+        for batch in range(mask.shape[0]):
+            for head in range(mask.shape[1]):
+                states, near = known[batch, head], seen[0, 0]
+                states, near = (states.mT, near.mT) if by_key else (states, near)
+                for owner, (row, close) in enumerate(zip(states, near, strict=True)):
+                    expected = [2 * n + (state == ATTENDED) for n, state in enumerate(row.tolist()) if state & ATTENDED and close[n]]
+                    count, *entries = lists[batch, head, owner].tolist()
+                    assert entries[:count] == expected, (by_key, batch, head, owner)
+
+
+BIASES = ["bhqk", "1hqk", "bh1k", None]
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize(("bias", "softcap"), [*((bias, None) for bias in BIASES), ("bhqk", 5.0)])
+def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float | None, device: str, unwritten_shows: None) -> None:
+    """NaN in all that they would load changes no result."""
+    block = 32 if device == "cpu" else 128  # the largest tile
+    case = Case("empty", 2 * block + 5, 3 * block, batch=2, heads=1, head_dim=16, bias=bias, softcap=softcap)
+    inputs = case.inputs(torch.float32, device)
+    mask = torch.rand(2, 1, case.len_q, case.sizes["k"], generator=torch.Generator().manual_seed(0)) < 0.8
+    mask[:, :, block : 2 * block] = False
+    mask[:, :, :, block : 2 * block] = False
+    inputs = replace(inputs, mask=mask.to(device))
+
+    def fill_masked(value: float) -> None:
+        for name, axis in (("query", 2), ("d_out", 2), ("key", 2), ("value", 2), ("bias", 2), ("bias", 3)):
+            x = getattr(inputs, name)
+            if x is not None and x.shape[axis] > 1:
+                x.narrow(axis, block, block).fill_(value)
+
+    fill_masked(0.0)
+    clean = results(attention, inputs, case.options)
+    assert all(verdict.passed for verdict in judge(clean, Standard.of(inputs, case.options)))
+    fill_masked(float("nan"))
+    for name, value in results(attention, inputs, case.options).items():
+        assert torch.equal(value, clean[name]), name
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that a mask hides nothing, no kernel of either pass finds out that it hides everything."""
+    case = Case("full", 37, 70, bias=bias)
+    inputs = case.inputs(torch.float32, device)
+    expected = results(attention, inputs, case.options)
+    monkeypatch.setattr(importlib.import_module("dmattn.kernels.forward"), "scan", lambda mask, states: states.fill_(ATTENDED))
+    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 70, dtype=torch.bool, device=device))
+    for name, value in results(attention, inputs, case.options).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_states_have_no_gradient(device: str) -> None:
+    """They are the operator's third result: the mask's own axes in granules, or nothing where no kernel asks for them."""
+    for mask, shape in (("1hqk", (1, 2, 2, 3)), ("b11k", (2, 1, 1, 3)), (None, (0,))):
+        inputs = Case("states", 37, 70, mask=mask).inputs(torch.float32, device)
+        given = dict(mask=inputs.mask, bias=None, causal=False, window=None, scale=None, softcap=None)
+        problem = Problem.canonical(inputs.query.requires_grad_(), inputs.key, inputs.value, **given)
+        out, _, states = torch.ops.dmattn.forward(*problem.operands)
+        assert (out.requires_grad, states.requires_grad, states.dtype) == (True, False, torch.uint8)
+        assert tuple(states.shape) == (shape if device == "cuda" or ops.interpreting() else (0,))
