@@ -229,6 +229,18 @@ LARGE = (
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
 )  # fmt: skip
 
+HOPPER = (
+    Case("hopper-dense-bias-causal-264x520", 264, 520, heads=4, head_dim=128, bias="bhqk", causal=True, reason="edges of tiles by causal, and dS stored"),
+    Case("hopper-dense-bias-empty-rows-520x264", 520, 264, heads=2, head_dim=128, bias="bhqk", causal=True, reason="whole tiles of queries with no key"),
+    Case("hopper-grouped-pair-bias-328x264", 328, 264, heads=4, kv_heads=2, head_dim=96, value_dim=72, bias="bgqk", causal=True, transposed=True, reason="padded head dims, models' layout"),
+    Case("hopper-shared-bias-window-264", 264, batch=5, heads=3, head_dim=128, bias="11qk", window=(150, 90), reason="both sides of a window, fifteen members"),
+    Case("hopper-shared-bias-head-dim-64-392x264", 392, 264, batch=3, heads=4, kv_heads=2, head_dim=64, bias="b1qk", causal=True, scale=-0.3, reason="members are heads; a negative scale"),
+    Case("hopper-dense-bias-head-dim-40-264", 264, heads=2, head_dim=40, value_dim=56, bias="bhqk", reason="head dims padded to 64"),
+    Case("hopper-key-bias-fp32-387x523", 387, 523, heads=6, kv_heads=2, head_dim=128, bias="bg1k", bias_dtype=torch.float32, causal=True, reason="odd lengths, sums over the group"),
+    Case("hopper-query-bias-261x136", 261, 136, heads=2, head_dim=128, bias="bhq1", window=(40, None), reason="a window open to the right"),
+    Case("hopper-scalar-bias-65x1", 65, 1, heads=4, head_dim=128, bias="1h11", reason="one key"),
+)  # fmt: skip
+
 
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
@@ -237,7 +249,7 @@ def runs() -> list:
         cpu = [(case, dtype) for case in CASES for dtype in dtypes if case.bias_dtype != torch.bfloat16]
     else:
         cpu = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    gpu = [(case, dtype) for case in CASES + LARGE for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    gpu = [(case, dtype) for case in CASES + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
     ]

@@ -1,0 +1,149 @@
+"""Which problems the kernels for Hopper take, and that a GPU of that kind uses them; what they compute is tested by cases.HOPPER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA
+from torch import Tensor
+
+from dmattn import IntervalMask, attention
+from dmattn.problem import Problem
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from dmattn.kernels import hopper, hopper_bias_grad, hopper_forward, hopper_key_grad
+
+LENGTH = 128
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def problem(head_dim: int = 128, length: int = LENGTH, kv_heads: int = 2, **given) -> Problem:
+    query, key, value = tensor(2, 4, length, head_dim), tensor(2, kv_heads, length, head_dim), tensor(2, kv_heads, length, head_dim)
+    arguments = dict(query=query, key=key, value=value, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None) | given
+    return Problem.canonical(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(hopper, "_VERSION", (3, 6))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(),
+        dict(causal=True, window=(20, 0)),
+        dict(head_dim=72),
+        dict(bias=tensor(2, 4, LENGTH, LENGTH)),
+        dict(bias=tensor(1, 2, LENGTH, LENGTH, dtype=torch.float16)),
+        dict(bias=tensor(1, 1, 1, LENGTH + 1, dtype=torch.float32)[..., 1:]),
+        dict(query=tensor(2, LENGTH, 4, 128).transpose(1, 2)),
+        dict(length=131),
+    ],
+    ids=["plain", "window", "padded", "pairs", "shared-fp16", "by-key-fp32", "models-layout", "odd-length"],
+)
+def test_takes(given: dict) -> None:
+    one = problem(**given)
+    assert hopper_forward.takes(one)
+    assert hopper_key_grad.takes(one, one.query, None)
+    assert hopper_bias_grad.takes(one, one.query)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(query=tensor(2, 4, LENGTH, 128, dtype=torch.float32), key=tensor(2, 2, LENGTH, 128, dtype=torch.float32), value=tensor(2, 2, LENGTH, 128, dtype=torch.float32)),
+        dict(mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
+        dict(mask=IntervalMask.causal(LENGTH, LENGTH)),
+        dict(softcap=5.0),
+        dict(dropout_p=0.1),
+        dict(head_dim=32),
+        dict(head_dim=256),
+        dict(value=tensor(2, 2, LENGTH, 32)),
+        dict(length=64),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32)),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH + 4)[..., :LENGTH]),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH).mT),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH + 8)[..., 4 : LENGTH + 4]),
+        dict(key=tensor(2, 1, LENGTH, 128).expand(2, 2, LENGTH, 128)),
+        dict(query=tensor(2, 4, LENGTH, 132)[..., :128]),
+    ],
+    ids=[
+        "float32", "mask", "intervals", "softcap", "dropout", "narrow", "wide", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
+        "bias-transposed", "bias-begins-unaligned", "expanded-key", "rows-unaligned",
+    ],
+)  # fmt: skip
+def test_leaves(given: dict) -> None:
+    one = problem(**given)
+    assert not hopper_forward.takes(one)
+    assert not hopper_key_grad.takes(one, one.query, None)
+    assert not hopper_bias_grad.takes(one, one.query)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
+    """Further than 32-bit offsets in a tile reach; without storage, on the meta device."""
+    far = torch.empty((1, 1, 1, LENGTH << 22), dtype=torch.bfloat16, device="meta")[..., :: 1 << 22]
+    query = torch.empty((2, 4, LENGTH, 128), dtype=torch.bfloat16, device="meta")
+    assert not hopper_forward.takes(problem(query=query, key=query, value=query, bias=far))
+    assert hopper_forward.takes(problem(query=query, key=query, value=query, bias=far.contiguous()))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_head_dims_to_64_are_for_the_backward_pass_alone() -> None:
+    one = problem(head_dim=64)
+    assert not hopper_forward.takes(one)
+    assert hopper_key_grad.takes(one, one.query, None)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
+    one = problem()
+    assert not hopper_key_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape), None)
+    assert not hopper_bias_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape))
+
+
+def test_other_devices_and_older_compilers_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_100")
+    assert not hopper_forward.takes(problem())
+    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(hopper, "_VERSION", (3, 5))
+    assert not hopper_forward.takes(problem())
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the passes that ran in a kernel for Hopper."""
+    names: list[str] = []
+
+    def recording(name: str, launch: Callable) -> Callable:
+        def run(*arguments, **named):
+            names.append(name)
+            return launch(*arguments, **named)
+
+        return run
+
+    for module, name in ((hopper_forward, "forward"), (hopper_key_grad, "key_gradients"), (hopper_bias_grad, "shared_gradient")):
+        monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
+    return names
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or hopper._VERSION < (3, 6):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    query, key, value = (tensor(2, 4, LENGTH, 128, device=device).requires_grad_() for _ in range(3))
+    bias = tensor(1, 4, LENGTH, LENGTH, device=device).requires_grad_()
+    out = attention(query, key, value, bias=bias, causal=True)
+    assert reached == ["forward"]
+    out.backward(torch.randn_like(out))
+    assert reached == ["forward", "key_gradients", "shared_gradient"]
