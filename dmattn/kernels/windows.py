@@ -12,15 +12,13 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
-from .scores import by_query, load_bias2, rules_of, through_softcap
+from .scores import load_bias2, rules_of, through_softcap
 from .softmax import probabilities
 from .tiles import launch_options, pick
 
 SUMMING_PER_PROCESSOR = 2  # programs that sum dBias: as many as run at once by their registers, so that all of them end together
 PROGRAMS_PER_PROCESSOR = 12  # others: whole rounds, whether two, three or four run at once
 LEAST_BLOCK = 32
-KEYS_DOWN = False  # how pairs lie in a tile, see `scores`: a sum over keys stays in a warp; dK and dV take pairs through shared memory
-HOLD = True  # a bias that all members of a slice share stays on chip
 
 
 def fits(problem: Any) -> bool:
@@ -72,8 +70,7 @@ def window_gradients(
         key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
         **sharing.arguments,
         SUMMED=shared,
-        HELD=HOLD and (shared or (problem.bias is not None and problem.bias.shape[0] == 1)),
-        KEYS_DOWN=KEYS_DOWN,
+        HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
         **launch_options(problem, tile, incoming[0], d_query, d_key, d_value, stored),
     )
     if shared:
@@ -88,7 +85,7 @@ def _block(length: int, most: int) -> int:
 @triton.jit
 def _window_gradients_kernel(
     q, k, v, rules, d_out, lse, d_lse, d_q, d_k, d_v, d_bias, key_sums, slice_batch, sharing_heads, members, members_per_part,
-    heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr, KEYS_DOWN: tl.constexpr,
+    heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,10 +104,10 @@ def _window_gradients_kernel(
     cols = Span(0, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    total = tl.full([BLOCK_N, BLOCK_M] if KEYS_DOWN else [BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     bias2 = None
     if HELD:
-        bias2 = load_bias2(rules, Sequence(entry, slice_head * sharing_heads, len_q, len_k), rows, cols, KEYS_DOWN)
+        bias2 = load_bias2(rules, Sequence(entry, slice_head * sharing_heads, len_q, len_k), rows, cols, False)
     for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
         seq = Sequence(entry + member // sharing_heads, slice_head * sharing_heads + member % sharing_heads, len_q, len_k)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -118,40 +115,31 @@ def _window_gradients_kernel(
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
         lse_rows = load_rows(lse, seq, rows, float("-inf"))
-        p, weights, d_p, tanh = probabilities(
-            q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, 0, KEYS_DOWN, PRECISION, bias2
-        )
+        p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, 0, False, PRECISION, bias2)
         if d_v is not None:
-            store_tile(d_v, seq, cols, value_dims, _over_queries(weights, d_out_tile, KEYS_DOWN, PRECISION))
-        delta_rows = tl.sum(p * d_p, 0 if KEYS_DOWN else 1)
+            store_tile(d_v, seq, cols, value_dims, _over_queries(weights, d_out_tile, PRECISION))
+        delta_rows = tl.sum(p * d_p, 1)
         if d_lse is not None:  # that of an empty row may be anything
             delta_rows = tl.where(lse_rows == float("-inf"), 0.0, delta_rows - load_rows(d_lse, seq, rows, 0.0))
-        ds = p * (d_p - by_query(delta_rows, KEYS_DOWN))
+        ds = p * (d_p - delta_rows[:, None])
         if SUMMED:
             total += ds
         elif d_bias is not None:
-            store_tile(d_bias, seq, rows, cols, tl.trans(ds) if KEYS_DOWN else ds)
+            store_tile(d_bias, seq, rows, cols, ds)
         if key_sums is not None:
-            store_rows(key_sums, seq, cols, tl.sum(ds, 1 if KEYS_DOWN else 0))
+            store_rows(key_sums, seq, cols, tl.sum(ds, 0))
         d_scores = through_softcap(ds, tanh, rules)
         if d_k is not None:
-            store_tile(d_k, seq, cols, dims, _over_queries(d_scores, q_tile, KEYS_DOWN, PRECISION) * rules.scale)
+            store_tile(d_k, seq, cols, dims, _over_queries(d_scores, q_tile, PRECISION) * rules.scale)
         if d_q is not None:
-            store_tile(d_q, seq, rows, dims, _over_keys(d_scores, k_tile, KEYS_DOWN, PRECISION) * rules.scale)
+            dq = tl.dot(d_scores.to(k_tile.dtype), k_tile, input_precision=PRECISION)
+            store_tile(d_q, seq, rows, dims, dq * rules.scale)
     if SUMMED:
         part_seq = Sequence(part_entry, slice_head, len_q, len_k)
-        store_tile(d_bias, part_seq, rows, cols, tl.trans(total) if KEYS_DOWN else total)
+        store_tile(d_bias, part_seq, rows, cols, total)
 
 
 @triton.jit
-def _over_queries(pairs, tile, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
+def _over_queries(pairs, tile, PRECISION: tl.constexpr):
     """[BLOCK_N, dims]: the sum over queries of pairs times a tile that has a row for each."""
-    pairs = pairs.to(tile.dtype)
-    return tl.dot(pairs if KEYS_DOWN else tl.trans(pairs), tile, input_precision=PRECISION)
-
-
-@triton.jit
-def _over_keys(pairs, tile, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_M, dims]: the sum over keys of pairs times a tile that has a row for each."""
-    pairs = pairs.to(tile.dtype)
-    return tl.dot(tl.trans(pairs) if KEYS_DOWN else pairs, tile, input_precision=PRECISION)
+    return tl.dot(tl.trans(pairs.to(tile.dtype)), tile, input_precision=PRECISION)
