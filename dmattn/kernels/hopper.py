@@ -4,8 +4,10 @@ They are written in Gluon, which ships with Triton, because there one says what 
 and a producer, which copies tiles to shared memory ahead of them.
 """
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -57,18 +59,25 @@ def of_pairs(bias: Tensor | None) -> bool:
 
 def copyable(x: Tensor) -> bool:
     """Whether the copy engine can address the tensor: 16-bit elements, the last axis dense, all else at multiples of 16 bytes."""
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    addressed = all(stride % 8 == 0 and 0 < stride < 1 << 38 for stride in strides) and x.data_ptr() % 16 == 0
-    return x.element_size() == 2 and x.stride(3) == 1 and addressed
+    return x.data_ptr() % 16 == 0 and _addressable(x.dtype, x.shape, x.stride())
 
 
 def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
     """The tensor as the copy engine takes it, in tiles of [rows, cols] of one (batch, head)."""
     if x is None:
         return None
-    tile = [1, 1, rows, cols]
-    strides = [8 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]  # of an axis of 1 any will do
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))
+    strides = [8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]  # of an axis of 1 any will do
+    strides[3] = 1
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT)
+
+
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+@lru_cache(maxsize=4096)
+def _addressable(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    outer = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return dtype.itemsize == 2 and strides[3] == 1 and all(stride % 8 == 0 and 0 < stride < 1 << 38 for stride in outer)
 
 
 @gluon.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,7 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
     )
 
 
+@cache
 def block_dim(dim: int) -> int:
     """A head dim padded to what a matrix product takes."""
     return max(16, triton.next_power_of_2(dim))
