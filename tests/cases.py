@@ -185,7 +185,7 @@ WINDOWS = (
     Case("window-in-one-tile-19x32", 19, 32, transposed=True, bias="1hqk", reason="all pairs of a head in one tile, bounds on the queries"),
     Case("window-in-one-tile-32x23", 32, 23, bias="bhqk", causal=True, reason="bounds on the keys, empty rows, dBias of every member"),
     Case("window-of-one-pair", 1, 1, bias="1hqk", reason="the smallest tile there is"),
-    Case("windows-in-parts-7x9", 7, 9, batch=5, head_dim=64, bias="1hqk", reason="several members to a part, the last part with none"),
+    Case("windows-in-parts-7x9", 7, 9, batch=5, head_dim=64, bias="1hqk", reason="several members to a part, the last part with fewer"),
     Case("windows-in-parts-shared-by-heads-7x5", 7, 5, batch=3, heads=3, head_dim=64, bias="11qk", mask="1hqk", reason="members are batch entries and heads"),
     Case("window-bias-shared-by-heads-19", 19, batch=3, bias="b1qk", mask="b11k", reason="a slice for each batch entry"),
     Case("window-empty-rows-19x23", 19, 23, mask="b1qk", keep="random-empty-rows", bias="1hqk", softcap=2.0, reason="delta of an empty row is 0, whatever dLSE is"),

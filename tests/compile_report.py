@@ -91,7 +91,7 @@ def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str,
             compiled = launch(function, *arguments, grid=grid, warmup=True, **options)
         if compiled.hash not in seen:  # Triton keeps what it compiled before, without a log
             seen.add(compiled.hash)
-            records.append({"kernel": function.fn.__name__, **measures(compiled, log.getvalue(), target)})
+            records.append({"kernel": function.fn.__name__, "module": function.fn.__module__, **measures(compiled, log.getvalue(), target)})
         return compiled
 
     active = driver._active

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dmattn import ops
+from dmattn.kernels import hopper
 
 pytestmark = [
     pytest.mark.compile_only,
@@ -46,6 +47,9 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_block_bounds_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     assert kernels == expected | {"_count_epochs_kernel", "_order_kernel", "_interval_lists_kernel", "_scan_kernel", "_mask_lists_kernel"}
+    modules = {row["module"].rpartition(".")[2] for row in rows}
+    for_hopper = {"hopper_forward", "hopper_key_grad", "hopper_bias_grad"}
+    assert modules & for_hopper == (for_hopper if target == "sm_90" and hopper.GLUON else set())
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row
         assert row["spilled"] <= SPILLED_IN.get(row["case"], MOST_SPILLED), row

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmattn import dynamic_mask_attention, ops, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
-from dmattn.kernels import intervals
+from dmattn.kernels import lists
 from dmattn.selection import lifetimes, ranks, running_threshold
 
 EXAMPLES = 5 if ops.interpreting() else 100
@@ -96,7 +96,7 @@ def test_blocks_of_padding_between_listed_blocks(device: str, size: dict, monkey
     """Past the blocks that a list names, all up to the last live one are visited: those of padding as well."""
     len_k = 70000 if device == "cuda" else 800  # 1023 blocks are named, of at most 64 keys
     if ops.interpreting():
-        monkeypatch.setattr(intervals, "LISTED", tl.constexpr(2))
+        monkeypatch.setattr(lists, "LISTED", tl.constexpr(2))
     real = torch.ones(1, len_k, dtype=torch.bool, device=device)
     real[:, len_k * 3 // 5 : len_k * 7 // 8] = False
     assert not failures(device, torch.float32, len_k=len_k, keep=len_k - 10, padding=real, batch=1, heads=2, kv_heads=1, **size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmattn import IntervalMask, attention, merge_attention, ops, reference
-from dmattn.equivalence import Case, Standard, judge, results
+from dmattn.equivalence import Case, Inputs, Standard, judge, results
 
 
 def by_kernels(device: str) -> bool:
@@ -113,6 +113,20 @@ def test_what_is_masked_cannot_leak(poison: float, hidden_by: str, device: str) 
     for name, value in results(attention, inputs, case.options).items():
         assert torch.equal(value, clean[name]), name
     assert (clean["d_bias"][hidden.expand_as(inputs.bias)] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(19, 23), (40, 45)], ids=str)
+def test_a_key_open_only_past_the_last_query_cannot_leak(lengths: tuple[int, int], device: str) -> None:
+    """No query attends it: neither are the rows that fill up a tile any."""
+    len_q, len_k = lengths
+    first = torch.zeros((1, 1, len_k), dtype=torch.int32, device=device)
+    last = torch.full_like(first, len_q)
+    first[..., 5], last[..., 5] = len_q, len_q + 100
+    inputs = Case("past-the-end", len_q, len_k, heads=1, bias="b11k").inputs(torch.float32, device)
+    inputs = Inputs(**(vars(inputs) | dict(mask=IntervalMask(first, last))))
+    inputs.bias[..., 5] = float("nan")
+    for name, value in results(attention, inputs, {}).items():
+        assert value.isfinite().all(), name
 
 
 def test_minus_infinity_in_the_bias_masks(device: str) -> None:

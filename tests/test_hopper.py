@@ -32,7 +32,7 @@ def problem(head_dim: int = 128, length: int = LENGTH, kv_heads: int = 2, **give
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "_VERSION", (3, 6))
+    monkeypatch.setattr(hopper, "GLUON", True)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -116,7 +116,7 @@ def test_other_devices_and_older_compilers_are_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hopper, "device_family", lambda device: "sm_100")
     assert not hopper_forward.takes(problem())
     monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "_VERSION", (3, 5))
+    monkeypatch.setattr(hopper, "GLUON", False)
     assert not hopper_forward.takes(problem())
 
 
@@ -139,7 +139,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or hopper._VERSION < (3, 6):
+    if torch.cuda.get_device_capability() != (9, 0) or not hopper.GLUON:
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     query, key, value = (tensor(2, 4, LENGTH, 128, device=device).requires_grad_() for _ in range(3))
     bias = tensor(1, 4, LENGTH, LENGTH, device=device).requires_grad_()

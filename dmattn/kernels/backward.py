@@ -52,11 +52,13 @@ def backward(
     if kind is BiasGradient.PER_KEY:
         key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2]))
     with launching(problem.query):
-        if fits(problem):
-            if any(wanted is not None for wanted in (d_query, d_key, d_value, d_pairs, key_sums)):
-                window_gradients(problem, (d_out, lse, d_lse), d_query, d_key, d_value, d_pairs, key_sums)
+        wanted = (d_query, d_key, d_value, d_pairs, key_sums)
+        if all(gradient is None for gradient in wanted):
+            pass  # a gradient per query alone is that of lse
+        elif fits(problem):
+            window_gradients(problem, (d_out, lse, d_lse), *wanted)
         else:
-            _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), d_query, d_key, d_value, d_pairs, key_sums)
+            _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted)
         if kind is BiasGradient.PER_KEY:
             sum_of_key_sums(key_sums, d_bias)
         elif kind is BiasGradient.PER_QUERY:

@@ -66,14 +66,14 @@ class Sharing(NamedTuple):
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
         room = int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
-        return cls(bias_batch, bias_heads, heads // bias_heads, members, max(1, min(members, fill, room)))
+        return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)))
 
     @classmethod
     def of_nothing(cls, problem: Any, programs_per_processor: int) -> Sharing:
         """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
         batch, heads = problem.query.shape[:2]
         fill = programs_per_processor * processors(problem.query.device) // heads
-        return cls(1, heads, 1, batch, max(1, min(batch, fill)))
+        return cls(1, heads, 1, batch, _even(batch, fill))
 
     def parts(self, d_bias: Tensor) -> Tensor:
         """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
@@ -91,6 +91,12 @@ class Sharing(NamedTuple):
         """Those of a kernel whose programs walk members."""
         per_part = triton.cdiv(self.members, self.splits)
         return dict(slice_batch=self.batch, sharing_heads=self.sharing_heads, members=self.members, members_per_part=per_part)
+
+
+def _even(members: int, most: int) -> int:
+    """Into how many parts, at most `most`, members are split so that none is empty."""
+    splits = max(1, min(members, most))
+    return triton.cdiv(members, triton.cdiv(members, splits)) if members else 1
 
 
 def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:

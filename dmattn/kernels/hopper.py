@@ -23,7 +23,7 @@ from .tiles import block_dim
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 LAUNCH_REGISTERS = 168  # of each of the 12 warps, before the consumers take those that the producer leaves
 
-_VERSION = tuple(int(number) for number in triton.__version__.split(".")[:2])
+GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.9 on, and before
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -32,18 +32,19 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
 
-    It does on sm_90 with 16-bit tensors whose rows the copy engine can address, more queries than one consumer has, and no mask, intervals,
-    softcap or dropout.
+    It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
+    and no mask, intervals, softcap or dropout.
     """
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
-    if device_family(query.device) != "sm_90" or _VERSION < (3, 6):  # Triton 3.5 spells what follows in another way
+    if device_family(query.device) != "sm_90" or not GLUON:
+        return False
+    if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
         return False
     if any(x is not None for x in (problem.mask, problem.first, problem.softcap, problem.seed)):
         return False
-    if bias is not None and not of_pairs(bias) and max(bias.stride()[2:]) >= 1 << 22:  # an offset within a tile is 32-bit
-        return False
-    fits = padded_dim(problem) in dims and query.shape[2] > 64 and key.shape[2] > 0
-    return fits and all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
+    if bias is not None and not of_pairs(bias) and (max(bias.stride()[2:]) >= 1 << 22 or bias.dtype == torch.float64):
+        return False  # an offset within a tile is 32-bit, and a vector of float64 takes too many registers
+    return all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
 
 
 def padded_dim(problem: Any) -> int:

@@ -25,8 +25,9 @@ from .hopper import (
     tiled,
 )
 from .layout import Sequence, Span, slice_pointer, strided
-from .scores import LOG2E, rules_of
+from .scores import rules_of
 from .sequence import in_window
+from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -200,8 +201,7 @@ def _member(
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
     s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), rules, seq, rows, cols, EDGE)
-    lse2 = gl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)  # an empty row's, or one beyond the end
-    p = gl.exp2(s - lse2[:, None])
+    p = gl.exp2(s - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(late_free.index(late), count=1)
     return p * (d_p - delta_rows[:, None])

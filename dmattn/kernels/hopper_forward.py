@@ -18,6 +18,7 @@ from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, ba
 from .layout import Sequence, Span, slice_pointer, strided
 from .scores import LOG2E, rules_of
 from .sequence import next_step, place_sharing, window_range
+from .softmax import softmax_step
 
 # NVIDIA H200, 2026-11-21: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload with head dim 128.
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -132,8 +133,8 @@ def _consume(tiles, ready, rules, out, lse, seq, row, begin, end, which: gl.cons
     acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+    mbarrier.wait(q_full.index(0), 0)  # also where there is no key: no program may end before what it copies has arrived
     if begin < end:
-        mbarrier.wait(q_full.index(0), 0)
         mbarrier.wait(k_full.index(0), 0)
         s = _products(q_tile, k_tiles.index(0), PAIRS)
         bias = _bias_of(bias_tiles.index(which), rules, seq, row, begin, PAIRS, True)
@@ -142,7 +143,7 @@ def _consume(tiles, ready, rules, out, lse, seq, row, begin, end, which: gl.cons
         s = warpgroup_mma_wait(0, [s])
         s = ruled(s, bias, rules, seq, rows, begin + keys, True)
         mbarrier.arrive(k_free.index(0), count=1)
-        p, _, row_max, row_sum = _softmax_step(s, row_max, row_sum)
+        p, _, row_max, row_sum = softmax_step(s, row_max, row_sum)
         weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUT, 2))
         step = 1
         after = begin + BLOCK_N
@@ -196,7 +197,7 @@ def _tile(
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, rules, seq, rows, start + keys, EDGE)
     mbarrier.arrive(k_free.index(stage), count=1)
-    p, alpha, row_max, row_sum = _softmax_step(s, row_max, row_sum)
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_free.index(before), count=1)
     acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
@@ -225,16 +226,6 @@ def _products(q_tile, k_tile, PAIRS: gl.constexpr):
     """Q K^T of one tile, under way."""
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     return warpgroup_mma(q_tile, k_tile.reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _softmax_step(s, row_max, row_sum):
-    """That of softmax.py: (unnormalised probabilities, factor for what was accumulated before, new maximum, new sum)."""
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    pivot = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(s - pivot[:, None])
-    alpha = gl.exp2(row_max - pivot)
-    return p, alpha, new_max, row_sum * alpha + gl.sum(p, 1)
 
 
 @gluon.jit

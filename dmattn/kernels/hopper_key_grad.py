@@ -1,8 +1,8 @@
-"""dK and dV on Hopper (sm_90) for head dims from 65 to 128, with the dBias that is made beside them: key_grad.py says what, this how.
+"""dK and dV on Hopper (sm_90) for head dims from 33 to 128, with the dBias that is made beside them: key_grad.py says what, this how.
 
 A program has three parts that run side by side: two consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
-shared memory ahead of them. Scores stand with keys down, so that the sums over queries take them for their left factor from registers. The
-products for dV and dK of one tile run on while the scores of the next are computed.
+shared memory ahead of them. Scores stand with keys down, so that the sums over queries take them for their left factor from registers. While
+one consumer makes probabilities, the other multiplies: products that outlive a tile within one consumer would all be serialised by ptxas.
 """
 
 from typing import Any
@@ -34,8 +34,9 @@ from .hopper import (
     tiled,
 )
 from .layout import Sequence, Span, slice_pointer, strided
-from .scores import LOG2E, rules_of
+from .scores import rules_of
 from .sequence import next_step, place_sharing, query_window
+from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -176,6 +177,7 @@ def _consume(
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    fixed = (k_tile, v_tile, tiles, ready, rules, lse, delta, results)
     mbarrier.wait(kv_full.index(0), 0)
     step = 0
     for head in range(seq.head, seq.head + groups):
@@ -185,81 +187,12 @@ def _consume(
         open_begin, open_end = _open_queries(rules, seq, col, begin, end)
         if rules.right is not None or not EVEN_N:
             for start in range(begin, open_begin, BLOCK_M):
-                dk, dv, sums, step = _tile(
-                    k_tile,
-                    v_tile,
-                    tiles,
-                    ready,
-                    rules,
-                    lse,
-                    delta,
-                    results,
-                    this,
-                    by_key,
-                    dk,
-                    dv,
-                    sums,
-                    step,
-                    start,
-                    col,
-                    which,
-                    PAIRS,
-                    FACTOR,
-                    DIM,
-                    EVEN_M,
-                    True,
-                )
+                dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, True)
         for start in range(open_begin, open_end, BLOCK_M):
-            dk, dv, sums, step = _tile(
-                k_tile,
-                v_tile,
-                tiles,
-                ready,
-                rules,
-                lse,
-                delta,
-                results,
-                this,
-                by_key,
-                dk,
-                dv,
-                sums,
-                step,
-                start,
-                col,
-                which,
-                PAIRS,
-                FACTOR,
-                DIM,
-                EVEN_M,
-                False,
-            )
+            dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, False)
         if rules.left is not None:
             for start in range(open_end, end, BLOCK_M):
-                dk, dv, sums, step = _tile(
-                    k_tile,
-                    v_tile,
-                    tiles,
-                    ready,
-                    rules,
-                    lse,
-                    delta,
-                    results,
-                    this,
-                    by_key,
-                    dk,
-                    dv,
-                    sums,
-                    step,
-                    start,
-                    col,
-                    which,
-                    PAIRS,
-                    FACTOR,
-                    DIM,
-                    EVEN_M,
-                    True,
-                )
+                dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, True)
         if d_bias is not None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
             for start in range(0, begin, BLOCK_M):
@@ -279,10 +212,11 @@ def _consume(
 
 @gluon.jit
 def _tile(
-    k_tile, v_tile, tiles, ready, rules, lse, delta, results, seq, by_key, dk, dv, sums, step, start, col,
+    fixed, seq, by_key, dk, dv, sums, step, start, col,
     which: gl.constexpr, PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums)."""
+    k_tile, v_tile, tiles, ready, rules, lse, delta, results = fixed
     q_tiles, _, _, bias_tiles, d_out_tiles, d_bias_tiles = tiles
     _, q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
@@ -301,8 +235,7 @@ def _tile(
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, rules, seq, rows, cols, EDGE)
-    lse2 = gl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)  # an empty row's, or one beyond the end
-    p = gl.exp2(s - lse2[None, :])
+    p = gl.exp2(s - divisor2(lse_rows)[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
     delta_rows = load_vector(delta, delta.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)

@@ -1,4 +1,4 @@
-"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. The only place where a rule on pairs lives."""
+"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. Rules on pairs live here; for Hopper, in `hopper.ruled`."""
 
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def _varies(x: Tensor | None, axis: int) -> int | None:
 
 def _shared(problem: Any) -> int | None:
     pairs = [x for x in (problem.bias, problem.mask) if x is not None and x.shape[2] > 1 and x.shape[3] > 1]
-    return 1 if pairs and pairs[0].shape[0] < problem.query.shape[0] else None
+    return 1 if any(x.shape[0] < problem.query.shape[0] for x in pairs) else None
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr
         s = tl.where(_attended(rules, seq, rows, cols, full, KEYS_DOWN), s, float("-inf"))
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
-        last = by_key(load_rows(rules.last, seq, cols, 0), KEYS_DOWN)
+        last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
     offset = seq.len_k - seq.len_q
     if rules.right is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other is not

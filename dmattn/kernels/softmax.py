@@ -32,6 +32,12 @@ def softmax_finish(acc, row_max, row_sum):
 
 
 @triton.jit
+def divisor2(lse_rows):
+    """What base-2 scores are lessened by to give probabilities: lse times LOG2E, infinite for an empty row."""
+    return tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
+
+
+@triton.jit
 def score_gradient(
     q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -53,8 +59,7 @@ def probabilities(
     gradient of p as that of a number by itself. `full` and `bias2` as for `scores`.
     """
     s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN, PRECISION, bias2)
-    lse2 = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
-    p = tl.exp2(s - by_query(lse2, KEYS_DOWN))
+    p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
     if KEYS_DOWN:
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
     else:

@@ -26,7 +26,7 @@ def fits(problem: Any) -> bool:
     _, heads, len_q, _ = problem.query.shape
     _, kv_heads, len_k, _ = problem.key.shape
     tile = pick("windows", problem)
-    return heads == kv_heads and len_q <= tile.block_m and len_k <= tile.block_n
+    return heads == kv_heads and 0 < len_q <= tile.block_m and 0 < len_k <= tile.block_n
 
 
 def window_gradients(
