@@ -8,6 +8,7 @@ is recorded with its reason. The result file is written anew after every workloa
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ Record = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the workloads asked for; the exit code is 0 when ours ran on all, the same each time."""
     options = _options(arguments)
+    if options.plot is not None:
+        return _show(options.json, options.plot)
     device = harness.pick_device(options.device)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
@@ -49,14 +52,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{workload.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         if target is not None:
             harness.write_json(target, {"environment": where, "workloads": records})
+    show(records, dtype)
+    if target is not None:
+        print(target)
+    return 0 if records and all(_sound(record["contenders"][OURS]) for record in records) else 1
+
+
+def show(records: Sequence[Record], dtype: str) -> None:
+    """Print what kept contenders from running, and ours beside the best of the others."""
     for complaint, places in _complaints(records).items():
         print(f"{complaint}: {', '.join(places)}")
     show_table(
         ("workload", "pass", OURS, "TFLOP/s", "extra MiB", "best peer", "its ms", "ratio", "repeats"), summary(records), f"Median ms, {dtype}"
     )
-    if target is not None:
-        print(target)
-    return 0 if records and all(_sound(record["contenders"][OURS]) for record in records) else 1
+
+
+def plot(result: Record, target: Path) -> None:
+    """Draw the speed of each contender on each workload, a panel for each pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = result["workloads"]
+    names = list(dict.fromkeys(name for record in records for name in record["contenders"]))
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 1 + 0.6 * len(records)), sharey=True, layout="constrained")
+    for axes, step in zip(panels, PASSES, strict=True):
+        for i, name in enumerate(names):
+            speeds = [record["contenders"].get(name, {}).get(step, {}).get("tflops", 0.0) for record in records]
+            height = 0.8 / len(names)
+            axes.barh([row + i * height for row in range(len(records))], speeds, height, label=name, color=f"C{i}")
+        axes.set_yticks([row + 0.4 - 0.4 / len(names) for row in range(len(records))], [record["workload"] for record in records])
+        axes.set(title=step, xlabel="TFLOP/s of the products that the formula needs")
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=9)
+    where = result["environment"]
+    figure.suptitle(f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+    print(target)
+
+
+def _show(source: Path | None, target: Path) -> int:
+    """Table and plot of a result file."""
+    if source is None:
+        raise SystemExit("--plot draws from a result file; name it with --json")
+    result = json.loads(source.read_text())
+    show(result["workloads"], result["environment"]["dtype"])
+    plot(result, target)
+    return 0
 
 
 def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequence[str]) -> Record:
@@ -209,6 +255,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/speed_<GPU>.json, and none on a CPU")
     return parser.parse_args(arguments)
 

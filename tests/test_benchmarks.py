@@ -147,6 +147,16 @@ def test_dynamic_mask_begins_no_peer_when_the_budget_is_spent(tmp_path):
     assert any(line.startswith("flex forward: not run: the budget of 0 s was spent: length-1024") for line in printed)
 
 
+def test_speed_plots_a_result_file(tmp_path):
+    """The one in the repository, without measuring anything."""
+    pytest.importorskip("matplotlib")
+    source, target = BENCHMARKS / "results" / "speed_nvidia_h200.json", tmp_path / "plot.png"
+    command = [sys.executable, str(BENCHMARKS / "speed.py"), "--json", str(source), "--plot", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "bias1h_d64" in done.stdout
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
 def test_dynamic_mask_plots_a_result_file(tmp_path):
     """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
     pytest.importorskip("matplotlib")
