@@ -87,10 +87,9 @@ class Sharing(NamedTuple):
             d_bias.copy_(parts.view(self.splits, *d_bias.shape).sum(0))
 
     @property
-    def arguments(self) -> dict[str, int]:
-        """Those of a kernel whose programs walk members."""
-        per_part = triton.cdiv(self.members, self.splits)
-        return dict(slice_batch=self.batch, sharing_heads=self.sharing_heads, members=self.members, members_per_part=per_part)
+    def argument(self) -> tuple[int, int, int, int]:
+        """That of a kernel whose programs walk members: slices on the batch axis, heads to a slice, members, members to a part."""
+        return self.batch, self.sharing_heads, self.members, triton.cdiv(self.members, self.splits)
 
 
 def _even(members: int, most: int) -> int:
@@ -110,19 +109,16 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
     parts = sharing.parts(d_bias)
     if on_hopper:
-        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.arguments)
+        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.argument)
     else:
-        d_out, lse, delta = (strided(x, heads) for x in incoming)
         _shared_gradient_kernel[(tiles * sharing.splits,)](
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
             rules=rules_of(problem, states=None if problem.mask is None else problem.states),
-            d_out=d_out,
-            lse=lse,
-            delta=delta,
+            incoming=tuple(strided(x, heads) for x in incoming),
             parts=strided(parts, bias_heads),
-            **sharing.arguments,
+            sharing=sharing.argument,
             **launch_options(problem, tile, incoming[0], parts),
         )
     sharing.sum_parts(parts, d_bias)
@@ -130,7 +126,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
 
 @triton.jit
 def _shared_gradient_kernel(
-    q, k, v, rules, d_out, lse, delta, parts, slice_batch, sharing_heads, members, members_per_part, heads, len_q, len_k,
+    q, k, v, rules, incoming, parts, sharing, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -138,6 +134,8 @@ def _shared_gradient_kernel(
 
     Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts.
     """
+    d_out, lse, delta = incoming
+    slice_batch, sharing_heads, members, members_per_part = sharing
     program = tl.program_id(0)
     blocks_m = tl.cdiv(len_q, BLOCK_M)
     blocks_n = tl.cdiv(len_k, BLOCK_N)

@@ -39,7 +39,9 @@ def takes(problem: Any, d_out: Tensor) -> bool:
     return serves(problem, (64, 128), d_out)
 
 
-def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts: Tensor, programs: int, sharing: dict[str, int]) -> None:
+def shared_gradient(
+    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts: Tensor, programs: int, sharing: tuple[int, int, int, int]
+) -> None:
     """Fill `parts` (parts * B or 1, H or Hk or 1, Sq, Sk), each tile by one of the programs, which share the members as `sharing` says."""
     heads, len_q = problem.query.shape[1:3]
     d_out, lse, delta = incoming
@@ -54,7 +56,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts
         lse=strided(lse, heads),
         delta=strided(delta, heads),
         parts=strided(parts, parts.shape[1]),
-        **sharing,
+        sharing=sharing,
         heads=heads,
         groups=heads // problem.key.shape[1],
         len_q=len_q,
@@ -69,7 +71,7 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts
 
 @gluon.jit
 def _shared_gradient_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, parts, slice_batch, sharing_heads, members, members_per_part, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, rules, lse, delta, parts, sharing, heads, groups, len_q, len_k,
     DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
@@ -77,6 +79,7 @@ def _shared_gradient_kernel(
     Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES tiles of queries and keys
     are in shared memory, and LATE_STAGES of dO and values, which are needed later.
     """
+    slice_batch, sharing_heads, members, members_per_part = sharing
     program = gl.program_id(0)
     blocks_m = gl.cdiv(len_q, 2 * BLOCK_M)
     blocks_n = gl.cdiv(len_k, BLOCK_N)

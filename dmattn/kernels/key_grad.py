@@ -37,19 +37,14 @@ def key_gradients(
     lists = query_lists(problem, tile)
     if d_bias is not None and (lists is not None or problem.first is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals
-    d_out, lse, delta = (strided(x, heads) for x in incoming)
+    sums = None if key_sums is None else key_sums[:, :, 0]
     _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
         rules=rules_of(problem, lists),
-        d_out=d_out,
-        lse=lse,
-        delta=delta,
-        d_k=strided(d_key, heads),
-        d_v=strided(d_value, heads),
-        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
-        d_bias=strided(d_bias, heads),
+        incoming=tuple(strided(x, heads) for x in incoming),
+        wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
         groups=heads // kv_heads,
         **launch_options(problem, tile, incoming[0], d_key, d_value, d_bias),
     )
@@ -57,7 +52,7 @@ def key_gradients(
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, d_out, lse, delta, d_k, d_v, key_sums, d_bias, groups, heads, len_q, len_k,
+    q, k, v, rules, incoming, wanted, groups, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +71,8 @@ def _key_gradients_kernel(
     v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
+    d_k, d_v, key_sums, d_bias = wanted
+    d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):

@@ -54,21 +54,16 @@ def window_gradients(
         stored = d_bias
     limits = pick("windows", problem)
     tile = limits._replace(block_m=_block(len_q, limits.block_m), block_n=_block(len_k, limits.block_n))
-    d_out, lse, d_lse = (strided(x, heads) for x in incoming)
+    sums = None if key_sums is None else key_sums[:, :, 0]
+    per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     _window_gradients_kernel[(slices * sharing.splits,)](
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
         rules=rules_of(problem),
-        d_out=d_out,
-        lse=lse,
-        d_lse=d_lse,
-        d_q=strided(d_query, heads),
-        d_k=strided(d_key, heads),
-        d_v=strided(d_value, heads),
-        d_bias=strided(stored, heads if stored is None else stored.shape[1]),
-        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
-        **sharing.arguments,
+        incoming=tuple(strided(x, heads) for x in incoming),
+        wanted=(*per_head, strided(stored, heads if stored is None else stored.shape[1]), strided(sums, heads)),
+        sharing=sharing.argument,
         SUMMED=shared,
         HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
         **launch_options(problem, tile, incoming[0], d_query, d_key, d_value, stored),
@@ -84,8 +79,7 @@ def _block(length: int, most: int) -> int:
 
 @triton.jit
 def _window_gradients_kernel(
-    q, k, v, rules, d_out, lse, d_lse, d_q, d_k, d_v, d_bias, key_sums, slice_batch, sharing_heads, members, members_per_part,
-    heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
+    q, k, v, rules, incoming, wanted, sharing, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +88,9 @@ def _window_gradients_kernel(
     Writes each member's d_q, d_k, d_v, key_sums and, unless it is SUMMED, d_bias; the sum of d_bias over the members once at the end. Grid of
     one axis: heads of slices fastest, then batch entries of slices, parts.
     """
+    d_out, lse, d_lse = incoming
+    d_q, d_k, d_v, d_bias, key_sums = wanted
+    slice_batch, sharing_heads, members, members_per_part = sharing
     slice_heads = heads // sharing_heads
     slice_head = tl.program_id(0) % slice_heads
     part_entry = tl.program_id(0) // slice_heads
