@@ -95,7 +95,7 @@ def memory_begins_as_nan() -> Iterator[None]:
 @pytest.mark.parametrize("size", [dict(len_q=1), dict(len_q=3, causal=False)], ids=str)
 def test_blocks_of_padding_between_listed_blocks(device: str, size: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the blocks that a list names, all up to the last live one are visited: those of padding as well."""
-    len_k = 70000 if device == "cuda" else 800  # 1023 blocks are named, of at most 64 keys
+    len_k = 70000 if device == "cuda" else 800  # 1022 blocks are named, of at most 64 keys
     if ops.interpreting():
         monkeypatch.setattr(lists, "LISTED", tl.constexpr(2))
     real = torch.ones(1, len_k, dtype=torch.bool, device=device)

@@ -14,7 +14,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import hopper, hopper_bias_grad, hopper_forward, hopper_key_grad
+from dmattn.kernels import hopper, hopper_bias_grad, hopper_forward, hopper_key_grad, hopper_key_grad_intervals, hopper_query_grad
 
 LENGTH = 128
 
@@ -53,8 +53,40 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_takes(given: dict) -> None:
     one = problem(**given)
     assert hopper_forward.takes(one)
+    assert hopper_query_grad.takes(one, one.query)
     assert hopper_key_grad.takes(one, one.query, None)
     assert hopper_bias_grad.takes(one, one.query)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
+)
+def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
+    one = problem(mask=mask, bias=bias)
+    assert hopper_forward.takes(one)
+    assert hopper_query_grad.takes(one, one.query)
+    assert hopper_key_grad.takes(one, one.query, None)
+    assert not hopper_key_grad_intervals.takes(one, one.query, None)
+    assert not hopper_bias_grad.takes(one, one.query)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_takes_intervals_but_for_a_shared_bias() -> None:
+    one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
+    assert hopper_forward.takes(one)
+    assert hopper_query_grad.takes(one, one.query)
+    assert hopper_key_grad_intervals.takes(one, one.query, None)
+    assert not hopper_key_grad.takes(one, one.query, None)
+    assert not hopper_bias_grad.takes(one, one.query)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
+    one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
+    assert hopper_forward.takes(one)
+    assert not hopper_key_grad.takes(one, one.query, None)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -62,8 +94,6 @@ def test_takes(given: dict) -> None:
     "given",
     [
         dict(query=tensor(2, 4, LENGTH, 128, dtype=torch.float32), key=tensor(2, 2, LENGTH, 128, dtype=torch.float32), value=tensor(2, 2, LENGTH, 128, dtype=torch.float32)),
-        dict(mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
-        dict(mask=IntervalMask.causal(LENGTH, LENGTH)),
         dict(softcap=5.0),
         dict(dropout_p=0.1),
         dict(head_dim=32),
@@ -78,14 +108,16 @@ def test_takes(given: dict) -> None:
         dict(query=tensor(2, 4, LENGTH, 132)[..., :128]),
     ],
     ids=[
-        "float32", "mask", "intervals", "softcap", "dropout", "narrow", "wide", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
+        "float32", "softcap", "dropout", "narrow", "wide", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
         "bias-transposed", "bias-begins-unaligned", "expanded-key", "rows-unaligned",
     ],
 )  # fmt: skip
 def test_leaves(given: dict) -> None:
     one = problem(**given)
     assert not hopper_forward.takes(one)
+    assert not hopper_query_grad.takes(one, one.query)
     assert not hopper_key_grad.takes(one, one.query, None)
+    assert not hopper_key_grad_intervals.takes(one, one.query, None)
     assert not hopper_bias_grad.takes(one, one.query)
 
 
@@ -102,6 +134,8 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 def test_head_dims_to_64_are_for_the_backward_pass_alone() -> None:
     one = problem(head_dim=64)
     assert not hopper_forward.takes(one)
+    assert not hopper_query_grad.takes(one, one.query)
+    assert hopper_query_grad.takes(problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)), one.query)
     assert hopper_key_grad.takes(one, one.query, None)
 
 
@@ -132,7 +166,12 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for module, name in ((hopper_forward, "forward"), (hopper_key_grad, "key_gradients"), (hopper_bias_grad, "shared_gradient")):
+    for module, name in (
+        (hopper_forward, "forward"),
+        (hopper_key_grad, "key_gradients"),
+        (hopper_query_grad, "query_gradients"),
+        (hopper_bias_grad, "shared_gradient"),
+    ):
         monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
     return names
 
@@ -146,4 +185,4 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
     out = attention(query, key, value, bias=bias, causal=True)
     assert reached == ["forward"]
     out.backward(torch.randn_like(out))
-    assert reached == ["forward", "key_gradients", "shared_gradient"]
+    assert reached == ["forward", "key_gradients", "query_gradients", "shared_gradient"]

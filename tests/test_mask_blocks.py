@@ -86,7 +86,7 @@ def test_states_are_those_of_the_mask(name: str, device: str) -> None:
 @pytest.mark.parametrize("tile", [(32, 32), (128, 64), (16, 16)], ids=str)
 @pytest.mark.parametrize("axes", ["1hqk", "b11k", "11q1", "1111"])
 def test_lists_name_the_blocks_with_something_to_attend(axes: str, tile: tuple[int, int], window: tuple | None, device: str) -> None:
-    """By window and mask; and say of which the mask hides nothing."""
+    """By window and mask; and say of which neither these nor the keys' end hide anything."""
     from dmattn.kernels.mask_blocks import mask_lists, scan
 
     sizes = {"b": 2, "h": 2, "q": 300, "k": 389, "1": 1}
@@ -100,21 +100,26 @@ def test_lists_name_the_blocks_with_something_to_attend(axes: str, tile: tuple[i
     offset = torch.arange(sizes["k"]) - torch.arange(sizes["q"])[:, None] - (sizes["k"] - sizes["q"])
     left, right = (None, None) if window is None else window
     visible = (offset >= (-1000 if left is None else -left)) & (offset <= (1000 if right is None else right))
-    seen = block_states(visible.expand(1, 1, -1, -1), *tile) & ATTENDED
+    near = block_states(visible.expand(1, 1, -1, -1), *tile)
+    if sizes["k"] % tile[1]:
+        near[..., -1] |= HIDDEN
+    # the window is asked for whole tiles, queries past the end with the others
+    longer = torch.arange(sizes["k"]) - torch.arange(sizes["q"] + -sizes["q"] % tile[0])[:, None] - (sizes["k"] - sizes["q"])
+    visible = (longer >= (-1000 if left is None else -left)) & (longer <= (1000 if right is None else right))
+    near |= block_states(visible.expand(1, 1, -1, -1), *tile) & HIDDEN
     whole = [max(GRANULE, size) for size in tile]  # what is known of a tile is what is known of its granules
     known = block_states(pairs, *whole)
     for axis, size in zip((2, 3), tile, strict=True):
-        known = known.repeat_interleave(max(1, GRANULE // size), axis).narrow(axis, 0, seen.shape[axis])
+        known = known.repeat_interleave(max(1, GRANULE // size), axis).narrow(axis, 0, near.shape[axis])
     for by_key in (False, True):
         lists = mask_lists(problem, *tile, by_key=by_key).cpu()
         for batch in range(mask.shape[0]):
             for head in range(mask.shape[1]):
-                states, near = known[batch, head], seen[0, 0]
-                states, near = (states.mT, near.mT) if by_key else (states, near)
-                for owner, (row, close) in enumerate(zip(states, near, strict=True)):
-                    expected = [2 * n + (state == ATTENDED) for n, state in enumerate(row.tolist()) if state & ATTENDED and close[n]]
-                    count, *entries = lists[batch, head, owner].tolist()
-                    assert entries[:count] == expected, (by_key, batch, head, owner)
+                states = torch.where(near[0, 0] & ATTENDED > 0, known[batch, head] | near[0, 0] & HIDDEN, 0)
+                for owner, row in enumerate((states.mT if by_key else states).tolist()):
+                    partial, full, *entries = lists[batch, head, owner].tolist()
+                    assert entries[:partial] == [n for n, state in enumerate(row) if state == ATTENDED | HIDDEN], (by_key, batch, head, owner)
+                    assert entries[::-1][:full] == [n for n, state in enumerate(row) if state == ATTENDED], (by_key, batch, head, owner)
 
 
 BIASES = ["bhqk", "1hqk", "bh1k", None]
@@ -150,11 +155,11 @@ def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float |
 @pytest.mark.parametrize("bias", BIASES)
 def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told that a mask hides nothing, no kernel of either pass finds out that it hides everything."""
-    case = Case("full", 37, 70, bias=bias)
+    case = Case("full", 37, 96, bias=bias)  # whole tiles of keys: what passes their end has something to hide
     inputs = case.inputs(torch.float32, device)
     expected = results(attention, inputs, case.options)
     monkeypatch.setattr(importlib.import_module("dmattn.kernels.forward"), "scan", lambda mask, states: states.fill_(ATTENDED))
-    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 70, dtype=torch.bool, device=device))
+    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..broadcast import per_query_gradient
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
-from .key_grad import key_gradients
+from .key_grad import key_gradients, parts_of_key_sums
 from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
@@ -50,7 +50,8 @@ def backward(
     d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
     key_sums = None
     if kind is BiasGradient.PER_KEY:
-        key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2]))
+        parts = 1 if fits(problem) else parts_of_key_sums(problem, d_out)
+        key_sums = lse.new_empty((*lse.shape[:2], parts, problem.key.shape[2]))
     with launching(problem.query):
         wanted = (d_query, d_key, d_value, d_pairs, key_sums)
         if all(gradient is None for gradient in wanted):

@@ -18,7 +18,7 @@ from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
 from .scores import rules_of
-from .sequence import in_window
+from .sequence import all_in_window, in_window
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 
@@ -158,18 +158,20 @@ def _shared_gradient_kernel(
         seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
         if rules.mask is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
-            if live != 0:
-                total += _member(tensors, rules, seq, rows, cols, full, dims, value_dims, PRECISION)
+            if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
+                total += _member(tensors, rules, seq, rows, cols, False, dims, value_dims, PRECISION)
+            elif live:
+                total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
         elif rules.first is not None:
             if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, 0, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
         else:
-            total += _member(tensors, rules, seq, rows, cols, 0, dims, value_dims, PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
     q_tile = load_tile(q, seq, rows, dims)
@@ -178,7 +180,7 @@ def _member(tensors, rules, seq, rows, cols, full, dims, value_dims, PRECISION: 
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, False, PRECISION)
+    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, False, PRECISION)
     return ds
 
 

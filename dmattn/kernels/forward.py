@@ -35,7 +35,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
-            rules=rules_of(problem, key_lists(problem, tile)),
+            rules=rules_of(problem, key_lists(problem, *tile[:2])),
             out=strided(out, heads),
             lse=strided(lse, heads),
             **launch_options(problem, tile, out),
@@ -57,21 +57,26 @@ def _forward_kernel(
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-    begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
+    begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start, full = key_step(rules, seq, rows, step, BLOCK_M, BLOCK_N)
+        start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, full, dims, value_dims, PRECISION)
+        acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, True, dims, value_dims, PRECISION)
+    if rules.lists is not None:
+        for step in tl.range(end, full_end, BLOCK_N):
+            start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
+            acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, False, dims, value_dims, PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
     store_tile(out, seq, rows, value_dims, acc)
     store_rows(lse, seq, rows, lse_rows)
 
 
 @triton.jit
-def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
+def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, full, False, PRECISION)
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, HIDES, False, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, False)

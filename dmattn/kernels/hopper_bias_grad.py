@@ -36,7 +36,7 @@ ROWS, COLS = 2 * BLOCK_M.value, BLOCK_N.value  # of a program's tile
 
 def takes(problem: Any, d_out: Tensor) -> bool:
     """Whether `shared_gradient` takes a problem with this d_out."""
-    return serves(problem, (64, 128), d_out)
+    return problem.mask is None and problem.first is None and serves(problem, (64, 128), d_out)
 
 
 def shared_gradient(
@@ -203,7 +203,7 @@ def _member(
     mbarrier.arrive(free.index(stage), count=1)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), rules, seq, rows, cols, EDGE)
+    s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), (1, 0, 0), rules, seq, rows, cols, EDGE)
     p = gl.exp2(s - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(late_free.index(late), count=1)

@@ -14,17 +14,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, load_vector, of_pairs, ruled, serves, tiled
+from .hopper import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    bias_vector,
+    copy,
+    interval_of,
+    mask_of,
+    of_pairs,
+    open_keys,
+    ruled,
+    serves,
+    stage_of,
+    tiled,
+)
 from .layout import Sequence, Span, slice_pointer, strided
 from .scores import LOG2E, rules_of
-from .sequence import next_step, place_sharing, window_range
+from .sequence import place_sharing
 from .softmax import softmax_step
+from .walk import key_lists, key_range, key_step
 
 # NVIDIA H200, 2026-11-21: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload with head dim 128.
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-BLOCK_N = gl.constexpr(128)
 DIM = gl.constexpr(128)  # head dims are padded to it as they are copied
-STAGES = gl.constexpr(2)  # tiles of keys, values and bias in shared memory
+KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+KEYS_BY_INTERVALS, STAGES_BY_INTERVALS = 64, 3  # tiles of short lives, of which smaller ones waste less
 
 
 def takes(problem: Any) -> bool:
@@ -36,12 +52,14 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
     batch, heads, len_q, _ = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    _forward_kernel[(triton.cdiv(len_q, 2 * BLOCK_M.value) * heads * batch,)](
-        q=tiled(problem.query, BLOCK_M.value, DIM.value),
-        k=tiled(problem.key, BLOCK_N.value, DIM.value),
-        v=tiled(problem.value, BLOCK_N.value, DIM.value),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, BLOCK_M.value, BLOCK_N.value),
-        rules=rules_of(problem),
+    block_m = BLOCK_M.value
+    block_n, stages = (KEYS, STAGES) if problem.first is None else (KEYS_BY_INTERVALS, STAGES_BY_INTERVALS)
+    _forward_kernel[(triton.cdiv(len_q, 2 * block_m) * heads * batch,)](
+        q=tiled(problem.query, block_m, DIM.value),
+        k=tiled(problem.key, block_n, DIM.value),
+        v=tiled(problem.value, block_n, DIM.value),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        rules=rules_of(problem, key_lists(problem, 2 * block_m, block_n)),
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -49,14 +67,19 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         len_q=len_q,
         len_k=len_k,
         VALUE_DIM=value_dim,
-        EVEN_N=len_k % BLOCK_N.value == 0,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        EVEN_N=len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS,
     )
 
 
 @gluon.jit
-def _forward_kernel(q, k, v, bias, rules, out, lse, heads, groups, len_q, len_k, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr):
+def _forward_kernel(
+    q, k, v, bias, rules, out, lse, heads, groups, len_q, len_k,
+    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr,
+):  # fmt: skip
     """One program: out and lse of 2 BLOCK_M queries of one (batch, head), from a grid of one axis.
 
     q, k, v and bias (of pairs) are tensor descriptors; any other bias is read from rules.
@@ -66,8 +89,7 @@ def _forward_kernel(q, k, v, bias, rules, out, lse, heads, groups, len_q, len_k,
         block = gl.cdiv(len_q, 2 * BLOCK_M) - 1 - block
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
-    begin, end = window_range(rules.left, rules.right, seq, Span(row, 0, None), 2 * BLOCK_M)
-    begin = begin // BLOCK_N * BLOCK_N
+    walk = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
@@ -87,9 +109,9 @@ def _forward_kernel(q, k, v, bias, rules, out, lse, heads, groups, len_q, len_k,
     ready = (q_full, k_full, k_free, v_full, v_free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, out, lse, seq, row, begin, end, 0, VALUE_DIM, EVEN_N)),
-            (_consume, (tiles, ready, rules, out, lse, seq, row, begin, end, 1, VALUE_DIM, EVEN_N)),
-            (_produce, (k, v, bias, tiles, ready, rules, seq, head // groups, row, begin, end)),
+            (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 0, VALUE_DIM, BLOCK_N, STAGES, EVEN_N)),
+            (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 1, VALUE_DIM, BLOCK_N, STAGES, EVEN_N)),
+            (_produce, (k, v, bias, tiles, ready, rules, seq, head // groups, row, walk, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -97,14 +119,14 @@ def _forward_kernel(q, k, v, bias, rules, out, lse, heads, groups, len_q, len_k,
 
 
 @gluon.jit
-def _produce(k, v, bias, tiles, ready, rules, seq, kv_head, row, begin, end):
+def _produce(k, v, bias, tiles, ready, rules, seq, kv_head, row, walk, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Copy tiles of keys, values and bias to shared memory, as far ahead as there are free stages."""
     _, k_tiles, v_tiles, bias_tiles = tiles
     _, k_full, k_free, v_full, v_free = ready
-    for start in range(begin, end, BLOCK_N):
-        step = (start - begin) // BLOCK_N
-        stage = step % STAGES
-        phase = (step // STAGES) & 1
+    begin, end, full_end = walk
+    for step in range(begin, full_end, BLOCK_N):
+        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
+        stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         if bias is None:
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
@@ -122,52 +144,55 @@ def _produce(k, v, bias, tiles, ready, rules, seq, kv_head, row, begin, end):
 
 
 @gluon.jit
-def _consume(tiles, ready, rules, out, lse, seq, row, begin, end, which: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr):
+def _consume(
+    tiles, ready, rules, out, lse, seq, row, walk,
+    which: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr,
+):  # fmt: skip
     """Out and lse of BLOCK_M of the program's queries, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    q_full, k_full, k_free, v_full, _v_free = ready
-    row += which * BLOCK_M
-    q_tile = q_tiles.index(which).reshape([BLOCK_M, DIM])
+    q_tiles, _, v_tiles, _ = tiles
+    q_full, _, _, v_full, _ = ready
+    begin, end, full_end = walk
+    fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
     acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
+    weights = gl.full([BLOCK_M, BLOCK_N], 0.0, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2))
     row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
     row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+    sums = (acc, weights, row_max, row_sum, 0)
     mbarrier.wait(q_full.index(0), 0)  # also where there is no key: no program may end before what it copies has arrived
-    if begin < end:
-        mbarrier.wait(k_full.index(0), 0)
-        s = _products(q_tile, k_tiles.index(0), PAIRS)
-        bias = _bias_of(bias_tiles.index(which), rules, seq, row, begin, PAIRS, True)
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
-        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-        s = warpgroup_mma_wait(0, [s])
-        s = ruled(s, bias, rules, seq, rows, begin + keys, True)
-        mbarrier.arrive(k_free.index(0), count=1)
-        p, _, row_max, row_sum = softmax_step(s, row_max, row_sum)
-        weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUT, 2))
-        step = 1
+    if begin < full_end:
         after = begin + BLOCK_N
-        open_begin, open_end = _open_keys(rules, seq, row, after, end)
-        if rules.left is not None:
-            for start in range(after, open_begin, BLOCK_N):
-                acc, weights, row_max, row_sum, step = _tile(
-                    q_tile, tiles, ready, rules, seq, acc, weights, row_max, row_sum, step, row, start, which, PAIRS, OUT, True
-                )
-        for start in range(open_begin, open_end, BLOCK_N):
-            acc, weights, row_max, row_sum, step = _tile(
-                q_tile, tiles, ready, rules, seq, acc, weights, row_max, row_sum, step, row, start, which, PAIRS, OUT, False
-            )
-        if rules.right is not None or not EVEN_N:
-            for start in range(open_end, end, BLOCK_N):
-                acc, weights, row_max, row_sum, step = _tile(
-                    q_tile, tiles, ready, rules, seq, acc, weights, row_max, row_sum, step, row, start, which, PAIRS, OUT, True
-                )
-        last = (step - 1) % STAGES
-        mbarrier.wait(v_full.index(last), ((step - 1) // STAGES) & 1)
+        if rules.lists is None:
+            sums, vectors = _tile(fixed, sums, 0, begin, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, True, True)
+            open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, after, end, BLOCK_M, BLOCK_N)
+            if rules.left is not None:
+                for step in range(after, open_begin, BLOCK_N):
+                    sums, vectors = _tile(fixed, sums, 0, step, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, True, False)
+            for step in range(open_begin, open_end, BLOCK_N):
+                sums, vectors = _tile(fixed, sums, 0, step, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, False, False)
+            if rules.right is not None or not EVEN_N:
+                for step in range(open_end, end, BLOCK_N):
+                    sums, vectors = _tile(fixed, sums, 0, step, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, True, False)
+        else:
+            vectors = 0
+            if rules.first is not None:
+                vectors = _vectors(fixed, begin, which, BLOCK_N, PAIRS, EVEN_N, True)
+            sums, vectors = _tile(fixed, sums, vectors, begin, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, True, True)
+            for step in range(after, end, BLOCK_N):
+                sums, vectors = _tile(fixed, sums, vectors, step, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, True, False)
+            if rules.first is not None:
+                vectors = (vectors[0], vectors[1], 0, 0)
+            for step in range(gl.maximum(after, end), full_end, BLOCK_N):
+                sums, vectors = _tile(fixed, sums, vectors, step, which, BLOCK_N, STAGES, PAIRS, OUT, EVEN_N, False, False)
+        acc, weights, row_max, row_sum, turn = sums
+        last, phase = stage_of(turn - 1, STAGES)
+        mbarrier.wait(v_full.index(last), phase)
         acc = warpgroup_mma(weights, v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
+    row += which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
     lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
@@ -179,65 +204,68 @@ def _consume(tiles, ready, rules, out, lse, seq, row, begin, end, which: gl.cons
 
 @gluon.jit
 def _tile(
-    q_tile, tiles, ready, rules, seq, acc, weights, row_max, row_sum, step, row, start,
-    which: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr, EDGE: gl.constexpr,
+    fixed, sums, vectors, step, which: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PAIRS: gl.constexpr, OUT: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: its scores and softmax, while the values of the tile before are added to acc with their `weights`."""
+    """One tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added with their weights.
+
+    `sums` are (out so far, weights of the last tile, running maximum, running sum, how many tiles there were). `vectors` are what
+    :func:`_vectors` gave, or 0 without lists of blocks by intervals; returned are the sums and the vectors of the next tile.
+    """
+    q_tile, tiles, ready, rules, seq, row, walk = fixed
+    acc, weights, row_max, row_sum, turn = sums
     _, k_tiles, v_tiles, bias_tiles = tiles
     _, k_full, k_free, v_full, v_free = ready
-    stage = step % STAGES
-    before = (step - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-    s = _products(q_tile, k_tiles.index(stage), PAIRS)
-    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
-    acc = warpgroup_mma(weights, v_tiles.index(before).reshape([BLOCK_N, DIM]), acc, is_async=True)
-    bias = _bias_of(bias_tiles.index(2 * stage + which), rules, seq, row, start, PAIRS, EDGE)
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
-    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    s = warpgroup_mma_wait(1, [s])
-    s = ruled(s, bias, rules, seq, rows, start + keys, EDGE)
+    _, end, full_end = walk
+    if rules.first is None or rules.lists is None:
+        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
+        first, last = 0, 0
+        if EDGE:
+            first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
+    else:
+        start, bias, first, last = vectors
+    row += which * BLOCK_M
+    stage, phase = stage_of(turn, STAGES)
+    before, phase_before = stage_of(turn - 1, STAGES)
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
+    hiding = (1, 0, 0)
+    if EDGE:
+        hiding = (mask_of(rules, seq, rows, cols, row, start), first, last)
+    mbarrier.wait(k_full.index(stage), phase)
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
+    s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not FIRST:
+        mbarrier.wait(v_full.index(before), phase_before)
+        acc = warpgroup_mma(weights, v_tiles.index(before).reshape([BLOCK_N, DIM]), acc, is_async=True)
+    ahead = 0
+    if rules.first is None or rules.lists is None:
+        bias = bias_vector(rules, seq, row, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE)
+    else:
+        ahead = _vectors(fixed, gl.minimum(step + BLOCK_N, full_end - BLOCK_N), which, BLOCK_N, PAIRS, EVEN_N, EDGE)
+    if rules.bias_rows is not None and rules.bias_cols is not None:
+        bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+    s = warpgroup_mma_wait(0 if FIRST else 1, [s])
+    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     mbarrier.arrive(k_free.index(stage), count=1)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(v_free.index(before), count=1)
-    acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    if not FIRST:
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_free.index(before), count=1)
+        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUT, 2))
-    return acc, weights, row_max, row_sum, step + 1
+    return (acc, weights, row_max, row_sum, turn + 1), ahead
 
 
 @gluon.jit
-def _open_keys(rules, seq, row, begin, end):
-    """[begin, end) of the tiles of which no pair is hidden, in steps of BLOCK_N from the given begin."""
-    offset = seq.len_k - seq.len_q
-    open_begin = begin
-    if rules.left is not None:
-        open_begin = next_step(begin, row + BLOCK_M - 1 + offset - rules.left, BLOCK_N)
-    open_end = seq.len_k - BLOCK_N + 1  # the first start that is none
-    if rules.right is not None:
-        open_end = gl.minimum(open_end, row + offset + rules.right - BLOCK_N + 2)
-    open_end = next_step(begin, open_end, BLOCK_N)
-    last = next_step(begin, end, BLOCK_N)
-    open_begin = gl.minimum(open_begin, last)
-    return open_begin, gl.minimum(gl.maximum(open_end, open_begin), last)
-
-
-@gluon.jit
-def _products(q_tile, k_tile, PAIRS: gl.constexpr):
-    """Q K^T of one tile, under way."""
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    return warpgroup_mma(q_tile, k_tile.reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _bias_of(bias_tile, rules, seq, row, start, PAIRS: gl.constexpr, EDGE: gl.constexpr):
-    """The bias of one tile: [BLOCK_M, BLOCK_N], or 1 where it is broadcast; 0 without one."""
-    if rules.bias is None:
-        return 0.0
-    elif rules.bias_rows is not None and rules.bias_cols is not None:
-        return bias_tile.reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    elif rules.bias_cols is not None:
-        return load_vector(rules.bias, rules.bias.col, seq, start, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(0, PAIRS), not EDGE)[None, :]
-    elif rules.bias_rows is not None:
-        return load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
-    else:
-        return gl.load(slice_pointer(rules.bias, seq))
+def _vectors(
+    fixed, step, which: gl.constexpr, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr
+):  # fmt: skip
+    """(first key, bias, first, last) of a tile: what is read from global memory for it, the bias if it is not of pairs."""
+    _, _, _, rules, seq, row, walk = fixed
+    _, end, full_end = walk
+    start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
+    first, last = 0, 0
+    if EDGE:
+        first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
+    return start, bias_vector(rules, seq, row + which * BLOCK_M, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE), first, last

@@ -26,17 +26,21 @@ from .hopper import (
     barriers,
     copy,
     load_vector,
+    mask_of,
     of_pairs,
     padded_dim,
     ruled,
     serves,
+    stage_of,
     store,
     tiled,
+    tiled_mask,
 )
 from .layout import Sequence, Span, slice_pointer, strided
 from .scores import rules_of
-from .sequence import next_step, place_sharing, query_window
+from .sequence import next_step, place_sharing
 from .softmax import divisor2
+from .walk import query_lists, query_range, query_step
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -45,7 +49,7 @@ STAGES = gl.constexpr(2)  # tiles of queries, dO and bias in shared memory
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
     """Whether `key_gradients` takes a problem with these."""
-    return serves(problem, (64, 128), d_out, d_bias)
+    return problem.first is None and serves(problem, (64, 128), d_out, d_bias, problem.mask if of_pairs(problem.mask) else None)
 
 
 def key_gradients(
@@ -61,14 +65,18 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    lists = query_lists(problem, block_m, 2 * block_n)
+    if d_bias is not None and lists is not None:
+        d_bias.zero_()  # what no list names
     _key_gradients_kernel[(triton.cdiv(len_k, 2 * block_n) * kv_heads * batch,)](
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
         bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        mask=tiled_mask(problem.mask, block_m, block_n) if of_pairs(problem.mask) else None,
         d_out=tiled(d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
-        rules=rules_of(problem),
+        rules=rules_of(problem, lists),
         lse=strided(lse, heads),
         delta=strided(delta, heads),
         d_k=strided(d_key, heads),
@@ -90,26 +98,27 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    q, k, v, bias, mask, d_out, d_bias, rules, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: 2 BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias (of pairs) and d_bias are tensor descriptors; any other bias is read from rules.
+    q, k, v, d_out, bias and mask (of pairs) and d_bias are tensor descriptors; any other bias or mask is read from rules.
     """
     block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, 2 * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     col = block * (2 * BLOCK_N)
-    begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), 2 * BLOCK_N)
-    begin = begin // BLOCK_M * BLOCK_M
     k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
     bias_tiles = q_tiles
+    mask_tiles = q_tiles
     d_bias_tiles = q_tiles
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if mask is not None:
+        mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
     kv_full = barriers(1, 1)
@@ -121,14 +130,15 @@ def _key_gradients_kernel(
     for i in gl.static_range(2):
         copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
-    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, d_out_tiles, d_bias_tiles)
-    ready = (kv_full, q_full, d_out_full, free)
+    tiles = (q_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
+    ready = (q_full, d_out_full, free)
+    own = (k_tiles, v_tiles, kv_full)
     results = (d_k, d_v, key_sums, d_bias)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
-            (_consume, (tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
-            (_produce, (q, bias, d_out, tiles, ready, rules, seq, groups, col, begin, end)),
+            (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
+            (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
+            (_produce, (q, bias, mask, d_out, tiles, ready, rules, seq, groups, col)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -136,15 +146,18 @@ def _key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, bias, d_out, tiles, ready, rules, seq, groups, col, begin, end):
-    """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, _, _, bias_tiles, d_out_tiles, _ = tiles
-    _, q_full, d_out_full, free = ready
+def _produce(q, bias, mask, d_out, tiles, ready, rules, seq, groups, col):
+    """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
+    q_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
+    q_full, d_out_full, free = ready
     step = 0
     for head in range(seq.head, seq.head + groups):
-        for start in range(begin, end, BLOCK_M):
-            stage = step % STAGES
-            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, 2 * BLOCK_N)
+        for position in range(begin, full_end, BLOCK_M):
+            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+            stage, phase = stage_of(step, STAGES)
+            mbarrier.wait(free.index(stage), phase ^ 1)
             if bias is None:
                 mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
             else:
@@ -155,23 +168,33 @@ def _produce(q, bias, d_out, tiles, ready, rules, seq, groups, col, begin, end):
                 bias_head = head // rules.bias.group
                 copy(bias, [entry, bias_head, start, col], q_full.index(stage), bias_tiles.index(2 * stage))
                 copy(bias, [entry, bias_head, start, col + BLOCK_N], q_full.index(stage), bias_tiles.index(2 * stage + 1))
-            mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
+            if mask is None:
+                mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
+            elif position < end:
+                mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes + 2 * mask.block_type.nbytes)
+                entry = gl.where(rules.mask.batch == 0, 0, seq.batch)
+                mask_head = head // rules.mask.group
+                copy(mask, [entry, mask_head, start, col], d_out_full.index(stage), mask_tiles.index(2 * stage))
+                copy(mask, [entry, mask_head, start, col + BLOCK_N], d_out_full.index(stage), mask_tiles.index(2 * stage + 1))
+            else:
+                mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
             copy(d_out, [seq.batch, head, start, 0], d_out_full.index(stage), d_out_tiles.index(stage))
             step += 1
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, lse, delta, results, seq, groups, col, begin, end,
+    tiles, ready, own, rules, lse, delta, results, seq, groups, col,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    _, k_tiles, v_tiles, _, _, d_bias_tiles = tiles
-    kv_full, _, _, _ = ready
+    _, _, _, _, d_bias_tiles = tiles
+    k_tiles, v_tiles, kv_full = own
     d_k, d_v, key_sums, d_bias = results
+    owner = Span(col, 0, None)
     col += which * BLOCK_N
     k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM])
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
@@ -183,45 +206,155 @@ def _consume(
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
-        by_key = _bias_by_key(rules, this, col, PAIRS)
-        open_begin, open_end = _open_queries(rules, seq, col, begin, end)
-        if rules.right is not None or not EVEN_N:
-            for start in range(begin, open_begin, BLOCK_M):
-                dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, True)
-        for start in range(open_begin, open_end, BLOCK_M):
-            dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, False)
-        if rules.left is not None:
-            for start in range(open_end, end, BLOCK_M):
-                dk, dv, sums, step = _tile(fixed, this, by_key, dk, dv, sums, step, start, col, which, PAIRS, FACTOR, DIM, EVEN_M, True)
-        if d_bias is not None:
+        per_key = (bias_by_key(rules, this, col, PAIRS), 0, 0)
+        begin, end, full_end = query_range(rules, this, owner, BLOCK_M, 2 * BLOCK_N)
+        if rules.lists is None:
+            open_begin, open_end = open_queries(rules, this, col, begin, end)
+            if rules.right is not None or not EVEN_N:
+                for start in range(begin, open_begin, BLOCK_M):
+                    dk, dv, sums = tile(
+                        fixed,
+                        this,
+                        per_key,
+                        dk,
+                        dv,
+                        sums,
+                        stage_of(step, STAGES),
+                        _place(step, which),
+                        start,
+                        col,
+                        PAIRS,
+                        FACTOR,
+                        DIM,
+                        EVEN_M,
+                        True,
+                    )
+                    step += 1
+            for start in range(open_begin, open_end, BLOCK_M):
+                dk, dv, sums = tile(
+                    fixed,
+                    this,
+                    per_key,
+                    dk,
+                    dv,
+                    sums,
+                    stage_of(step, STAGES),
+                    _place(step, which),
+                    start,
+                    col,
+                    PAIRS,
+                    FACTOR,
+                    DIM,
+                    EVEN_M,
+                    False,
+                )
+                step += 1
+            if rules.left is not None:
+                for start in range(open_end, end, BLOCK_M):
+                    dk, dv, sums = tile(
+                        fixed,
+                        this,
+                        per_key,
+                        dk,
+                        dv,
+                        sums,
+                        stage_of(step, STAGES),
+                        _place(step, which),
+                        start,
+                        col,
+                        PAIRS,
+                        FACTOR,
+                        DIM,
+                        EVEN_M,
+                        True,
+                    )
+                    step += 1
+        else:
+            for position in range(begin, end, BLOCK_M):
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+                dk, dv, sums = tile(
+                    fixed,
+                    this,
+                    per_key,
+                    dk,
+                    dv,
+                    sums,
+                    stage_of(step, STAGES),
+                    _place(step, which),
+                    start,
+                    col,
+                    PAIRS,
+                    FACTOR,
+                    DIM,
+                    EVEN_M,
+                    True,
+                )
+                step += 1
+            for position in range(end, full_end, BLOCK_M):
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+                dk, dv, sums = tile(
+                    fixed,
+                    this,
+                    per_key,
+                    dk,
+                    dv,
+                    sums,
+                    stage_of(step, STAGES),
+                    _place(step, which),
+                    start,
+                    col,
+                    PAIRS,
+                    FACTOR,
+                    DIM,
+                    EVEN_M,
+                    False,
+                )
+                step += 1
+        if d_bias is not None and rules.lists is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
             for start in range(0, begin, BLOCK_M):
-                _store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
+                store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
-                _store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
+                store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
         if key_sums is not None:
             cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
             gl.store(slice_pointer(key_sums, this) + cols.to(gl.int64) * key_sums.row, sums, mask=cols < seq.len_k)
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
-        _store_rows(d_k, seq, col, dk * rules.scale, HEAD_DIM, DIM, SUMS)
+        store_rows(d_k, seq, col, dk * rules.scale, HEAD_DIM, DIM, SUMS)
     if d_v is not None:
-        _store_rows(d_v, seq, col, dv, VALUE_DIM, DIM, SUMS)
+        store_rows(d_v, seq, col, dv, VALUE_DIM, DIM, SUMS)
 
 
 @gluon.jit
-def _tile(
-    fixed, seq, by_key, dk, dv, sums, step, start, col,
-    which: gl.constexpr, PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EDGE: gl.constexpr,
+def _place(step, which: gl.constexpr):
+    """Where a consumer's tiles of bias and mask are at a step, and where its tile of dBias."""
+    return step % STAGES * 2 + which, which
+
+
+@gluon.jit
+def tile(
+    fixed, seq, per_key, dk, dv, sums, turn, place, start, col,
+    PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries added to (dk, dv, sums)."""
+    """One tile of queries added to (dk, dv, sums).
+
+    `turn` is (its stage, the parity of how often that was used), `place` where among the tiles of bias and mask, and of dBias, the consumer's
+    are; `per_key` are the bias and the intervals of keys that do not depend on the query.
+    """
+    by_key, first, last = per_key
     k_tile, v_tile, tiles, ready, rules, lse, delta, results = fixed
-    q_tiles, _, _, bias_tiles, d_out_tiles, d_bias_tiles = tiles
-    _, q_full, d_out_full, free = ready
+    q_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
+    q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
-    stage = step % STAGES
-    phase = (step // STAGES) & 1
+    stage, phase = turn
+    of_tile, of_consumer = place
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
+    kept = 1
+    if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
+        kept = mask_of(rules, seq, rows, cols, start, col)
     lse_rows = load_vector(lse, lse.row, seq, start, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
     mbarrier.wait(q_full.index(stage), phase)
     q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
@@ -230,11 +363,11 @@ def _tile(
     mbarrier.wait(d_out_full.index(stage), phase)
     d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
     d_p = warpgroup_mma(v_tile, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    bias = _bias_of(by_key, bias_tiles.index(2 * stage + which), rules, seq, start, PAIRS)
-    rows = start + gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
-    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
+    if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
+        kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
+    bias = _bias_of(by_key, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     s = warpgroup_mma_wait(1, [s])
-    s = ruled(s, bias, rules, seq, rows, cols, EDGE)
+    s = ruled(s, bias, (kept, first, last), rules, seq, start + rows, col + cols, EDGE)
     p = gl.exp2(s - divisor2(lse_rows)[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
@@ -246,14 +379,14 @@ def _tile(
     if key_sums is not None:
         sums += gl.sum(ds, 1)
     if d_bias is not None:
-        _store_tile(d_bias, d_bias_tiles.index(which), ds, seq, start, col)
+        store_tile(d_bias, d_bias_tiles.index(of_consumer), ds, seq, start, col)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(free.index(stage), count=1)
-    return dk, dv, sums, step + 1
+    return dk, dv, sums
 
 
 @gluon.jit
-def _open_queries(rules, seq, col, begin, end):
+def open_queries(rules, seq, col, begin, end):
     """[begin, end) of the tiles of which no pair is hidden, in steps of BLOCK_M from the given begin."""
     offset = seq.len_k - seq.len_q
     last = next_step(begin, end, BLOCK_M)
@@ -268,7 +401,7 @@ def _open_queries(rules, seq, col, begin, end):
 
 
 @gluon.jit
-def _store_tile(d_bias, buffer, ds, seq, start, col):
+def store_tile(d_bias, buffer, ds, seq, start, col):
     """dS of a tile, keys down, to its place in dBias, by way of shared memory."""
     tma.store_wait(0)  # the copy engine has read what the buffer held
     buffer.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(ds.to(d_bias.dtype))
@@ -277,7 +410,7 @@ def _store_tile(d_bias, buffer, ds, seq, start, col):
 
 
 @gluon.jit
-def _store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+def store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
     """A row per key of one sequence, inside the bounds."""
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
@@ -286,7 +419,7 @@ def _store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl
 
 
 @gluon.jit
-def _bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
+def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
     """The bias of a block of keys, [BLOCK_N, 1], where it does not depend on the query; else 0."""
     if rules.bias is None or rules.bias_rows is not None:
         return 0.0

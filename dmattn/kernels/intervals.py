@@ -8,29 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .lists import CHUNK, append, close, empty_lists, list_pointer
-from .sequence import LARGEST, place, window_range
+from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .sequence import LARGEST, all_in_window, place, window_range
 
 
 def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
-    first, last = torch.broadcast_tensors(problem.first, problem.last)
-    batch, heads = first.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
-    bounds = first.new_empty((batch, heads, blocks_n, 2))
-    lists = empty_lists(first, batch, heads, blocks_m, blocks_n)
+    blocks_m = triton.cdiv(len_q, block_m)
+    bounds = block_bounds(problem, block_n)
+    batch, heads, blocks_n = bounds.shape[:3]
+    lists = empty_lists(bounds, batch, heads, blocks_m, blocks_n)
     if not bounds.numel():
         return lists.zero_()
-    _block_bounds_kernel[(batch * heads * blocks_n,)](
-        first=strided(first, heads),
-        last=strided(last, heads),
-        bounds=strided(bounds, heads),
-        heads=heads,
-        len_k=len_k,
-        BLOCK_N=block_n,
-        num_warps=1,
-    )
     _interval_lists_kernel[(batch * heads * blocks_m,)](
         bounds=strided(bounds, heads),
         lists=strided(lists, heads),
@@ -46,6 +36,29 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
     return lists
 
 
+def block_bounds(problem: Any, block_n: int) -> Tensor:
+    """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
+
+    A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
+    intervals are left out of the former pair, and leave nothing of the latter. int32.
+    """
+    first, last = torch.broadcast_tensors(problem.first, problem.last)
+    batch, heads, len_k = first.shape
+    blocks = triton.cdiv(len_k, block_n)
+    bounds = first.new_empty((batch, heads, blocks, 4))
+    if bounds.numel():
+        _block_bounds_kernel[(batch * heads * blocks,)](
+            first=strided(first, heads),
+            last=strided(last, heads),
+            bounds=strided(bounds, heads),
+            heads=heads,
+            len_k=len_k,
+            BLOCK_N=block_n,
+            num_warps=1,
+        )
+    return bounds
+
+
 @triton.jit
 def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
     """Whether a query of the tile lies in the interval of one of its keys."""
@@ -57,7 +70,7 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexpr):
-    """One program: one block of keys of one (batch, head). Writes the smallest first and the largest last of its non-empty intervals."""
+    """One program: the bounds of one block of keys of one (batch, head)."""
     block, head, batch = place(len_k, heads, BLOCK_N)
     seq = Sequence(batch, head, 0, len_k)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
@@ -67,6 +80,8 @@ def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexp
     pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
     tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
     tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))
+    tl.store(pointer + 2 * bounds.col, tl.max(tl.where(alive, first_cols, LARGEST)))
+    tl.store(pointer + 3 * bounds.col, tl.min(tl.where(alive, last_cols, 0)))
 
 
 @triton.jit
@@ -78,12 +93,16 @@ def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOC
     row_end = tl.minimum(rows.start + BLOCK_M, len_q)
     begin, end = window_range(left, right, seq, rows, BLOCK_M)
     pointer = list_pointer(lists, seq, rows, BLOCK_M)
-    progress = (0, 0, -1)
+    progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
         bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
         real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
         live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
         live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
-        progress = append(pointer, progress, number, live, live)
+        full = (tl.load(bound + 2 * bounds.col, mask=real, other=LARGEST) <= rows.start) & all_in_window(
+            left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N
+        )
+        full = full & (tl.load(bound + 3 * bounds.col, mask=real, other=0) >= row_end)
+        progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
     close(pointer, progress)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import hopper_key_grad
+from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .scores import rules_of, through_softcap
 from .sequence import place_sharing
@@ -25,16 +25,17 @@ def key_gradients(
 ) -> None:
     """Fill those that are not None; `incoming` is (d_out, lse, delta).
 
-    `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries, `d_bias` (B, H, Sq, Sk) is dS itself, every element of which is
-    written.
+    `key_sums` (B, H, parts, Sk) float32 are the sums of dS over the queries, in as many parts as :func:`parts_of_key_sums` says; `d_bias`
+    (B, H, Sq, Sk) is dS itself, every element of which is written.
     """
-    if hopper_key_grad.takes(problem, incoming[0], d_bias):
-        hopper_key_grad.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
-        return
+    for on_hopper in (hopper_key_grad, hopper_key_grad_intervals):
+        if on_hopper.takes(problem, incoming[0], d_bias):
+            on_hopper.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
+            return
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
-    lists = query_lists(problem, tile)
+    lists = query_lists(problem, *tile[:2])
     if d_bias is not None and (lists is not None or problem.first is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals
     sums = None if key_sums is None else key_sums[:, :, 0]
@@ -48,6 +49,11 @@ def key_gradients(
         groups=heads // kv_heads,
         **launch_options(problem, tile, incoming[0], d_key, d_value, d_bias),
     )
+
+
+def parts_of_key_sums(problem: Any, d_out: Tensor) -> int:
+    """In how many parts `key_gradients` sums over the queries."""
+    return hopper_key_grad_intervals.CONSUMERS if hopper_key_grad_intervals.takes(problem, d_out, None) else 1
 
 
 @triton.jit
@@ -78,13 +84,20 @@ def _key_gradients_kernel(
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
         seq = Sequence(batch, head, len_q, len_k)
         sums = tl.full([BLOCK_N], 0.0, tl.float32)
-        begin, end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
+        begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for step in tl.range(begin, end, BLOCK_M):
-            start, full = query_step(rules, seq, cols, step, BLOCK_M, BLOCK_N)
+            start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
             dk, dv, sums = _accumulate(
-                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION
+                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION
             )
+        if rules.lists is not None:
+            for step in tl.range(end, full_end, BLOCK_M):
+                start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
+                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+                dk, dv, sums = _accumulate(
+                    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, False, PRECISION
+                )
         if rules.lists is None and rules.first is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
@@ -101,7 +114,9 @@ def _key_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, full, dims, value_dims, PRECISION: tl.constexpr):
+def _accumulate(
+    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, HIDES: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
     d_k, d_v, key_sums, d_bias = wanted
@@ -109,7 +124,7 @@ def _accumulate(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, True, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, True, PRECISION)
     if d_v is not None:
         dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

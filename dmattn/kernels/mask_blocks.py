@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import states as states_of_a_mask
 from .layout import Sequence, Span, inside, load_tile, slice_pointer, strided
-from .lists import CHUNK, append, close, empty_lists, list_pointer
-from .sequence import place, query_window, window_range
+from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .sequence import all_in_window, place, query_window, window_range
 
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)
 ATTENDED = tl.constexpr(states_of_a_mask.ATTENDED)
@@ -87,13 +87,13 @@ def mask_lists(problem: Any, block_m: int, block_n: int, by_key: bool = False) -
 
 @triton.jit
 def tile_state(states, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(1 if the mask keeps a pair of the tile else 0, 1 if it hides none else 0)."""
+    """(whether the mask keeps a pair of the tile, whether it keeps all)."""
     i = rows.start // GRANULE + tl.arange(0, (BLOCK_M + GRANULE - 1) // GRANULE)
     j = cols.start // GRANULE + tl.arange(0, (BLOCK_N + GRANULE - 1) // GRANULE)
     real = (i * GRANULE < seq.len_q)[:, None] & (j * GRANULE < seq.len_k)[None, :]
     pointers = slice_pointer(states, seq) + i.to(tl.int64)[:, None] * states.row + j[None, :] * states.col
     state = tl.load(pointers, mask=real, other=0).to(tl.int32)
-    return tl.max(state & ATTENDED) // ATTENDED, 1 - tl.max(state & HIDDEN) // HIDDEN
+    return tl.max(state & ATTENDED) != 0, tl.max(state & HIDDEN) == 0
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _mask_lists_kernel(
     else:
         begin, end = window_range(left, right, seq, owner, OWN)
     pointer = list_pointer(lists, seq, owner, OWN)
-    progress = (0, 0, -1)
+    progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
         real = (number * WALK < end) & ((number + 1) * WALK > begin)
@@ -160,5 +160,9 @@ def _mask_lists_kernel(
                 other = number * WALK // GRANULE + b
                 exists = real & (other * GRANULE < walked) & (own * GRANULE < owned)
                 state |= tl.load(row + other.to(tl.int64) * states.col, mask=exists, other=0).to(tl.int32)
-        progress = append(pointer, progress, number, (state & ATTENDED) != 0, (state & HIDDEN) == 0)
+        if BY_KEY:
+            every = all_in_window(left, right, seq, number * WALK, owner.start, WALK, OWN)
+        else:
+            every = all_in_window(left, right, seq, owner.start, number * WALK, OWN, WALK)
+        progress = append(pointer, room(walked, WALK), progress, number, (state & ATTENDED) != 0, every & ((state & HIDDEN) == 0))
     close(pointer, progress)

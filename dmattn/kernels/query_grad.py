@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper_query_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .scores import rules_of, through_softcap
 from .sequence import place_sharing
@@ -21,9 +22,12 @@ def query_gradients(
 
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
+    if d_bias is None and hopper_query_grad.takes(problem, incoming[0]):
+        hopper_query_grad.query_gradients(problem, incoming, d_query)
+        return
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("products" if stored else "queries", problem)
-    lists = key_lists(problem, tile)
+    lists = key_lists(problem, *tile[:2])
     if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
     d_out, lse, delta = (strided(x, heads) for x in incoming)
@@ -58,11 +62,17 @@ def _query_gradients_kernel(
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
     dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    begin, end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
+    tensors = (k, v, d_q, d_bias)
+    begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start, full = key_step(rules, seq, rows, step, BLOCK_M, BLOCK_N)
+        start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        dq = _accumulate(q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, full, dims, value_dims, STORED, PRECISION)
+        dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
+    if rules.lists is not None:
+        for step in tl.range(end, full_end, BLOCK_N):
+            start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
+            dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -76,17 +86,18 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _accumulate(
-    q_tile, d_out_tile, stats, k, v, rules, seq, d_q, d_bias, dq, rows, cols, full, dims, value_dims,
-    STORED: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims,
+    HIDES: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dS, stored if dBias is wanted or read where it is STORED already, and added to dq if dQ is wanted."""
+    k, v, d_q, d_bias = tensors
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     if STORED:
         return tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, full, False, PRECISION)
+        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, False, PRECISION)
         if d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if d_q is not None:

@@ -81,11 +81,11 @@ def _shared(problem: Any) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+def scores(q_tile, k_tile, rules, seq, rows, cols, HIDES: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
-    `full` is not 0 where the mask is known to hide nothing of the tile. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over queries
-    takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
+    Without HIDES no pair of the tile is hidden, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
+    queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -101,12 +101,21 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr
         s += bias2
     elif rules.bias is not None:
         s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
+    if HIDES:
+        s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
+    return s, tanh
+
+
+@triton.jit
+def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """Scores of a tile, -inf where the keys' end, the mask, intervals or the window hide the pair."""
     i = by_query(rows.start + rows.index, KEYS_DOWN)
     j = by_key(cols.start + cols.index, KEYS_DOWN)
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(_attended(rules, seq, rows, cols, full, KEYS_DOWN), s, float("-inf"))
+        attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
+        s = tl.where(attended, s, float("-inf"))
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
@@ -118,7 +127,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr
     if rules.left is not None:  # noqa: SIM102
         if rows.start + rows.index.shape[0] + offset > cols.start + rules.left + 1:
             s = tl.where(j - i >= offset - rules.left, s, float("-inf"))
-    return s, tanh
+    return s
 
 
 @triton.jit
@@ -152,14 +161,6 @@ def through_softcap(d_scores, tanh, rules):
         return d_scores
     else:
         return d_scores * (1.0 - tanh * tanh)
-
-
-@triton.jit
-def _attended(rules, seq, rows, cols, full, KEYS_DOWN: tl.constexpr):
-    """Which pairs of a tile the mask keeps; all of a `full` one, of which no row is loaded."""
-    # Not a branch: in one the load is left out of the software pipeline, and for sm_90 ptxas serialises the matrix products around it.
-    rows = Span(rows.start, rows.index, tl.where(full == 0, seq.len_q, 0))
-    return (_load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0) | (full != 0)
 
 
 @triton.jit

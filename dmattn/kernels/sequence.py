@@ -64,6 +64,18 @@ def query_window(left, right, seq, cols, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def all_in_window(left, right, seq, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether the window and the keys' end leave every pair of the tile at a row and column, or at several of either."""
+    offset = seq.len_k - seq.len_q
+    every = col + BLOCK_N <= seq.len_k
+    if right is not None:
+        every = every & (col + BLOCK_N <= row + offset + right + 1)
+    if left is not None:
+        every = every & (row + BLOCK_M + offset <= col + left + 1)
+    return every
+
+
+@triton.jit
 def in_window(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Whether the window leaves any pair of the tile."""
     inside = True

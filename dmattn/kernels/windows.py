@@ -112,7 +112,9 @@ def _window_gradients_kernel(
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
         lse_rows = load_rows(lse, seq, rows, float("-inf"))
-        p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, 0, False, PRECISION, bias2)
+        p, weights, d_p, tanh = probabilities(
+            q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, True, False, PRECISION, bias2
+        )
         if d_v is not None:
             store_tile(d_v, seq, cols, value_dims, _over_queries(weights, d_out_tile, PRECISION))
         delta_rows = tl.sum(p * d_p, 1)

@@ -1,0 +1,238 @@
+"""dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper_key_grad.py, but for how work is divided.
+
+The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
+block of keys, of which its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of
+one consumer's size also hold fewer pairs that no interval contains.
+"""
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from .hopper import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    copy,
+    interval_of,
+    of_pairs,
+    padded_dim,
+    serves,
+    stage_of,
+    tiled,
+)
+from .hopper_key_grad import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_rows, tile
+from .intervals import block_bounds
+from .layout import Sequence, Span, slice_pointer, strided
+from .scores import rules_of
+from .sequence import next_step, query_window
+
+STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
+CONSUMERS = 2  # and so the sums over queries that `key_gradients` writes for each key
+
+
+def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
+    """Whether `key_gradients` takes a problem with these."""
+    return problem.first is not None and serves(problem, (64, 128), d_out, d_bias)
+
+
+def key_gradients(
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    key_sums: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """As in key_grad.py, for what it takes; `key_sums` (B, H, CONSUMERS, Sk) are sums in as many parts."""
+    batch, heads, len_q, head_dim = problem.query.shape
+    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    d_out, lse, delta = incoming
+    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    if d_bias is not None:
+        d_bias.zero_()  # what lies outside the intervals
+    _key_gradients_kernel[(triton.cdiv(len_k, block_n) * kv_heads * batch,)](
+        q=tiled(problem.query, block_m, dim),
+        k=tiled(problem.key, block_n, dim),
+        v=tiled(problem.value, block_n, dim),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        d_out=tiled(d_out, block_m, dim),
+        d_bias=tiled(d_bias, block_m, block_n),
+        rules=rules_of(problem),
+        bounds=strided(block_bounds(problem, block_n), heads),
+        lse=strided(lse, heads),
+        delta=strided(delta, heads),
+        d_k=strided(d_key, heads),
+        d_v=strided(d_value, heads),
+        key_sums=strided(key_sums, heads),
+        heads=heads,
+        groups=heads // kv_heads,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        DIM=dim,
+        EVEN_M=len_q % block_m == 0,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS,
+    )
+
+
+@gluon.jit
+def _key_gradients_kernel(
+    q, k, v, bias, d_out, d_bias, rules, bounds, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+
+    q, k, v, d_out, bias (of pairs) and d_bias are tensor descriptors; any other bias is read from rules. Heads are fastest in the grid: where
+    keys stand in lifetime order, the long work of every head comes first.
+    """
+    together = gl.num_programs(0) // gl.cdiv(len_k, BLOCK_N)
+    col = gl.program_id(0) // together * BLOCK_N
+    kv_head = gl.program_id(0) % together % (heads // groups)
+    batch = gl.program_id(0) % together // (heads // groups)
+    seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, DIM], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    bias_tiles = q_tiles
+    d_bias_tiles = q_tiles
+    if bias is not None:
+        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if d_bias is not None:
+        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+    kv_full = barriers(1, 1)
+    q_full = barriers(STAGES, 1)
+    d_out_full = barriers(STAGES, 1)
+    free = barriers(STAGES, 1)
+    given = barriers(2, 1)
+    fence_async_shared()
+    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
+    copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
+    copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
+    tiles = (q_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
+    ready = (q_full, d_out_full, free)
+    own = (k_tile, v_tile, kv_full, given)
+    results = (d_k, d_v, key_sums, d_bias)
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M)),
+            (_consume, (tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M)),
+            (_produce, (q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
+    """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
+    q_tiles, bias_tiles, _, d_out_tiles, _ = tiles
+    q_full, d_out_full, free = ready
+    step = 0
+    for head in range(seq.head, seq.head + groups):
+        begin, end, _to_begin, _to_end = _range(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
+        for start in range(begin, end, BLOCK_M):
+            stage, phase = stage_of(step, STAGES)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            if bias is None:
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
+            else:
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + bias.block_type.nbytes)
+            copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
+            if bias is not None:
+                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+                copy(bias, [entry, head // rules.bias.group, start, col], q_full.index(stage), bias_tiles.index(stage))
+            mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
+            copy(d_out, [seq.batch, head, start, 0], d_out_full.index(stage), d_out_tiles.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr,
+):  # fmt: skip
+    """What every second tile of queries gives to the gradients of the program's keys, and from the first consumer, the gradients."""
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    k_tile, v_tile, kv_full, given = own
+    d_k, d_v, key_sums, d_bias = results
+    dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, lse, delta, results)
+    mbarrier.wait(kv_full.index(0), 0)
+    before = 0  # steps of the heads before
+    for head in range(seq.head, seq.head + groups):
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        first, last = interval_of(rules, this, col, BLOCK_N, PAIRS, True, False)
+        per_key = (bias_by_key(rules, this, col, PAIRS), first, last)
+        begin, end, last_to_begin, first_to_end = _range(rules, bounds, this, col)
+        open_begin, open_end = open_queries(rules, this, col, begin, end)
+        open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(last_to_begin, seq.len_q), BLOCK_M))
+        open_end = gl.minimum(open_end, next_step(begin, first_to_end - BLOCK_M + 1, BLOCK_M))
+        mine = begin + ((before + which) % 2) * BLOCK_M
+        open_begin = next_step(mine, open_begin, 2 * BLOCK_M)
+        open_end = gl.maximum(next_step(mine, open_end, 2 * BLOCK_M), open_begin)
+        for start in range(mine, gl.minimum(open_begin, end), 2 * BLOCK_M):
+            step = before + (start - begin) // BLOCK_M
+            turn = stage_of(step, STAGES)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, True)
+        for start in range(open_begin, gl.minimum(open_end, end), 2 * BLOCK_M):
+            step = before + (start - begin) // BLOCK_M
+            turn = stage_of(step, STAGES)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, False)
+        for start in range(open_end, end, 2 * BLOCK_M):
+            step = before + (start - begin) // BLOCK_M
+            turn = stage_of(step, STAGES)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, True)
+        before += gl.cdiv(end - begin, BLOCK_M)
+        if key_sums is not None:
+            cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+            pointers = slice_pointer(key_sums, this) + which * key_sums.row + cols.to(gl.int64) * key_sums.col
+            gl.store(pointers, sums, mask=cols < seq.len_k)
+    if d_bias is not None:
+        tma.store_wait(0)
+    exchange = _exchange(tiles, DIM)
+    if which == 0:
+        mbarrier.arrive(given.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
+        mbarrier.wait(given.index(1), 0)
+        if d_k is not None:
+            store_rows(d_k, seq, col, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM, DIM, SUMS)
+        if d_v is not None:
+            store_rows(d_v, seq, col, dv + exchange.index(1).load(SUMS), VALUE_DIM, DIM, SUMS)
+    else:
+        mbarrier.wait(given.index(0), 0)
+        if d_k is not None:
+            exchange.index(0).store(dk)
+        if d_v is not None:
+            exchange.index(1).store(dv)
+        mbarrier.arrive(given.index(1), count=1)
+
+
+@gluon.jit
+def _exchange(tiles, DIM: gl.constexpr):
+    """The memory of the tiles of queries as two float32 tiles of sums."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    q_tiles, _, _, _, _ = tiles
+    return q_tiles._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
+
+
+@gluon.jit
+def _range(rules, bounds, seq, col):
+    """(begin, end, last_to_begin, first_to_end) of the queries that attend a block of keys; from the last to begin on all keys are alive."""
+    begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), BLOCK_N)
+    pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
+    end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
+    begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)
+    return begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3)
