@@ -45,7 +45,12 @@ MORE: dict[str, dict[str, Any]] = {
 }
 FULL = bool(os.environ.get("DMATTN_FULL"))
 ALIKE = ("falcon-heads", "falcon")  # as Falcon with grouped keys, but for their heads
-TRIED = [(family, way) for family in DECODERS for way in (WAYS | MORE if FULL else WAYS) if FULL or way == "greedy" or family.name not in ALIKE]
+TRIED = [
+    (family, way)
+    for family in DECODERS
+    for way in (WAYS | MORE if FULL else WAYS)
+    if FULL or way in ("greedy", "static") or family.name not in ALIKE
+]
 SEVERAL_AT_ONCE = ("lookup", "assisted", "assisted-sampling")  # tokens after those in the cache; one row, without padding
 
 
