@@ -1,10 +1,8 @@
-"""Training with the tools that people train with gives eager's loss curve: Trainer, Accelerate, peft, autocast, checkpoints, DDP and FSDP2."""
+"""Training with the tools that people train with gives eager's loss curve: Trainer, Accelerate, peft, autocast and checkpoints."""
 
 from __future__ import annotations
 
 import importlib
-import os
-import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -145,43 +143,3 @@ def test_peft(way: str) -> None:
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     config = lora if way == "lora" else peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     assert_same_curve(tuned_curve("dmattn", config), tuned_curve("eager", config))
-
-
-def _worker(rank: int, port: int, kind: str, implementation: str, folder: str) -> None:
-    """One of two processes; each takes every other row of a batch."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    integration.register()
-    model = llama_with(implementation)
-    if kind == "ddp":
-        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model.model.layers:
-            fully_shard(layer)
-        wrapped = fully_shard(model)
-    optimizer, losses = torch.optim.SGD(wrapped.parameters(), lr=0.05), []
-    for batch in batches():
-        loss = wrapped(**{name: tensor[rank::2] for name, tensor in batch.items()}).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    torch.save(losses, f"{folder}/{rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not os.environ.get("DMATTN_FULL"), reason="four processes that import everything: make test-full")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes(kind: str, tmp_path) -> None:
-    curves = {}
-    for implementation in ("eager", "dmattn"):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torch.multiprocessing.spawn(_worker, (port, kind, implementation, str(tmp_path)), nprocs=2)
-        curves[implementation] = [torch.load(tmp_path / str(rank)) for rank in range(2)]
-    for ours, eager in zip(curves["dmattn"], curves["eager"], strict=True):
-        assert_same_curve(ours, eager)
-    assert curves["eager"][0] != curves["eager"][1]

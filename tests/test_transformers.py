@@ -499,7 +499,7 @@ def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **
         ),
         pytest.param(dict(attention_mask=None, layer=Layer()), "is_causal: expected True or False .* of Layer", id="causal-unknown"),
         pytest.param(dict(attention_mask=None, sliding_window=2), "attention_mask: expected a mask, as a sliding window", id="window"),
-        pytest.param(dict(attention_mask=None, cu_seq_lens_q=torch.tensor([0, 5])), "cu_seq_lens_q: expected None", id="packed"),
+        pytest.param(dict(attention_mask=None, cu_seq_lens_q=torch.tensor([0, 5])), "cu_seq_lens_q: expected a batch of 1", id="packed-batch"),
     ],
 )
 def test_what_is_not_supported_raises(arguments: dict, message: str) -> None:

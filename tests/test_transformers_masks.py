@@ -287,6 +287,7 @@ class Largest(TorchDispatchMode):
 
 
 LONG = 2048
+ROW, ENDS = torch.ones(1, LONG, dtype=torch.long), torch.tensor([0, 700, 701, LONG], dtype=torch.int32)
 
 
 def causal_model(kind: str, **config) -> nn.Module:
@@ -303,6 +304,7 @@ def causal_model(kind: str, **config) -> nn.Module:
         pytest.param("Llama", {}, dict(attention_mask=torch.arange(LONG).expand(2, -1) >= torch.tensor([[9], [0]])), id="left-padding"),
         pytest.param("Llama", {}, dict(attention_mask=torch.arange(LONG).expand(2, -1) < torch.tensor([[99], [LONG]])), id="right-padding"),
         pytest.param("Llama", {}, dict(position_ids=torch.arange(LONG).expand(2, -1) % 100, use_cache=False), id="packed"),
+        pytest.param("Llama", {}, dict(input_ids=ROW, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS), id="packed-by-lengths"),
         pytest.param("Mistral", dict(sliding_window=100), {}, id="window"),
         pytest.param("Mistral", dict(sliding_window=100), dict(attention_mask=torch.arange(LONG).expand(2, -1) > 8), id="window-padding"),
     ],
@@ -324,8 +326,8 @@ def test_no_mask_of_quadratic_size_is_made(kind: str, config: dict, batch: dict,
     assert len(seen) == SIZES["num_hidden_layers"]
     for options in seen:
         plain = options["mask"] is None
-        assert plain == (not batch.keys() & {"attention_mask", "position_ids"})
-        assert options["causal"] == plain
+        assert plain == (not batch.keys() & {"attention_mask", "position_ids", "cu_seq_lens_q"})
+        assert options["causal"] == (plain or "cu_seq_lens_q" in batch)
         assert options["window"] == ((99, 0) if plain and "sliding_window" in config else None)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...functional import attention
 from ...masks import IntervalMask
 from .described_mask import DescribedMask, arguments
+from .packed import documents, join
 
 __all__ = ["attend"]
 
@@ -30,6 +31,8 @@ def attend(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -49,26 +52,31 @@ def attend(
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
         position_bias: float, broadcastable to (B, H, Q, K), added to the score. Differentiable, T5's relative bias.
         s_aux: (H,), attention sinks: a logit per head that takes part in the softmax and has no value. Differentiable.
-        others: what models pass to other implementations (position_ids, use_cache, ...) is accepted.
+        cu_seq_lens_q, cu_seq_lens_k: integer, (documents + 1,), both or neither: where the documents packed in a row begin, from 0 to Q and to
+            K; the batch is 1. They hide other documents besides what the mask hides (:func:`.packed.documents`), in O(K) memory unless the
+            mask is a bool tensor. Without a mask, causality and window are those inside each document, aligned with its end.
+        others: what models pass to other implementations (position_ids, use_cache, max_length_q, ...) is accepted.
 
     Returns:
         (B, Q, H, Dv) contiguous, and None for the attention weights, which are never formed.
 
     Raises:
         ValueError, TypeError: as :func:`dmattn.attention`; also for `output_attentions`, for what would change the result and is not
-            supported (paged caches, sparse indices, per-token sinks, packed lengths without a mask), and for a causal call without a mask
-            whose query and key lengths differ: Transformers aligns it top-left in its SDPA integration and bottom-right in its
-            FlashAttention integration.
+            supported (paged caches, sparse indices, per-token sinks), and for a causal call without a mask and without `cu_seq_lens_q` whose
+            query and key lengths differ: Transformers aligns it top-left in its SDPA integration and bottom-right in its FlashAttention
+            integration.
     """
     check_supported(module, output_attentions, others)
     mask: Tensor | IntervalMask | None = None
     bias: Tensor | None = None
     window: tuple[int | None, int | None] | None = None
     causal = False
+    packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if attention_mask is None:
-        if others.get("cu_seq_lens_q") is not None:
-            raise ValueError("dmattn: cu_seq_lens_q: expected None in a call without a mask, as nothing else separates its sequences")
-        causal, window = _rules_without_mask(module, query, key, is_causal, sliding_window)
+        causal, window = _rules_without_mask(module, query, key, is_causal, sliding_window, packed)
+        if packed:
+            mask = documents(cu_seq_lens_q, cu_seq_lens_k, query, key, causal=causal, window=window)
+            causal, window = False, None
     else:
         _check_mask(attention_mask)
         if isinstance(attention_mask, DescribedMask) and attention_mask.shape[2:] == (query.shape[2], key.shape[2]):
@@ -77,6 +85,8 @@ def attend(
             mask = attention_mask
         else:
             bias = attention_mask
+        if packed:
+            mask = join(mask, documents(cu_seq_lens_q, cu_seq_lens_k, query, key), query, key)
     if position_bias is not None:
         bias = position_bias if bias is None else _sum(bias, position_bias)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
@@ -100,7 +110,7 @@ def check_supported(module: nn.Module, output_attentions: bool | None, others: d
 
 
 def _rules_without_mask(
-    module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None
+    module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None, sliding_window: int | None, packed: bool
 ) -> tuple[bool, tuple[int | None, int | None] | None]:
     """`causal` and `window` of a call whose model asked for no mask; raises where Transformers' own integrations disagree."""
     len_q, len_k = query.shape[2], key.shape[2]
@@ -111,7 +121,7 @@ def _rules_without_mask(
             expected = f"True or False in a call without a mask (as an argument or an attribute of {type(module).__name__})"
             raise ValueError(f"dmattn: is_causal: expected {expected}, received neither")
         is_causal = False
-    if is_causal and len_q > 1 and len_q != len_k:
+    if is_causal and len_q > 1 and len_q != len_k and not packed:
         expected = f"a mask, as the causal alignment of {len_q} queries to {len_k} keys is not defined without one"
         raise ValueError(f"dmattn: attention_mask: expected {expected}, received None")
     if sliding_window is None:
