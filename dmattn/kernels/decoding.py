@@ -16,7 +16,6 @@ from torch import Tensor
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .scores import LOG2E, load_bias2, rules_of, scores
-from .sequence import place
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import Tile, block_dim, launch_options, pick
 from .walk import key_lists, key_range, key_step
@@ -40,7 +39,7 @@ def takes(problem: Any) -> bool:
         return False
     if _by_head(problem.first, problem) or _by_head(problem.last, problem):
         return False
-    tile, queries = _tile(problem)
+    _, queries = _tile(problem)
     packed = group > 1 and problem.query.shape[2] <= queries
     idle = 2 * _programs(problem, queries) <= processors(problem.query.device)
     return _most_splits(problem) > 1 and (packed or idle)
@@ -51,7 +50,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     batch, heads, len_q, value_dim = out.shape
     tile, queries = _tile(problem)
     programs = _programs(problem, queries)
-    splits = max(1, min(PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // programs, _most_splits(problem)))
+    splits = splits_of(problem)
     parts, lse_parts = out, lse
     if splits > 1:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
@@ -92,6 +91,12 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             num_warps=4,
             enable_fp_fusion=False,  # as for delta (backward.py): lanes that share a sum are to get the same one
         )
+
+
+def splits_of(problem: Any) -> int:
+    """Over how many programs the keys are split: a whole round of programs, as far as there are keys for it."""
+    fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // _programs(problem, _tile(problem)[1])
+    return max(1, min(fill, _most_splits(problem)))
 
 
 def _group(problem: Any) -> int:

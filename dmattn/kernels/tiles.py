@@ -33,7 +33,7 @@ _DEFAULT = {
     "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "windows": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
-    "decoding": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    "decoding": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
 }
 _TABLE = {
     # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
