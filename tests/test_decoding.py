@@ -24,7 +24,7 @@ CASES = (
     Case("key-bias-gqa-1x97", 1, 97, **GQA, bias="bg1k", reason="decoding with a bias of each key"),
     Case("whole-tiles-gqa-1x64", 1, 64, **GQA, bias="1h1k", reason="no bounds on the keys; a bias that differs within the group"),
     Case("groups-of-three-5x97", 5, 97, heads=6, kv_heads=2, causal=True, bias="bhqk", reason="rows of the tile that are no query"),
-    Case("two-blocks-of-queries-19x97", 19, 97, **GQA, causal=True, bias="11qk", reason="a second tile of queries, of which few are real"),
+    Case("blocks-of-queries-19x97", 19, 97, heads=6, kv_heads=2, causal=True, bias="11qk", reason="a tile has room for a part of the next one's first query"),
     Case("one-group-3x97", 3, 97, heads=5, kv_heads=1, transposed=True, bias="b1qk", reason="all heads in one tile, models' layout"),
     Case("mask-bhqk-3x97", 3, 97, **GQA, mask="bhqk", keep="random-empty-rows", bias="bgqk", reason="a mask that differs within the group, empty rows"),
     Case("mask-bgqk-3x97", 3, 97, **GQA, mask="bgqk", bias="bhqk", reason="a bias that differs within the group, and a mask that does not"),
@@ -63,7 +63,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     forward = decoding.forward
     unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
     monkeypatch.setattr(decoding, "torch", unwritten)
-    monkeypatch.setattr(decoding, "forward", lambda problem, *results: (splits.append(decoding.splits_of(problem)), forward(problem, *results)))
+    monkeypatch.setattr(
+        decoding, "forward", lambda problem, *results: (splits.append(decoding.plan_of(problem).splits), forward(problem, *results))
+    )
     return splits
 
 
@@ -192,7 +194,7 @@ def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int) -> None:
     one = problem(**given)
     assert decoding.takes(one)
-    assert decoding.splits_of(one) == splits
+    assert decoding.plan_of(one).splits == splits
     batch, heads, len_q, dim = one.query.shape
     parts = splits * batch * heads * len_q * 4 * (dim + 1)
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()

@@ -6,7 +6,7 @@ same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/
 through forward.py.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,35 +28,58 @@ LISTED_BYTES = 64 << 20  # of keys and values, from which on reading them all ta
 MERGED_DIMS = 64  # of values, in a program that merges
 
 
+class Plan(NamedTuple):
+    """How a problem is divided: the tile, the queries of every head of a group in one, programs without splitting, splits of the keys."""
+
+    tile: Tile
+    queries: int
+    programs: int
+    splits: int
+
+
 def takes(problem: Any) -> bool:
     """Whether `forward` takes a canonical problem (`dmattn.problem.Problem`).
 
     It does where there are keys for two splits, and either the programs would leave half of the processors without work or one tile holds
     all queries of several heads. Dropout it leaves, and groups larger than a tile, and intervals that differ within a group.
     """
-    group = _group(problem)
-    if problem.seed is not None or problem.key.shape[2] < 2 * LEAST_KEYS or group > _limits(problem).block_m:
+    if problem.seed is not None or _most_splits(problem) < 2 or _by_head(problem.first, problem) or _by_head(problem.last, problem):
         return False
-    if _by_head(problem.first, problem) or _by_head(problem.last, problem):
+    plan = plan_of(problem)
+    if plan is None:
         return False
-    _, queries = _tile(problem)
-    packed = group > 1 and problem.query.shape[2] <= queries
-    idle = 2 * _programs(problem, queries) <= processors(problem.query.device)
-    return _most_splits(problem) > 1 and (packed or idle)
+    packed = _group(problem) > 1 and problem.query.shape[2] <= plan.queries
+    return packed or 2 * plan.programs <= processors(problem.query.device)
+
+
+def plan_of(problem: Any) -> Plan | None:
+    """The division of a problem; None where a group is larger than a tile.
+
+    The tile has the fewest rows that hold all queries of a group; else the most, and there are several. The keys are split for a whole round of
+    programs, as far as there are keys for it.
+    """
+    limits, group = pick("decoding", problem), _group(problem)
+    if group > limits.block_m:
+        return None
+    batch, kv_heads = problem.key.shape[:2]
+    len_q = problem.query.shape[2]
+    rows = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
+    queries = 1 << ((rows // group).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
+    programs = triton.cdiv(len_q, queries) * kv_heads * batch
+    fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // programs
+    return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, _most_splits(problem))))
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes, with its `states` where there is a mask."""
     batch, heads, len_q, value_dim = out.shape
-    tile, queries = _tile(problem)
-    programs = _programs(problem, queries)
-    splits = splits_of(problem)
+    tile, queries, programs, splits = plan_of(problem)
     parts, lse_parts = out, lse
     if splits > 1:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
         lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
-    by_head = _by_head(problem.mask, problem)
-    listed = not by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
+    mask_by_head = _by_head(problem.mask, problem)
+    listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
     options = launch_options(problem, tile, out)
     del options["EVEN_M"]
     _split_kernel[(programs * splits,)](
@@ -69,34 +92,32 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         splits=splits,
         GROUP=_group(problem),
         QUERIES=queries,
-        MASK_BY_HEAD=by_head,
+        MASK_BY_HEAD=mask_by_head,
         BIAS_BY_HEAD=_by_head(problem.bias, problem),
         **options,
     )
     if splits > 1:
-        by_row = parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3)
-        lse_by_row = lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0)
-        dims = min(MERGED_DIMS, block_dim(value_dim))
-        _merge_splits_kernel[(triton.cdiv(value_dim, dims) * len_q * heads * batch,)](
-            parts=strided(by_row, heads * len_q),
-            lse_parts=strided(lse_by_row, heads * len_q),
-            out=strided(out, heads),
-            lse=strided(lse, heads),
-            heads=heads,
-            len_q=len_q,
-            value_dim=value_dim,
-            splits=splits,
-            BLOCK_SPLITS=MOST_SPLITS,
-            BLOCK_DV=dims,
-            num_warps=4,
-            enable_fp_fusion=False,  # as for delta (backward.py): lanes that share a sum are to get the same one
-        )
+        _merge_splits(parts, lse_parts, out, lse, splits)
 
 
-def splits_of(problem: Any) -> int:
-    """Over how many programs the keys are split: a whole round of programs, as far as there are keys for it."""
-    fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // _programs(problem, _tile(problem)[1])
-    return max(1, min(fill, _most_splits(problem)))
+def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, splits: int) -> None:
+    """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
+    batch, heads, len_q, value_dim = out.shape
+    dims = min(MERGED_DIMS, block_dim(value_dim))
+    _merge_splits_kernel[(triton.cdiv(value_dim, dims) * len_q * heads * batch,)](
+        parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
+        lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
+        out=strided(out, heads),
+        lse=strided(lse, heads),
+        heads=heads,
+        len_q=len_q,
+        value_dim=value_dim,
+        splits=splits,
+        BLOCK_SPLITS=MOST_SPLITS,
+        BLOCK_DV=dims,
+        num_warps=4,
+        enable_fp_fusion=False,  # as for delta (backward.py): lanes that share a sum are to get the same one
+    )
 
 
 def _group(problem: Any) -> int:
@@ -107,27 +128,6 @@ def _group(problem: Any) -> int:
 def _by_head(x: Tensor | None, problem: Any) -> bool:
     """Whether a tensor on heads differs within a group."""
     return x is not None and _group(problem) > 1 and x.shape[1] == problem.query.shape[1]
-
-
-def _limits(problem: Any) -> Tile:
-    """The tile with the most rows that one may have."""
-    return pick("decoding", problem)
-
-
-def _tile(problem: Any) -> tuple[Tile, int]:
-    """(tile, queries of every head of a group in one): the fewest rows that hold all queries; else the most, and several tiles.
-
-    A power of two of queries, as lists of blocks are made for such blocks.
-    """
-    limits, group = _limits(problem), _group(problem)
-    rows = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(problem.query.shape[2]) * group)))
-    return limits._replace(block_m=rows), 1 << ((rows // group).bit_length() - 1)
-
-
-def _programs(problem: Any, queries: int) -> int:
-    """How many there are without splitting."""
-    batch, kv_heads = problem.key.shape[:2]
-    return triton.cdiv(problem.query.shape[2], queries) * kv_heads * batch
 
 
 def _most_splits(problem: Any) -> int:
