@@ -1,8 +1,9 @@
 """Forward and backward time and memory beside FlexAttention, SDPA and eager PyTorch, all in one process. ``python benchmarks/speed.py --help``.
 
-Every contender gets the same tensors, query, key, value and bias requiring grad. Times are medians by CUDA events with a cold L2 cache.
-Extra memory is the peak beyond inputs, results and one float32 vector per query. A contender that refuses, fails or runs out of memory
-is recorded with its reason. The result file is written anew after every workload, so that an interrupted run leaves what it has.
+Every contender gets the same tensors, query, key, value and bias requiring grad; in inference nothing does, and there is no backward pass.
+Times are medians by CUDA events with a cold L2 cache. Extra memory is the peak beyond inputs, results and one float32 vector per query. A
+contender that refuses, fails or runs out of memory is recorded with its reason. The result file is written anew after every workload, so that
+an interrupted run leaves what it has.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, peers
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
 DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "eager")
 PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
-PASSES = ("forward", "backward")
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Record = dict[str, Any]
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(records, dtype)
     if target is not None:
         print(target)
-    return 0 if records and all(_sound(record["contenders"][OURS]) for record in records) else 1
+    return 0 if records and all(_sound(record) for record in records) else 1
 
 
 def show(records: Sequence[Record], dtype: str) -> None:
@@ -114,6 +114,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "bias": workload.bias,
         "causal": workload.causal,
         "kept_blocks": workload.kept_blocks,
+        "passes": workload.passes,
         "input_bytes": sum(x.numel() * x.element_size() for name, x in tensors.items() if x is not None and name != "d_out"),
         "contenders": {},
     }
@@ -127,7 +128,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
             contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
         except Exception as error:
-            step = next((step for step in PASSES if step not in contender), PASSES[-1])
+            step = next((step for step in workload.passes if step not in contender), workload.passes[-1])
             contender[step] = {"error": harness.reason(error)}
         harness.release(device)
     return record
@@ -137,7 +138,7 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     """A line for each workload and pass: ours beside the fastest peer."""
     rows = []
     for record in records:
-        for step in PASSES:
+        for step in _passes(record):
             times = {name: c[step]["median_ms"] for name, c in record["contenders"].items() if "median_ms" in c.get(step, {})}
             ours = record["contenders"][OURS].get(step, {})
             best = min((name for name in times if name != OURS), key=times.__getitem__, default=None)
@@ -179,7 +180,7 @@ def _contender(name: str, workload: Workload, tensors: dict[str, Tensor | None])
 def _contend(
     contender: Record, function: Attention, workload: Workload, tensors: dict[str, Tensor | None], device: torch.device, *, repeat: bool
 ) -> list[Tensor]:
-    """Measure both passes into `contender`; out and the gradients, for comparison."""
+    """Measure the passes into `contender`; out and the gradients, for comparison."""
     leaves = [tensors[name] for name in ("query", "key", "value", "bias")]
     wanted = [x for x in leaves if x is not None]
     d_out = tensors["d_out"]
@@ -194,6 +195,8 @@ def _contend(
     contender["forward"] = _record(timing, extra, row_vector, workload.flops(backward=False))
     if repeat:
         contender["forward"]["repeatable"] = torch.equal(out, forward()[0])
+    if workload.inference:
+        return [out]
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, wanted, d_out, retain_graph=True)
@@ -235,8 +238,13 @@ def _complaints(records: Sequence[Record]) -> dict[str, list[str]]:
     return places
 
 
-def _sound(ours: Record) -> bool:
-    return all(ours.get(step, {}).get("repeatable", False) for step in PASSES)
+def _sound(record: Record) -> bool:
+    ours = record["contenders"][OURS]
+    return all(ours.get(step, {}).get("repeatable", False) for step in _passes(record))
+
+
+def _passes(record: Record) -> Sequence[str]:
+    return record.get("passes", PASSES)  # of result files from before there were workloads without a backward pass
 
 
 def _default_file(device: torch.device) -> Path | None:

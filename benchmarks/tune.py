@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import ops
-from dmattn.kernels import hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
+from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
 from dmattn.kernels.backward import _delta
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
@@ -50,10 +50,16 @@ CANDIDATES = {
         (128, 32, 4, 2), (128, 32, 8, 3),
     ),
     "bias": ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2), (128, 64, 4, 2)),
+    "decoding": (
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (64, 32, 4, 4),
+        (64, 64, 2, 3), (64, 32, 2, 4),
+    ),
 }  # fmt: skip
 
 
-DEFAULT_WORKLOADS = "biasbh_d128,biasbh_d128_causal,bias1h_d64,bias1h_d128,plain_d128,biaskey_gqa_causal,t5_window,evoformer_row,dma_w1024_16k"
+DEFAULT_WORKLOADS = (
+    "biasbh_d128,biasbh_d128_causal,bias1h_d64,bias1h_d128,plain_d128,biaskey_gqa_causal,t5_window,evoformer_row,dma_w1024_16k,decode_128k"
+)
 DYNAMIC, KEEP = Workload("dma_w1024_16k", 1, 16, 8, 16384, 16384, 128, bias="bg1k"), 1024
 
 
@@ -72,10 +78,12 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
 
 
 def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Each kernel of the problem's forward and backward pass as a call of its own."""
+    """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
     out, lse, states = ops.allocate_forward(problem)
     problem = replace(problem, states=states)
     forward(problem, out, lse)
+    if decoding.takes(problem):
+        return {"decoding": lambda: forward(problem, out, lse)}
     with launching(d_out):
         incoming = (d_out, lse, _delta(out, d_out, None, lse))
     needs = [True, True, True, problem.bias is not None]

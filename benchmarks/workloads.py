@@ -10,6 +10,7 @@ from torch import Tensor
 from dmattn.equivalence import Case
 
 BLOCK = 128  # of the block mask
+PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. A bias requires grad. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps.
+    broadcast; g is the key-value heads. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
+    in `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -30,6 +32,12 @@ class Workload:
     bias: str | None = None
     causal: bool = False
     kept_blocks: float | None = None
+    inference: bool = False
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What there is to measure."""
+        return PASSES[:1] if self.inference else PASSES
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -59,7 +67,7 @@ class Workload:
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, key, value and bias requiring grad, mask, and d_out, the gradient that comes in."""
+        """query, key, value and bias, mask, and d_out, the gradient that comes in."""
         random = torch.Generator(device).manual_seed(seed)
 
         def normal(axes: str, dim: int | None = None) -> Tensor:
@@ -68,7 +76,7 @@ class Workload:
 
         inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
         bias = None if self.bias is None else normal(self.bias)
-        leaves = {name: None if x is None else x.requires_grad_() for name, x in {**inputs, "bias": bias}.items()}
+        leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
         return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
 
     def _mask(self, random: torch.Generator, device: torch.device) -> Tensor | None:
@@ -93,6 +101,7 @@ WORKLOADS = (
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
+    Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),
 )
 
 EXACTNESS = (

@@ -52,6 +52,17 @@ LAUNCHES = (
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
+DECODING = (  # the forward pass alone: the backward pass is that of any other problem
+    (Case("decoding-key-bias-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="bg1k"), BF16),
+    (Case("decoding-one-split-gqa-d128", 1, 8192, batch=64, heads=32, kv_heads=8, head_dim=128), BF16),
+    (Case("decoding-causal-mask-bias-d64", 16, 32767, heads=8, head_dim=64, mask="bhqk", bias="bhqk", causal=True), BF16),
+    (Case("decoding-64-rows-gqa-causal-d128", 16, 32768, heads=32, kv_heads=8, head_dim=128, causal=True), BF16),
+    (Case("decoding-by-head-odd", 3, 8191, heads=6, kv_heads=2, head_dim=80, value_dim=40, mask="bhqk", bias="bhqk", softcap=30.0), FP16),
+    (Case("decoding-intervals-window-d256", 4, 131072, heads=8, kv_heads=4, head_dim=256, intervals="padding", window=(65536, 0)), BF16),
+    (Case("decoding-64-rows-bias-d256", 16, 32768, heads=32, kv_heads=8, head_dim=256, bias="bhqk"), BF16),
+    (Case("decoding-fp32-d128", 1, 8192, heads=8, kv_heads=2, head_dim=128, bias="1h1k"), FP32),
+    (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
+)
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
@@ -163,6 +174,12 @@ def report(name: str) -> list[dict[str, Any]]:
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *(x if x.ndim == 4 else None for x in gradients))
         rows += [{"target": name, "case": case_name, **record} for record in records]
+    for case, dtype in DECODING:
+        problem = meta(case, dtype)
+        out, lse, states = ops.allocate_forward(problem)
+        with compiling_only(gpu_target(name), seen) as records:
+            kernels.forward(replace(problem, states=states), out, lse)
+        rows += [{"target": name, "case": case.name, **record} for record in records]
     for case_name, length in PLANS:
         key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
         valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)

@@ -16,6 +16,7 @@ import cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
+from dmattn.kernels import decoding
 
 CASES = (
     Case("dense-bias-causal", 65, 37, heads=2, bias="bhqk", causal=True),
@@ -32,8 +33,13 @@ CASES = (
     Case("hopper-dense-bias-causal", 136, 200, heads=2, head_dim=128, bias="bhqk", causal=True),
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-key-bias-odd-lengths", 131, 197, heads=2, head_dim=88, value_dim=72, bias="bh1k"),
+    Case("decoding-key-bias-grouped", 1, 1100, heads=4, kv_heads=2, bias="bg1k", head_dim=128),
+    Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
+    Case("decoding-listed-mask-several-tiles", 20, 2000, batch=1, heads=8, kv_heads=2, mask="b1qk", keep="blocks", softcap=5.0),
+    Case("decoding-listed-intervals-window", 2, 1999, intervals="padding", window=(1500, 0)),
     *cases.FAULTS,
 )
+decoding.LISTED_BYTES = 0  # lists for small problems too
 
 
 LENGTHS = ((97, 97), (1, 150), (5, 150), (300, 1300))  # the last sorts more than one run of keys

@@ -96,21 +96,27 @@ def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments,
 
 
 def test_speed_measures_both_passes_and_records_refusals(tmp_path):
-    names = ["bias1h_d64", "biaskey_gqa_causal", "blockmask_10pct"]
-    code, _, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "flex", "sdpa_math", "sdpa_flash", "eager")
+    names = ["bias1h_d64", "biaskey_gqa_causal", "blockmask_10pct", "decode_128k"]
+    code, printed, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "flex", "sdpa_math", "sdpa_flash", "eager")
     assert code == 0
     check_environment(result["environment"], "speed.py")
     assert [record["workload"] for record in result["workloads"]] == names
     for record in result["workloads"]:
         ours, eager = (record["contenders"][name] for name in ("dmattn", "eager"))
-        for step in ("forward", "backward"):
+        steps = ["forward"] if record["workload"] == "decode_128k" else ["forward", "backward"]
+        assert record["passes"] == steps == [step for step in ours if step != "difference"]
+        for step in steps:
             assert ours[step]["repeatable"]
             assert 0 < ours[step]["fastest_ms"] <= ours[step]["median_ms"] <= ours[step]["slowest_ms"]
             assert eager[step]["tflops"] > 0
-        assert len(eager["difference"]) == (4 if record["bias"] is None else 5)
+        assert len(eager["difference"]) == (1 if len(steps) == 1 else 4 if record["bias"] is None else 5)
         assert max(*eager["difference"], *record["contenders"]["sdpa_math"]["difference"]) < 1e-4
-        assert "CPU" in record["contenders"]["flex"]["forward"]["error"]
+        if steps == ["forward"]:
+            assert record["contenders"]["flex"]["difference"][0] < 1e-4
+        else:
+            assert "CPU" in record["contenders"]["flex"]["forward"]["error"]
     assert "refused" in result["workloads"][0]["contenders"]["sdpa_flash"]["forward"]["error"]
+    assert sum("decode_128k" in line and "bitwise" in line for line in printed) == 1
 
 
 def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_path):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import hopper_forward
+from . import decoding, hopper_forward
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
@@ -26,6 +26,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             scan(problem.mask, problem.states)
         if problem.order is not None:
             problem = reordered(problem)
+        if decoding.takes(problem):
+            decoding.forward(problem, out, lse)
+            return
         if hopper_forward.takes(problem):
             hopper_forward.forward(problem, out, lse)
             return

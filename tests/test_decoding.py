@@ -1,0 +1,219 @@
+"""Few queries over many keys: which problems the kernel that splits the keys takes, and what it computes, with splits of a few keys."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA, needs_cuda
+from torch import Tensor
+
+from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference
+from dmattn.equivalence import Case, Standard, check, judge
+from dmattn.problem import Problem
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+decoding = importlib.import_module("dmattn.kernels.decoding")
+
+GQA = dict(heads=4, kv_heads=2)
+CASES = (
+    Case("one-query-1x65", 1, 65, head_dim=16, reason="one row of a tile is real, and of the last tile of keys one key"),
+    Case("key-bias-gqa-1x97", 1, 97, **GQA, bias="bg1k", reason="decoding with a bias of each key"),
+    Case("whole-tiles-gqa-1x64", 1, 64, **GQA, bias="1h1k", reason="no bounds on the keys; a bias that differs within the group"),
+    Case("groups-of-three-5x97", 5, 97, heads=6, kv_heads=2, causal=True, bias="bhqk", reason="rows of the tile that are no query"),
+    Case("blocks-of-queries-19x97", 19, 97, heads=6, kv_heads=2, causal=True, bias="11qk", reason="a tile has room for a part of the next one's first query"),
+    Case("one-group-3x97", 3, 97, heads=5, kv_heads=1, transposed=True, bias="b1qk", reason="all heads in one tile, models' layout"),
+    Case("mask-bhqk-3x97", 3, 97, **GQA, mask="bhqk", keep="random-empty-rows", bias="bgqk", reason="a mask that differs within the group, empty rows"),
+    Case("mask-bgqk-3x97", 3, 97, **GQA, mask="bgqk", bias="bhqk", reason="a bias that differs within the group, and a mask that does not"),
+    Case("mask-b11k-1x97", 1, 97, **GQA, mask="b11k", keep="topk", bias="1hq1", reason="padding"),
+    Case("mask-1h1k-2x97", 2, 97, **GQA, mask="1h1k", bias="1h11", reason="a vector of keys for each head of the group"),
+    Case("mask-bhq1-5x97", 5, 97, **GQA, mask="bhq1", bias="b11k", reason="a query that sees all or nothing"),
+    Case("mask-of-blocks-2x97", 2, 97, mask="11qk", keep="blocks", bias="1111", reason="whole tiles hidden"),
+    Case("nothing-2x97", 2, 97, **GQA, mask="b1qk", keep="nothing", reason="every split is empty: zeros, and -inf in lse"),
+    Case("window-5x97", 5, 97, **GQA, window=(60, 1), reason="splits of the keys that the window leaves"),
+    Case("window-left-5x97", 5, 97, window=(70, None), bias="bh1k", reason="unbounded to the right"),
+    Case("softcap-scale-2x97", 2, 97, **GQA, softcap=2.0, scale=-0.4, bias="bhqk", reason="the cap comes before the bias"),
+    Case("padded-dims-2x97", 2, 97, **GQA, head_dim=20, value_dim=100, causal=True, reason="dims past a power of two, in two blocks as they are merged"),
+    Case("padding-2x97", 2, 97, **GQA, intervals="padding", bias="bhqk", reason="intervals, and a bias that differs within the group"),
+    Case("random-intervals-5x97", 5, 97, **GQA, intervals="random", bias="1gqk", reason="an interval for each key and key-value head"),
+    Case("intervals-per-head-3x65", 3, 65, heads=2, intervals="random-per-head", causal=True, reason="groups of one head"),
+    Case("shared-intervals-window-3x97", 3, 97, **GQA, intervals="random-shared", window=(80, None), reason="intervals and window"),
+)  # fmt: skip
+LARGE = (
+    Case("large-key-bias-gqa-1x32768", 1, 32768, batch=1, heads=32, kv_heads=8, head_dim=128, bias="bg1k", reason="as in decoding"),
+    Case("large-causal-4x16383", 4, 16383, batch=3, heads=12, kv_heads=4, head_dim=96, causal=True, bias="bhqk", reason="odd lengths and groups"),
+    Case("large-mask-16x65535", 16, 65535, heads=8, kv_heads=2, head_dim=128, mask="b1qk", keep="blocks", reason="64 rows in a tile, blocks listed"),
+    Case("large-padding-1x32767", 1, 32767, batch=4, heads=8, kv_heads=8, head_dim=128, intervals="padding", reason="lists by intervals"),
+    Case("large-window-32x32768", 32, 32768, batch=1, heads=8, kv_heads=2, head_dim=256, causal=True, window=(20000, 0), reason="many tiles of queries"),
+    Case("large-one-split-1x1024", 1, 1024, batch=80, heads=16, kv_heads=8, head_dim=64, bias="b11k", reason="enough programs without splitting"),
+)  # fmt: skip
+interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
+RUNS = [pytest.param("cpu", dtype, marks=interpreted) for dtype in (torch.float32, torch.float16)]
+RUNS += [pytest.param("cuda", dtype, marks=NEEDS_CUDA) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of splits of the problems that the kernel got. Parts that nobody writes are NaN."""
+    splits: list[int] = []
+    forward = decoding.forward
+    unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
+    monkeypatch.setattr(decoding, "torch", unwritten)
+    monkeypatch.setattr(
+        decoding, "forward", lambda problem, *results: (splits.append(decoding.plan_of(problem).splits), forward(problem, *results))
+    )
+    return splits
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 32 keys, on a device with more processors than these tests have programs."""
+    monkeypatch.setattr(decoding, "LEAST_KEYS", 32)
+    monkeypatch.setattr(decoding, "KEYS_PER_ROW", 0)
+    monkeypatch.setattr(decoding, "processors", lambda device: 64)
+
+
+def assert_within_budget(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Out and lse alone: the backward pass is that of other problems."""
+    inputs = case.inputs(dtype, device)
+    out, lse = attention(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, return_lse=True, **case.options)
+    wrong = [str(verdict) for verdict in judge(dict(out=out, lse=lse), Standard.of(inputs, case.options)) if not verdict.passed]
+    assert not wrong, wrong
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_is_exact(case: Case, device: str, dtype: torch.dtype, reached: list[int]) -> None:
+    assert_within_budget(case, dtype, device)
+    assert reached == [2 if case.len_k < 97 or case.window else 3]
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask or case.intervals], ids=lambda case: case.name)
+def test_is_exact_by_lists(case: Case, device: str, reached: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of the blocks that are visited, as with more keys."""
+    monkeypatch.setattr(decoding, "LISTED_BYTES", 0)
+    assert_within_budget(case, torch.float16, device)
+    assert len(reached) == 1
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize(("most", "splits"), [(1, 1), (128, 24)])
+def test_one_split_and_more_than_there_are_tiles(
+    most: int, splits: int, device: str, dtype: torch.dtype, reached: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writes out and lse itself; of 24 most have no key."""
+    monkeypatch.setattr(decoding, "LEAST_KEYS", 4)
+    monkeypatch.setattr(decoding, "PROGRAMS_PER_PROCESSOR", 2 if most > 1 else 0)
+    assert_within_budget(Case("gqa", 3, 97, **GQA, bias="bhqk", mask="bhqk", keep="random-empty-rows", causal=True), dtype, device)
+    assert reached == [splits]
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+def test_gradients_follow(device: str, dtype: torch.dtype, reached: list[int]) -> None:
+    case = Case("gradients", 3, 97, **GQA, bias="bg1k", mask="b1qk", keep="random-empty-rows", causal=True)
+    wrong = [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed]
+    assert not wrong, wrong
+    assert reached == [3]
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_is_exact_at_real_sizes(case: Case, dtype: torch.dtype, reached: list[int]) -> None:
+    assert_within_budget(case, dtype, "cuda")
+    assert len(reached) == 1
+
+
+@needs_cuda
+def test_every_run_gives_the_same_bits() -> None:
+    inputs = LARGE[0].inputs(torch.bfloat16, "cuda")
+    given = dict(bias=inputs.bias, return_lse=True)
+    out, lse = attention(inputs.query, inputs.key, inputs.value, **given)
+    for _ in range(20):
+        again, lse_again = attention(inputs.query, inputs.key, inputs.value, **given)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("len_q", [1, 3])
+def test_serves_dynamic_masks(len_q: int, device: str, reached: list[int]) -> None:
+    """The kept keys, copied into the order of the plan, are an ordinary problem with intervals."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, len_q, 32), (2, 2, 150, 32), (2, 2, 150, 32), (2, 2, 150))
+    query, key, value, key_bias = (torch.randn(shape, generator=random).to(device) for shape in shapes)
+    out = dynamic_mask_attention(query, key, value, key_bias, keep=70)
+    assert reached == [2]
+    mask = reference.dynamic_mask(key_bias, 70, len_q=len_q)
+    expected = reference.attention(query.double(), key.double(), value.double(), mask=mask, bias=key_bias[:, :, None].double())
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def problem(len_q: int, len_k: int, heads: int = 32, kv_heads: int = 8, batch: int = 1, **given) -> Problem:
+    """Of tensors without storage of their own."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.zeros(1, dtype=torch.float16).expand(shape)
+
+    options = dict(mask=None, bias=None, causal=False, window=None, scale=None, softcap=None) | given
+    key = tensor(batch, kv_heads, len_k, 128)
+    return Problem.canonical(tensor(batch, heads, len_q, 128), key, key, **options)
+
+
+@pytest.fixture
+def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "processors", lambda device: 132)
+
+
+@pytest.mark.skipif(not ops.interpreting(), reason="the tiles of a GPU are asked for on a GPU")
+@pytest.mark.usefixtures("of_132_processors")
+@pytest.mark.parametrize(
+    ("given", "splits"),
+    [
+        (dict(len_q=1, len_k=131072), 33),
+        (dict(len_q=1, len_k=131072, causal=True, window=(4095, 0)), 16),
+        (dict(len_q=1, len_k=1024), 4),
+        (dict(len_q=4, len_k=1024), 2),
+        (dict(len_q=1, len_k=131072, heads=4, kv_heads=1), 128),
+        (dict(len_q=1, len_k=8192, batch=64), 1),
+        (dict(len_q=1, len_k=8192, heads=16, kv_heads=16, batch=4), 4),
+        (dict(len_q=64, len_k=65536), 4),
+    ],
+    ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles"],
+)
+def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int) -> None:
+    one = problem(**given)
+    assert decoding.takes(one)
+    assert decoding.plan_of(one).splits == splits
+    batch, heads, len_q, dim = one.query.shape
+    parts = splits * batch * heads * len_q * 4 * (dim + 1)
+    assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()
+
+
+@pytest.mark.skipif(not ops.interpreting(), reason="the tiles of a GPU are asked for on a GPU")
+@pytest.mark.usefixtures("of_132_processors")
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(len_q=1, len_k=511),
+        dict(len_q=1, len_k=131072, window=(400, 0)),
+        dict(len_q=4096, len_k=4096),
+        dict(len_q=64, len_k=1024, heads=8, kv_heads=8, batch=64),
+        dict(len_q=1, len_k=8192, dropout_p=0.1),
+        dict(len_q=1, len_k=8192, heads=71, kv_heads=1),
+        dict(len_q=1, len_k=8192, mask=IntervalMask(*torch.zeros((2, 1, 32, 8192), dtype=torch.int32))),
+    ],
+    ids=["few-keys", "narrow-window", "many-queries", "many-programs", "dropout", "large-group", "intervals-per-head"],
+)
+def test_leaves(given: dict) -> None:
+    assert not decoding.takes(problem(**given))
