@@ -86,7 +86,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, key_lists(problem, tile._replace(block_m=queries)) if listed else None),
+        rules=rules_of(problem, key_lists(problem, queries, tile.block_n) if listed else None),
         parts=strided(parts, heads),
         lse_parts=strided(lse_parts[..., None], heads),
         splits=splits,
@@ -169,15 +169,15 @@ def _split_kernel(
     q_tile = load_tile(q, by_row, rows, dims)  # [BLOCK_M, BLOCK_D]
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-    begin, end = key_range(rules, seq, rows, QUERIES, BLOCK_N)
-    steps = tl.cdiv(end - begin, BLOCK_N)
+    begin, end, full_end = key_range(rules, seq, rows, QUERIES, BLOCK_N)
+    steps = tl.cdiv(full_end - begin, BLOCK_N)
     split_begin = begin + steps * split // splits * BLOCK_N
     split_end = begin + steps * (split + 1) // splits * BLOCK_N
     for step in tl.range(split_begin, split_end, BLOCK_N):
-        start, full = key_step(rules, seq, rows, step, QUERIES, BLOCK_N)
+        start = key_step(rules, seq, rows, step, end, full_end, QUERIES, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-        s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, full, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
+        s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
@@ -189,7 +189,7 @@ def _split_kernel(
 
 @triton.jit
 def _scores(
-    q_tile, k_tile, rules, seq, by_row, rows, cols, full, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
+    q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
     bias2 = None
@@ -198,9 +198,9 @@ def _scores(
     elif rules.bias is not None:
         bias2 = load_bias2(rules, seq, rows, cols, False)
     if MASK_BY_HEAD:
-        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, full, False, PRECISION, bias2)
+        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, True, False, PRECISION, bias2)
     else:
-        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, full, False, PRECISION, bias2)
+        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, True, False, PRECISION, bias2)
     return s
 
 
