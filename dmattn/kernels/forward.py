@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import decoding, hopper_forward
+from . import decoding, hopper_forward, window_forward
 from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
@@ -17,6 +17,7 @@ from .sequence import place_sharing
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
 from .walk import key_lists, key_range, key_step
+from .windows import fits
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
@@ -26,6 +27,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
             scan(problem.mask, problem.states)
         if problem.order is not None:
             problem = reordered(problem)
+        if fits(problem):
+            window_forward.forward(problem, out, lse)
+            return
         if decoding.takes(problem):
             decoding.forward(problem, out, lse)
             return

@@ -14,7 +14,7 @@ from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .scores import load_bias2, rules_of, through_softcap
 from .softmax import probabilities
-from .tiles import launch_options, pick
+from .tiles import Tile, launch_options, pick
 
 SUMMING_PER_PROCESSOR = 2  # programs that sum dBias: as many as run at once by their registers, so that all of them end together
 PROGRAMS_PER_PROCESSOR = 12  # others: whole rounds, whether two, three or four run at once
@@ -42,7 +42,7 @@ def window_gradients(
 
     `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
     """
-    (_, heads, len_q, _), len_k = problem.query.shape, problem.key.shape[2]
+    heads = problem.query.shape[1]
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     if shared:
         slices = d_bias.shape[0] * d_bias.shape[1]
@@ -52,8 +52,6 @@ def window_gradients(
         slices = heads
         sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
         stored = d_bias
-    limits = pick("windows", problem)
-    tile = limits._replace(block_m=_block(len_q, limits.block_m), block_n=_block(len_k, limits.block_n))
     sums = None if key_sums is None else key_sums[:, :, 0]
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     _window_gradients_kernel[(slices * sharing.splits,)](
@@ -66,15 +64,20 @@ def window_gradients(
         sharing=sharing.argument,
         SUMMED=shared,
         HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
-        **launch_options(problem, tile, incoming[0], d_query, d_key, d_value, stored),
+        **launch_options(problem, tile_of(problem), incoming[0], d_query, d_key, d_value, stored),
     )
     if shared:
         sharing.sum_parts(stored, d_bias)
 
 
-def _block(length: int, most: int) -> int:
-    """A tile's side that holds a length."""
-    return min(most, max(LEAST_BLOCK, triton.next_power_of_2(length)))
+def tile_of(problem: Any) -> Tile:
+    """The smallest tile that holds all pairs of a problem that :func:`fits`."""
+    tile = pick("windows", problem)
+
+    def block(length: int, most: int) -> int:
+        return min(most, max(LEAST_BLOCK, triton.next_power_of_2(length)))
+
+    return tile._replace(block_m=block(problem.query.shape[2], tile.block_m), block_n=block(problem.key.shape[2], tile.block_n))
 
 
 @triton.jit
