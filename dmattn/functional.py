@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
-from . import ops  # noqa: F401  (registers torch.ops.dmattn)
 from .masks import IntervalMask
+from .ops import call
 from .problem import Problem, Window, check_tensor
 from .reference import logsumexp
 
@@ -254,8 +254,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor]:
             )
     if forward:
         raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
-    out, lse, _ = torch.ops.dmattn.forward(*problem.operands)
-    return out, lse
+    return call(problem)
 
 
 def _in_func_grad(x: Tensor) -> bool:

@@ -7,6 +7,8 @@ and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from types import ModuleType
@@ -34,10 +36,14 @@ _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in th
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
+    return _forward(*inputs)
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem = Problem(*inputs)
     out, lse, states = allocate_forward(problem)
     if out.numel() or lse.numel():
-        with torch.autocast(problem.query.device.type, enabled=False):
+        with _no_autocast(problem.query):
             _path(problem).forward(replace(problem, states=states), out, lse)
     return out, lse, states
 
@@ -50,13 +56,17 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
+    return _backward(d_out, d_lse, out, lse, needs, *inputs)
+
+
+def _backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
     problem = Problem(*inputs)
     gradients = allocate_backward(problem, needs)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
         return tuple(gradient.zero_() for gradient in gradients)
     wanted = [gradient if need and gradient.numel() else None for gradient, need in zip(gradients, needs, strict=True)]
     if any(gradient is not None for gradient in wanted):
-        with torch.autocast(problem.query.device.type, enabled=False):
+        with _no_autocast(problem.query):
             _path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
 
@@ -185,7 +195,9 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None
     needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, needs, *(given[name] for name in FIELDS))
+    operands = tuple(given[name] for name in FIELDS)
+    direct = _nothing_watches((d_out, *tensors)) and not torch.is_grad_enabled()  # which it is where a second derivative may be asked for
+    gradients = (_backward if direct else torch.ops.dmattn.backward)(d_out, d_lse, out, lse, needs, *operands)
     named = {name: gradient for name, gradient, need in zip(_NEEDS, gradients, needs, strict=True) if need}
     return tuple(named.get(name) for name in FIELDS)
 
@@ -199,6 +211,53 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
 
 forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(_refuse)
+
+
+def call(problem: Problem) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator, or where nobody can tell the difference by its functions alone.
+
+    What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
+    """
+    operands = problem.operands
+    tensors = tuple(x for x in operands if isinstance(x, Tensor))
+    if not _nothing_watches(tensors):
+        out, lse, _ = torch.ops.dmattn.forward(*operands)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out, lse, _ = _Direct.apply(*operands)
+    else:
+        out, lse, _ = _forward(*operands)
+    return out, lse
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's own functions, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, d_out, d_lse, None)
+
+
+def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")) for x in tensors)
+    )
+
+
+def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:
+    """Autocast is off inside, where it was on: the problem has its dtypes."""
+    device = query.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _path(problem: Problem) -> ModuleType:
