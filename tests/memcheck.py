@@ -31,6 +31,8 @@ CASES = (
     Case("window-dense-bias-odd-dims", 64, 37, heads=2, head_dim=20, value_dim=40, bias="bhqk", causal=True),
     Case("windows-in-parts-dropout", 17, 19, batch=70, bias="11qk", head_dim=64, dropout_p=0.2),
     Case("shared-bias-in-parts-odd-lengths", 97, 70, batch=64, heads=2, head_dim=40, bias="1hqk", mask="b11k"),
+    Case("rows-shared-bias-mask", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk", mask="b1qk", keep="random-empty-rows"),
+    Case("rows-dense-bias", 64, 128, batch=264, heads=1, head_dim=16, value_dim=32, bias="bhqk"),
     Case("hopper-dense-bias-causal", 136, 200, heads=2, head_dim=128, bias="bhqk", causal=True),
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-key-bias-odd-lengths", 131, 197, heads=2, head_dim=88, value_dim=72, bias="bh1k"),
