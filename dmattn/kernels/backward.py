@@ -1,6 +1,7 @@
 """The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
-Where all pairs of a (batch, head) fit one tile, one kernel does all of that.
+Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
+dQ, dK and dV.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
+from . import rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
 from .launch import launching
@@ -79,11 +81,14 @@ def _by_blocks(
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
-    stored = keys_wanted and _serves_queries(dense, problem)
-    if keys_wanted or key_sums is not None:
-        key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
-    if d_query is not None or (dense is not None and not stored):
-        query_gradients(problem, incoming, d_query, dense, stored)
+    if not rows.takes(problem):
+        stored = keys_wanted and _serves_queries(dense, problem)
+        if keys_wanted or key_sums is not None:
+            key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
+        if d_query is not None or (dense is not None and not stored):
+            query_gradients(problem, incoming, d_query, dense, stored)
+    elif keys_wanted or any(x is not None for x in (d_query, dense, key_sums)):
+        rows.row_gradients(problem, incoming, d_query, d_key, d_value, dense, key_sums)
     if shared:
         shared_gradient(problem, incoming, d_bias)
 

@@ -17,13 +17,14 @@ from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
-from .scores import rules_of
+from .scores import load_bias2, rules_of
 from .sequence import all_in_window, in_window
-from .softmax import score_gradient
+from .softmax import probabilities
 from .tiles import launch_options, pick
 
 PROGRAMS_PER_PROCESSOR = 4
-MEMORY_SHARE = 0.05  # of the bytes of query, key, value and bias, which the parts of a sum may take
+MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
+PARTS_ROWS, PARTS_COLS = 8, 64  # of the tile of a program that adds parts: small, as biases in many parts are small
 
 
 class BiasGradient(Enum):
@@ -65,7 +66,7 @@ class Sharing(NamedTuple):
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        room = int(MEMORY_SHARE * _size(problem) / (4 * d_bias.numel())) - 1  # less 1 for the sum of the parts
+        room = int(MEMORY_SHARE * _bytes_read(problem) / (4 * d_bias.numel()))
         return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)))
 
     @classmethod
@@ -82,9 +83,22 @@ class Sharing(NamedTuple):
         return torch.empty((self.splits * self.batch, *d_bias.shape[1:]), dtype=torch.float32, device=d_bias.device)
 
     def sum_parts(self, parts: Tensor, d_bias: Tensor) -> None:
-        """Fill `d_bias` from its parts, added in order."""
-        if self.splits > 1:
-            d_bias.copy_(parts.view(self.splits, *d_bias.shape).sum(0))
+        """Fill `d_bias` from its parts, added in order and rounded once."""
+        if self.splits == 1:
+            return
+        _, _, len_q, len_k = d_bias.shape
+        tiles = triton.cdiv(len_q, PARTS_ROWS) * triton.cdiv(len_k, PARTS_COLS)
+        _sum_parts_kernel[(tiles * self.batch * self.heads,)](
+            parts=strided(parts, self.heads),
+            d_bias=strided(d_bias, self.heads),
+            splits=self.splits,
+            slice_batch=self.batch,
+            slice_heads=self.heads,
+            len_q=len_q,
+            len_k=len_k,
+            BLOCK_M=PARTS_ROWS,
+            BLOCK_N=PARTS_COLS,
+        )
 
     @property
     def argument(self) -> tuple[int, int, int, int]:
@@ -96,6 +110,26 @@ def _even(members: int, most: int) -> int:
     """Into how many parts, at most `most`, members are split so that none is empty."""
     splits = max(1, min(members, most))
     return triton.cdiv(members, triton.cdiv(members, splits)) if members else 1
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts, d_bias, splits, slice_batch, slice_heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program: a tile of one slice of d_bias, the sum of that tile in its parts.
+
+    Grid of one axis: blocks of keys fastest, then blocks of queries, heads of slices, batch entries of slices.
+    """
+    blocks_m, blocks_n = tl.cdiv(len_q, BLOCK_M), tl.cdiv(len_k, BLOCK_N)
+    program = tl.program_id(0)
+    rows = Span(program // blocks_n % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    cols = Span(program % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
+    head = program // (blocks_m * blocks_n) % slice_heads
+    entry = program // (blocks_m * blocks_n) // slice_heads
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for part in tl.range(0, splits, loop_unroll_factor=4):  # loads of several parts under way at once
+        total += load_tile(parts, Sequence(part * slice_batch + entry, head, len_q, len_k), rows, cols)
+    store_tile(d_bias, Sequence(entry, head, len_q, len_k), rows, cols, total)
 
 
 def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
@@ -154,24 +188,25 @@ def _shared_gradient_kernel(
     if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), rows, cols, BLOCK_M, BLOCK_N):
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
+    bias2 = load_bias2(rules, Sequence(entry, bias_head * sharing_heads, len_q, len_k), rows, cols, False)  # every member's
     for member in tl.range(begin, end):
         seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
         if rules.mask is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
-                total += _member(tensors, rules, seq, rows, cols, False, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, False, dims, value_dims, PRECISION)
             elif live:
-                total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
         elif rules.first is not None:
             if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
         else:
-            total += _member(tensors, rules, seq, rows, cols, True, dims, value_dims, PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, bias2, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
     q_tile = load_tile(q, seq, rows, dims)
@@ -180,12 +215,15 @@ def _member(tensors, rules, seq, rows, cols, HIDES: tl.constexpr, dims, value_di
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    _, ds, _ = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, False, PRECISION)
-    return ds
+    p, _, d_p, _ = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, HIDES, False, PRECISION, bias2)
+    return p * (d_p - delta_rows[:, None])
 
 
-def _size(problem: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in (problem.query, problem.key, problem.value, problem.bias))
+def _bytes_read(problem: Any) -> int:
+    """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
+    query, value = problem.query, problem.value
+    outs = 2 * query[..., 0].numel() * value.shape[3] * query.element_size()
+    return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))
 
 
 @cache

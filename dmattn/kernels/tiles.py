@@ -22,7 +22,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows", whose tiles hold whole lengths
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows" and "rows", which keep whole lengths on chip
+_NO_ROWS = ((256, _NOTHING_FITS),)
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
 # 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/test_compile_targets.py), not by time.
@@ -34,11 +35,13 @@ _DEFAULT = {
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "windows": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
     "decoding": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
+    "rows": _NO_ROWS,
 }
 _TABLE = {
     # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
     # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
-    # lives, so that smaller ones waste less. Of "windows" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json).
+    # lives, so that smaller ones waste less. Of "windows" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "rows"
+    # (evoformer_row, benchmarks/NOTES.md); with two stages ptxas serialises the matrix products of "rows".
     "sm_90": {
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -52,8 +55,10 @@ _TABLE = {
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "windows": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
         "decoding": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+        "rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
     },
-    "hip": {
+    "hip": {"rows": _NO_ROWS}
+    | {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
         for kernel in ("forward", "keys", "queries", "products", "bias", "windows", "decoding")
     },
@@ -76,7 +81,7 @@ def pick(kernel: str, problem: Any) -> Tile:
         kinds.append(f"{kernel} with pairs")
     rows = table[next((kind for kind in kinds if kind in table), kernel)]
     if query.dtype == torch.float32:
-        rows = _WIDE_WINDOWS if kernel == "windows" else _WIDE_FLOATS
+        rows = {"windows": _WIDE_WINDOWS, "rows": _NO_ROWS}.get(kernel, _WIDE_FLOATS)
     tile = next(tile for largest, tile in rows if dim <= largest)
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout
