@@ -1,4 +1,6 @@
-"""The operators ``dmattn::forward``, ``backward``, ``lifetimes`` and ``best``: the one door to autograd, torch.compile and the device code.
+"""The operators ``dmattn::forward``, ``backward``, ``lifetimes`` and ``best``: the door to autograd, torch.compile and the device code.
+
+Eager calls with plain tensors reach the same functions by :func:`call`, past the dispatcher: a profiler shows no operator there.
 
 The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors,
 and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from . import chunked, selection
 from .problem import Problem
@@ -196,7 +200,8 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None
     if d_out is None:
         d_out = torch.zeros_like(out)
     operands = tuple(given[name] for name in FIELDS)
-    direct = _nothing_watches((d_out, *tensors)) and not torch.is_grad_enabled()  # which it is where a second derivative may be asked for
+    plain = _nothing_watches((d_out, d_lse, out, lse, *tensors))
+    direct = plain and not torch.is_grad_enabled()  # which it is where a second derivative may be asked for
     gradients = (_backward if direct else torch.ops.dmattn.backward)(d_out, d_lse, out, lse, needs, *operands)
     named = {name: gradient for name, gradient, need in zip(_NEEDS, gradients, needs, strict=True) if need}
     return tuple(named.get(name) for name in FIELDS)
@@ -248,10 +253,17 @@ def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())  # torch.set_default_device
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")) for x in tensors)
+        and all(x is None or _is_plain(x) for x in tensors)
     )
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
+    known = type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
+    return known and not x.is_neg() and not x._is_zerotensor()
 
 
 def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:

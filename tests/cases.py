@@ -239,6 +239,18 @@ HOPPER = (
     Case("hopper-key-bias-fp32-387x523", 387, 523, heads=6, kv_heads=2, head_dim=128, bias="bg1k", bias_dtype=torch.float32, causal=True, reason="odd lengths, sums over the group"),
     Case("hopper-query-bias-261x136", 261, 136, heads=2, head_dim=128, bias="bhq1", window=(40, None), reason="a window open to the right"),
     Case("hopper-scalar-bias-65x1", 65, 1, heads=4, head_dim=128, bias="1h11", reason="one key"),
+    Case("hopper-block-mask-window-900x1200", 900, 1200, heads=2, head_dim=128, mask="1hqk", keep="blocks", window=(300, 50), reason="empty, partial and full blocks"),
+    Case("hopper-block-mask-dense-bias-causal-264x528", 264, 528, heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True, reason="dS stored by lists"),
+    Case("hopper-empty-rows-mask-grouped-300x336", 300, 336, heads=4, kv_heads=2, head_dim=128, mask="bhqk", keep="random-empty-rows", bias="bgqk", reason="a list for every head"),
+    Case("hopper-padding-mask-260x391", 260, 391, batch=3, heads=2, head_dim=100, mask="b11k", bias="1hqk", reason="a mask by key"),
+    Case("hopper-query-mask-head-dim-64-260x391", 260, 391, heads=2, head_dim=64, mask="b1q1", bias="bg1k", reason="a mask by query"),
+    Case("hopper-mask-one-block-130x100", 130, 100, heads=2, head_dim=128, mask="bhqk", bias="bhq1", reason="one block of keys has no list"),
+    Case("hopper-scalar-mask-130x300", 130, 300, heads=2, head_dim=128, mask="bh11", reason="whole heads hidden"),
+    Case("hopper-documents-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k", reason="two consumers share a block of keys"),
+    Case("hopper-documents-dense-bias-causal-700", 700, heads=2, head_dim=128, intervals="documents", bias="bhqk", causal=True, reason="dS stored by two consumers"),
+    Case("hopper-intervals-window-300x700", 300, 700, heads=4, kv_heads=2, head_dim=128, intervals="random", window=(200, 100), reason="intervals and both sides of a window"),
+    Case("hopper-intervals-dense-bias-head-dim-64-704x304", 704, 304, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="the same at head dim 64"),
+    Case("hopper-padding-intervals-shared-bias-391", 391, batch=3, heads=2, head_dim=128, intervals="padding", bias="1hqk", reason="dBias by the portable kernel"),
 )  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, name in (
         (hopper_forward, "forward"),
         (hopper_key_grad, "key_gradients"),
+        (hopper_key_grad_intervals, "key_gradients"),
         (hopper_query_grad, "query_gradients"),
         (hopper_bias_grad, "shared_gradient"),
     ):
@@ -186,3 +187,9 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
     assert reached == ["forward"]
     out.backward(torch.randn_like(out))
     assert reached == ["forward", "key_gradients", "query_gradients", "shared_gradient"]
+    reached.clear()
+    attention(query, key, value, mask=IntervalMask.causal(LENGTH, LENGTH, device=device)).backward(torch.randn_like(out))
+    assert reached == ["forward", "key_gradients", "query_gradients"]
+    reached.clear()
+    attention(query, key, value, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device)).backward(torch.randn_like(out))
+    assert reached == ["forward", "key_gradients", "query_gradients"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import attention, ops, reference
@@ -330,3 +332,69 @@ def test_float32_precision_is_read_however_it_was_set() -> None:
     """By torch's setter, or by its newer attributes, after which torch.get_float32_matmul_precision() raises."""
     pytest.importorskip("triton", reason="the kernels need Triton")
     subprocess.run([sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], check=True)
+
+
+@pytest.fixture
+def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each pass was reached: "direct" or "operator"."""
+    names: list[str] = []
+    for name in ("_forward", "_backward"):
+        function = getattr(ops, name)
+
+        def recording(*arguments, function=function):
+            names.append("operator" if any(frame.name == "backend_impl" for frame in traceback.extract_stack(limit=8)) else "direct")
+            return function(*arguments)
+
+        monkeypatch.setattr(ops, name, recording)
+    return names
+
+
+def test_eager_calls_go_past_the_dispatcher_with_the_same_results(doors: list[str], device: str) -> None:
+    case = Case("direct", 37, 29, bias="1hqk", causal=True)
+    inputs = case.inputs(torch.float32, device)
+    direct = results(attention, inputs, case.options)
+    assert set(doors) == {"direct"}
+    doors.clear()
+    with _Nothing():
+        by_operator = results(attention, inputs, case.options)
+    assert set(doors) == {"operator"}
+    for name, value in direct.items():
+        assert torch.equal(value, by_operator[name]), name
+
+
+def test_a_default_device_is_no_watcher(doors: list[str], device: str) -> None:
+    inputs = Case("device", 5).inputs(torch.float32, device)
+    with torch.device(device):
+        attention(inputs.query, inputs.key, inputs.value)
+    assert doors == ["direct"]
+
+
+def test_signs_that_wait_to_be_applied_are_applied(device: str) -> None:
+    """`imag` of a conjugate is a plain tensor whose memory holds the negated values, as are gradients that come through one."""
+    inputs = Case("negative", 37, 29).inputs(torch.float32, device)
+    imaginary = torch.complex(torch.zeros_like(inputs.query), -inputs.query)
+    assert imaginary.conj().imag.is_neg()
+    got = attention(imaginary.conj().imag, inputs.key, inputs.value)
+    torch.testing.assert_close(got, attention(inputs.query, inputs.key, inputs.value))
+    gradients = []
+    for through in (lambda x: torch.complex(torch.zeros_like(x), x).conj().imag.neg(), lambda x: x):
+        query = inputs.query.detach().clone().requires_grad_()
+        out, lse = attention(query, inputs.key, inputs.value, return_lse=True)
+        (through(out).square().sum() + through(lse).square().sum()).backward()
+        gradients.append(query.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_zero_gradient_without_memory(device: str) -> None:
+    inputs = Case("zero", 37, 29).inputs(torch.float32, device)
+    query = inputs.query.requires_grad_()
+    out = attention(query, inputs.key, inputs.value)
+    (gradient,) = torch.autograd.grad(out, query, torch._efficientzerotensor(out.shape, dtype=out.dtype, device=out.device))
+    assert not gradient.any()
+
+
+class _Nothing(TorchDispatchMode):
+    """A mode that is shown every operator, and lets it through."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))

@@ -37,7 +37,7 @@ def documents(
 
     Raises:
         ValueError: one of the two is missing, the batch is larger than 1, or the lengths are not as above. What they hold is read once for
-            a tensor, for which a GPU is waited for; while tracing it is asserted where the graph runs, without a ValueError.
+            a tensor, for which a GPU is waited for, and again when PyTorch has seen it change (through NumPy or ``.data`` it does not); while tracing it is asserted where the graph runs, without a ValueError.
         TypeError: one of them is not an integer tensor.
     """
     ends = []
@@ -81,9 +81,10 @@ def _checked_lengths(name: str, lengths: Tensor | None, states: Tensor) -> Tenso
         raise ValueError(f"dmattn: {name}: expected shape (documents + 1,), received {tuple(lengths.shape)}")
     if batch != 1:
         raise ValueError(f"dmattn: {name}: expected a batch of 1, in whose row all documents lie, received a batch of {batch}")
-    traced = is_tracing(lengths)
-    read = None if traced or lengths.is_inference() else (lengths._version, end)
-    if read is None or _checked.get(lengths) != read:
+    lengths, given = lengths.long(), lengths  # unsigned differences would wrap
+    traced = is_tracing(given)
+    read = None if traced or given.is_inference() else (given._version, end)
+    if read is None or _checked.get(given) != read:
         right = (lengths[0] == 0) & (lengths[-1] == end) & (lengths.diff() >= 0).all()
         expected = f"lengths that rise from 0 to the {end} tokens of the sequence"
         if traced:
@@ -91,7 +92,7 @@ def _checked_lengths(name: str, lengths: Tensor | None, states: Tensor) -> Tenso
         elif not right:
             raise ValueError(f"dmattn: {name}: expected {expected}, received {_shown(lengths.tolist())}")
         if read is not None:
-            _checked[lengths] = read
+            _checked[given] = read
     return lengths.to(states.device)
 
 
