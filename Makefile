@@ -67,7 +67,9 @@ gpu: $(installed)
 
 memcheck: $(installed)
 	TRITON_INTERPRET=0 compute-sanitizer --tool memcheck --error-exitcode 1 $(python) tests/memcheck.py
-	TRITON_INTERPRET=0 compute-sanitizer --tool racecheck --error-exitcode 1 $(python) tests/memcheck.py
+	@# It knows nothing of barriers in shared memory, by which Hopper's kernels wait, NVIDIA's own (nvjet) as well.
+	TRITON_INTERPRET=0 compute-sanitizer --tool racecheck --kernel-name-exclude kernel_substring=nvjet --error-exitcode 1 \
+		$(python) tests/memcheck.py --portable
 
 lint: $(installed)
 	$(python) -m ruff check .
