@@ -31,7 +31,7 @@ endif
 
 # One thread a worker: small operations on several threads wait for each other more than they compute. Plugins are used where they are installed.
 pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.util import find_spec as has; \
-	print('-n $(WORKERS)' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
+	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full test-pytorch test-kernels gpu memcheck lint bench
