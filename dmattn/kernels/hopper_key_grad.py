@@ -213,102 +213,37 @@ def _consume(
             if rules.right is not None or not EVEN_N:
                 for start in range(begin, open_begin, BLOCK_M):
                     dk, dv, sums = tile(
-                        fixed,
-                        this,
-                        per_key,
-                        dk,
-                        dv,
-                        sums,
-                        stage_of(step, STAGES),
-                        _place(step, which),
-                        start,
-                        col,
-                        PAIRS,
-                        FACTOR,
-                        DIM,
-                        EVEN_M,
-                        True,
-                    )
+                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                        start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                    )  # fmt: skip
                     step += 1
             for start in range(open_begin, open_end, BLOCK_M):
                 dk, dv, sums = tile(
-                    fixed,
-                    this,
-                    per_key,
-                    dk,
-                    dv,
-                    sums,
-                    stage_of(step, STAGES),
-                    _place(step, which),
-                    start,
-                    col,
-                    PAIRS,
-                    FACTOR,
-                    DIM,
-                    EVEN_M,
-                    False,
-                )
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
+                )  # fmt: skip
                 step += 1
             if rules.left is not None:
                 for start in range(open_end, end, BLOCK_M):
                     dk, dv, sums = tile(
-                        fixed,
-                        this,
-                        per_key,
-                        dk,
-                        dv,
-                        sums,
-                        stage_of(step, STAGES),
-                        _place(step, which),
-                        start,
-                        col,
-                        PAIRS,
-                        FACTOR,
-                        DIM,
-                        EVEN_M,
-                        True,
-                    )
+                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                        start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                    )  # fmt: skip
                     step += 1
         else:
             for position in range(begin, end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
                 dk, dv, sums = tile(
-                    fixed,
-                    this,
-                    per_key,
-                    dk,
-                    dv,
-                    sums,
-                    stage_of(step, STAGES),
-                    _place(step, which),
-                    start,
-                    col,
-                    PAIRS,
-                    FACTOR,
-                    DIM,
-                    EVEN_M,
-                    True,
-                )
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                )  # fmt: skip
                 step += 1
             for position in range(end, full_end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
                 dk, dv, sums = tile(
-                    fixed,
-                    this,
-                    per_key,
-                    dk,
-                    dv,
-                    sums,
-                    stage_of(step, STAGES),
-                    _place(step, which),
-                    start,
-                    col,
-                    PAIRS,
-                    FACTOR,
-                    DIM,
-                    EVEN_M,
-                    False,
-                )
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
+                )  # fmt: skip
                 step += 1
         if d_bias is not None and rules.lists is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
