@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,14 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
     )  # fmt: skip
     if workload is DYNAMIC:
         order, first, last = lifetimes(given["bias"][:, :, 0], None, KEEP, workload.len_q)
-        problem = reordered(replace(problem, first=first, last=last, order=order))
+        problem = reordered(problem._replace(first=first, last=last, order=order))
     return problem, given["d_out"]
 
 
 def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
     """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
     out, lse, states = ops.allocate_forward(problem)
-    problem = replace(problem, states=states)
+    problem = problem._replace(states=states)
     forward(problem, out, lse)
     if decoding.takes(problem):
         return {"decoding": lambda: forward(problem, out, lse)}

@@ -7,7 +7,6 @@ is computed in float32 and rounded once, as the kernels do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ MIN_ROWS = 16
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
     dtype = _compute_dtype(problem)
-    problem = replace(problem, key=problem.key.to(dtype), value=problem.value.to(dtype))
+    problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
     for rows, chunk in _chunks(problem):
         out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, problem.query.shape[2])
 
@@ -52,7 +51,7 @@ def backward(
     key_sum, value_sum, bias_sum = (
         None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
     )
-    for rows, chunk in _chunks(replace(problem, key=key, value=value)):
+    for rows, chunk in _chunks(problem._replace(key=key, value=value)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, problem.query.shape[2])
         empty = lse[:, :, rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
@@ -91,7 +90,7 @@ def _chunks(problem: Problem) -> Iterator[tuple[slice, Problem]]:
     for start in range(0, len_q, step):
         rows = slice(start, min(start + step, len_q))
         mask, bias = (x[:, :, rows] if x is not None and x.shape[2] > 1 else x for x in (problem.mask, problem.bias))
-        yield rows, replace(problem, query=problem.query[:, :, rows], mask=mask, bias=bias)
+        yield rows, problem._replace(query=problem.query[:, :, rows], mask=mask, bias=bias)
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:

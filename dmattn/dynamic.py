@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -98,13 +97,10 @@ def dynamic_mask_attention(
         return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
     valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
     order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
-    problem = replace(
-        Problem.canonical(
-            query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], causal=False, window=None, scale=scale, softcap=None
-        ),
-        order=order,
+    problem = Problem.canonical(
+        query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], causal=False, window=None, scale=scale, softcap=None
     )
-    out, lse = run(problem)
+    out, lse = run(problem._replace(order=order))
     return (out, lse) if return_lse else out
 
 

@@ -244,15 +244,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 def run(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem, differentiable."""
     tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
-    if torch.compiler.is_compiling():  # which cannot look into a tensor, but sees that a derivative is being taken
-        forward = forward_ad._current_level >= 0
-    else:
-        forward = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-        if any(_in_func_grad(x) for x in tensors):
-            raise RuntimeError(
-                "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
-            )
-    if forward:
+    compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
+    if not compiling and functorch.peek_interpreter_stack() is not None and any(_in_func_grad(x) for x in tensors):
+        raise RuntimeError(
+            "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
+        )
+    if forward_ad._current_level >= 0 and (compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)):
         raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
     return call(problem)
 

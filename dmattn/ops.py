@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,10 +24,11 @@ from . import chunked, selection
 from .problem import Problem
 from .states import states_shape
 
-FIELDS = tuple(field.name for field in fields(Problem))  # the arguments of forward, and the last of backward, in order
-_TYPES = {"Tensor": "Tensor", "Tensor | None": "Tensor?", "int | None": "SymInt?", "float": "float", "float | None": "float?"}
-_INPUTS = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(Problem))
-_TENSORS = tuple(field.name for field in fields(Problem) if "Tensor" in str(field.type))
+FIELDS = Problem._fields  # the arguments of forward, and the last of backward, in order
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
+_INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
+_TENSORS = tuple(name for name, kind in get_type_hints(Problem).items() if _TYPES[kind].startswith("Tensor"))
+_SAVED = object()  # stands where a saved tensor belongs
 _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
 
 
@@ -40,15 +40,15 @@ _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in th
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
-    return _forward(*inputs)
+    out, lse, states = _forward(Problem(*inputs))
+    return out, lse, _present(states, out)
 
 
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem = Problem(*inputs)
+def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse, states = allocate_forward(problem)
     if out.numel() or lse.numel():
         with _no_autocast(problem.query):
-            _path(problem).forward(replace(problem, states=states), out, lse)
+            _path(problem).forward(problem if states is None else problem._replace(states=states), out, lse)
     return out, lse, states
 
 
@@ -60,19 +60,25 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
-    return _backward(d_out, d_lse, out, lse, needs, *inputs)
+    return tuple(_present(gradient, out) for gradient in _backward(d_out, d_lse, out, lse, needs, Problem(*inputs)))
 
 
-def _backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
-    problem = Problem(*inputs)
+def _backward(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: Sequence[bool], problem: Problem
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     gradients = allocate_backward(problem, needs)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
-        return tuple(gradient.zero_() for gradient in gradients)
-    wanted = [gradient if need and gradient.numel() else None for gradient, need in zip(gradients, needs, strict=True)]
+        return tuple(gradient if gradient is None else gradient.zero_() for gradient in gradients)
+    wanted = [None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients]
     if any(gradient is not None for gradient in wanted):
         with _no_autocast(problem.query):
             _path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
+
+
+def _present(x: Tensor | None, like: Tensor) -> Tensor:
+    """An operator's result: empty where there is none."""
+    return like.new_empty(0, dtype=torch.uint8) if x is None else x
 
 
 @torch.library.custom_op(
@@ -134,36 +140,38 @@ def _(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> t
     return allocate_best(key_bias, keep, len_q)
 
 
-def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """Uninitialised (out, lse, states). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view.
 
-    `states` is empty without a mask, and on the PyTorch path.
+    `states` are None without a mask, and on the PyTorch path.
     """
-    batch, heads, len_q, _ = problem.query.shape
+    query = problem.query
+    batch, heads, len_q, _ = query.shape
     shape = (batch, heads, len_q, problem.value.shape[3])
     # not a transposed view, which the caller could not change in place
-    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=problem.query.dtype, device=problem.query.device)
-    dtype = torch.float64 if problem.query.dtype == torch.float64 else torch.float32
-    states = states_shape(problem.mask) if problem.mask is not None and _by_kernels(problem.query) else (0,)
-    return out, out.new_empty((batch, heads, len_q), dtype=dtype), out.new_empty(states, dtype=torch.uint8)
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+    lse = query.new_empty((batch, heads, len_q), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    if problem.mask is None or not _by_kernels(query):
+        return out, lse, None
+    return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
 
 
-def allocate_backward(problem: Problem, needs: list[bool]) -> tuple[Tensor, ...]:
-    """Uninitialised gradients: strides like the inputs, the bias's contiguous; an empty tensor where none is needed."""
+def allocate_backward(problem: Problem, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Uninitialised gradients: strides like the inputs, the bias's contiguous; None where none is needed."""
     query, key, value, bias = (getattr(problem, name) if need else None for name, need in zip(_NEEDS, needs, strict=True))
-    gradients = [problem.query.new_empty(0) if x is None else torch.empty_like(x) for x in (query, key, value)]
-    gradients.append(problem.query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
-    return tuple(gradients)
+    gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
+    return (*gradients, None if bias is None else bias.new_empty(bias.shape))
 
 
 @forward.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return allocate_forward(Problem(*inputs))
+    out, lse, states = allocate_forward(Problem(*inputs))
+    return out, lse, _present(states, out)
 
 
 @backward.register_fake
 def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
-    return allocate_backward(Problem(*inputs), needs)
+    return tuple(_present(gradient, out) for gradient in allocate_backward(Problem(*inputs), needs))
 
 
 @forward.register_vmap
@@ -184,26 +192,36 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch)), states), (0, 0, None)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    out, lse, states = output
+def _save(ctx: Any, problem: Problem, out: Tensor, lse: Tensor, states: Tensor | None) -> None:
+    """Keep what :func:`_gradients` takes."""
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(states)
-    given = {**dict(zip(FIELDS, inputs, strict=True)), "states": states}
-    ctx.save_for_backward(*(given.pop(name) for name in _TENSORS), out, lse)
-    ctx.rules = given
+    problem = problem._replace(states=states)
+    ctx.save_for_backward(*(x for x in problem if isinstance(x, Tensor)), out, lse)
+    ctx.problem = tuple(_SAVED if isinstance(x, Tensor) else x for x in problem)
 
 
-def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Of query, key, value and bias, each None unless it is needed."""
     *tensors, out, lse = ctx.saved_tensors
-    given = {**ctx.rules, **dict(zip(_TENSORS, tensors, strict=True))}
-    needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
+    saved = iter(tensors)
+    problem = Problem(*(next(saved) if x is _SAVED else x for x in ctx.problem))
     if d_out is None:
         d_out = torch.zeros_like(out)
-    operands = tuple(given[name] for name in FIELDS)
     plain = _nothing_watches((d_out, d_lse, out, lse, *tensors))
-    direct = plain and not torch.is_grad_enabled()  # which it is where a second derivative may be asked for
-    gradients = (_backward if direct else torch.ops.dmattn.backward)(d_out, d_lse, out, lse, needs, *operands)
-    named = {name: gradient for name, gradient, need in zip(_NEEDS, gradients, needs, strict=True) if need}
+    if plain and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
+        return list(_backward(d_out, d_lse, out, lse, needs, problem))
+    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+
+
+def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[2])
+    _save(ctx, Problem(*inputs), *output)
+
+
+def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
+    named = dict(zip(_NEEDS, _gradients(ctx, d_out, d_lse, needs), strict=True))
     return tuple(named.get(name) for name in FIELDS)
 
 
@@ -214,7 +232,7 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
-forward.register_autograd(_differentiate, setup_context=_save)
+forward.register_autograd(_gradients_of_operator, setup_context=_save_of_operator)
 backward.register_autograd(_refuse)
 
 
@@ -223,29 +241,27 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
     What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
     """
-    operands = problem.operands
-    tensors = tuple(x for x in operands if isinstance(x, Tensor))
-    if not _nothing_watches(tensors):
-        out, lse, _ = torch.ops.dmattn.forward(*operands)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        out, lse, _ = _Direct.apply(*operands)
-    else:
-        out, lse, _ = _forward(*operands)
-    return out, lse
+    if not _nothing_watches([x for x in problem if isinstance(x, Tensor)]):
+        out, lse, _ = torch.ops.dmattn.forward(*problem)
+        return out, lse
+    learned = [getattr(problem, name) for name in _NEEDS]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
+        return _Direct.apply(problem, *learned)
+    return _forward(problem)[:2]
 
 
 class _Direct(torch.autograd.Function):
     """The operator's own functions, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, problem: Problem, *learned: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse, states = _forward(problem)
+        _save(ctx, problem, out, lse, states)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, d_out, d_lse, None)
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx, d_out, d_lse, ctx.needs_input_grad[1:])
 
 
 def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
@@ -262,8 +278,7 @@ def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
-    known = type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
-    return known and not x.is_neg() and not x._is_zerotensor()
+    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor()
 
 
 def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:

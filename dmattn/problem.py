@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,9 +20,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Validated arguments of one call, in the form that the operators take.
+class Problem(NamedTuple):
+    """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
     ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
     have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
@@ -54,11 +52,6 @@ class Problem:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     states: Tensor | None = None
-
-    @property
-    def operands(self) -> tuple:
-        """The fields in order, as the operators take them."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def canonical(

@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +153,7 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, **case.options)
     if case.intervals is not None:
         bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")
-        problem = Problem(*problem.operands[:4], bound, bound, *problem.operands[6:])
+        problem = problem._replace(first=bound, last=bound)
     return problem
 
 
@@ -162,7 +161,7 @@ def dynamic(case: Case, dtype: torch.dtype) -> Problem:
     """The same under a dynamic mask, without its plan."""
     problem = meta(case, dtype)
     first, last, order = (torch.empty(problem.key.shape[:3], dtype=torch.int32, device="meta") for _ in range(3))
-    return replace(problem, first=first, last=last, order=order)
+    return problem._replace(first=first, last=last, order=order)
 
 
 def report(name: str) -> list[dict[str, Any]]:
@@ -171,7 +170,7 @@ def report(name: str) -> list[dict[str, Any]]:
     problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
     for case_name, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
         out, lse, states = ops.allocate_forward(problem)
-        problem = replace(problem, states=states)
+        problem = problem._replace(states=states)
         gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
         with compiling_only(gpu_target(name), seen) as records:
             kernels.forward(problem, out, lse)
@@ -181,7 +180,7 @@ def report(name: str) -> list[dict[str, Any]]:
         problem = meta(case, dtype)
         out, lse, states = ops.allocate_forward(problem)
         with compiling_only(gpu_target(name), seen) as records:
-            kernels.forward(replace(problem, states=states), out, lse)
+            kernels.forward(problem._replace(states=states), out, lse)
         rows += [{"target": name, "case": case.name, **record} for record in records]
     for case_name, length in PLANS:
         key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)

@@ -159,7 +159,7 @@ def test_opcheck(device: str) -> None:
     query, key, value = (x.detach() for x in qkv(device, 17))
     operands = dmattn.problem.Problem.canonical(
         query, key, value, mask=None, bias=None, causal=True, window=None, scale=None, softcap=None, dropout_p=P
-    ).operands
+    )
     torch.library.opcheck(torch.ops.dmattn.forward, operands)
 
 

@@ -37,14 +37,14 @@ def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Te
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_opcheck(case: Case, device: str) -> None:
     problem, d_out, d_lse = problem_of(case, device)
-    operands = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in problem.operands]
+    operands = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in problem]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     if not ops.interpreting():
         tests = (*tests, "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
-    out, lse, states = torch.ops.dmattn.forward(*problem.operands)
+    out, lse, states = torch.ops.dmattn.forward(*problem)
     needs = [True, True, True, problem.bias is not None]
-    arguments = (d_out, d_lse, out, lse, needs, *replace(problem, states=states).operands)
+    arguments = (d_out, d_lse, out, lse, needs, *problem._replace(states=states))
     torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -311,9 +311,9 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
 PRECISIONS = """
 import torch
 from benchmarks import harness
-from dmattn.kernels.tiles import _dot_precision
+from dmattn.kernels.tiles import dot_precision
 single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
-assert _dot_precision(single) == "ieee"
+assert dot_precision(single) == "ieee"
 for line in (
     'torch.backends.fp32_precision = "tf32"',
     'torch.backends.cuda.matmul.fp32_precision = "tf32"',
@@ -321,10 +321,10 @@ for line in (
     'torch.backends.cuda.matmul.allow_tf32 = True',
 ):
     exec(line)
-    assert (_dot_precision(single), _dot_precision(half)) == ("tf32", "ieee"), line
+    assert (dot_precision(single), dot_precision(half)) == ("tf32", "ieee"), line
     assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
     torch.set_float32_matmul_precision("highest")
-    assert _dot_precision(single) == "ieee", line
+    assert dot_precision(single) == "ieee", line
 """
 
 

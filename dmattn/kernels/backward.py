@@ -15,10 +15,10 @@ from ..broadcast import per_query_gradient
 from . import rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
-from .launch import launching
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import put_back, reordered
+from .replay import launch, replayed
 from .sequence import place
 from .tiles import block_dim
 from .windows import fits, window_gradients
@@ -26,6 +26,7 @@ from .windows import fits, window_gradients
 DELTA_ROWS = 32
 
 
+@replayed
 def backward(
     problem: Any,
     out: Tensor,
@@ -39,14 +40,13 @@ def backward(
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
     if problem.order is not None:
-        with launching(problem.query):
-            problem, order = reordered(problem), problem.order
-            shapes = (problem.key, problem.value, problem.bias)
-            gradients = (d_key, d_value, d_bias)
-            listed = tuple(None if x is None else torch.empty_like(shape) for x, shape in zip(gradients, shapes, strict=True))
-            backward(problem, out, lse, d_out, d_lse, d_query, *listed)
-            if any(gradient is not None for gradient in gradients):
-                put_back(order, listed, gradients)
+        problem, order = reordered(problem), problem.order
+        shapes = (problem.key, problem.value, problem.bias)
+        gradients = (d_key, d_value, d_bias)
+        listed = tuple(None if x is None else torch.empty_like(shape) for x, shape in zip(gradients, shapes, strict=True))
+        backward(problem, out, lse, d_out, d_lse, d_query, *listed)
+        if any(gradient is not None for gradient in gradients):
+            put_back(order, listed, gradients)
         return
     kind = None if d_bias is None else BiasGradient.of(d_bias, problem)
     d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
@@ -54,18 +54,17 @@ def backward(
     if kind is BiasGradient.PER_KEY:
         parts = 1 if fits(problem) else parts_of_key_sums(problem, d_out)
         key_sums = lse.new_empty((*lse.shape[:2], parts, problem.key.shape[2]))
-    with launching(problem.query):
-        wanted = (d_query, d_key, d_value, d_pairs, key_sums)
-        if all(gradient is None for gradient in wanted):
-            pass  # a gradient per query alone is that of lse
-        elif fits(problem):
-            window_gradients(problem, (d_out, lse, d_lse), *wanted)
-        else:
-            _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted)
-        if kind is BiasGradient.PER_KEY:
-            sum_of_key_sums(key_sums, d_bias)
-        elif kind is BiasGradient.PER_QUERY:
-            per_query_gradient(lse, d_lse, d_bias)
+    wanted = (d_query, d_key, d_value, d_pairs, key_sums)
+    if all(gradient is None for gradient in wanted):
+        pass  # a gradient per query alone is that of lse
+    elif fits(problem):
+        window_gradients(problem, (d_out, lse, d_lse), *wanted)
+    else:
+        _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted)
+    if kind is BiasGradient.PER_KEY:
+        sum_of_key_sums(key_sums, d_bias)
+    elif kind is BiasGradient.PER_QUERY:
+        per_query_gradient(lse, d_lse, d_bias)
 
 
 def _by_blocks(
@@ -105,7 +104,9 @@ def _delta(out: Tensor, d_out: Tensor, d_lse: Tensor | None, lse: Tensor) -> Ten
     """delta = rowsum(dO * O) - dLSE, (B, H, Sq) float32; 0 for an empty row, whose dLSE may be anything."""
     batch, heads, len_q, value_dim = out.shape
     delta = lse.new_empty(lse.shape)
-    _delta_kernel[(triton.cdiv(len_q, DELTA_ROWS) * heads * batch,)](
+    launch(
+        _delta_kernel,
+        triton.cdiv(len_q, DELTA_ROWS) * heads * batch,
         out=strided(out, heads),
         d_out=strided(d_out, heads),
         lse=strided(lse, heads),

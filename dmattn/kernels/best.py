@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .ascending import ascending
-from .launch import launching
 from .layout import Sequence, Span, inside, load_rows, strided
+from .replay import launch, replayed
 
 TILE = 4096  # keys at once
 MOST_TILES = 64  # programs of a sequence, at most: each reads what all of them counted
@@ -25,6 +25,7 @@ DIGIT = tl.constexpr(8)  # bits. tl.histogram takes time in proportion to its bi
 BINS = tl.constexpr(1 << DIGIT.value)
 
 
+@replayed
 def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | None, last: Tensor | None, len_q: int) -> None:
     """Fill `order` (B, Hk, keep) with positions, ascending, `last` (B, Hk, Sk) with `len_q` or 0, and `first`, one number, with 0.
 
@@ -43,41 +44,46 @@ def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | 
     )
     rules = dict(len_k=len_k, row=row, tiles=tiles, steps=steps, TILE=TILE, num_warps=8)
     shift = (16 if key_bias.element_size() == 2 else 32) - DIGIT.value
-    with launching(key_bias):
-        _numbers_kernel[(sequences * tiles,)](
-            key_bias=strided(key_bias, heads),
-            valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
+    launch(
+        _numbers_kernel,
+        sequences * tiles,
+        key_bias=strided(key_bias, heads),
+        valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
+        numbers_ptr=numbers,
+        counts_ptr=counts,
+        state_ptr=state,
+        shift=shift,
+        keep=order.shape[-1],
+        heads=heads,
+        **rules,
+    )
+    for lower in range(shift - DIGIT.value, -1, -DIGIT.value):
+        launch(
+            _digits_kernel,
+            sequences * tiles,
             numbers_ptr=numbers,
             counts_ptr=counts,
+            next_counts_ptr=next_counts,
             state_ptr=state,
-            shift=shift,
-            keep=order.shape[-1],
-            heads=heads,
-            **rules,
-        )
-        for lower in range(shift - DIGIT.value, -1, -DIGIT.value):
-            _digits_kernel[(sequences * tiles,)](
-                numbers_ptr=numbers,
-                counts_ptr=counts,
-                next_counts_ptr=next_counts,
-                state_ptr=state,
-                shift=lower,
-                **rules,
-                TILES_AT_ONCE=TILES_AT_ONCE,
-            )
-            counts, next_counts = next_counts, counts
-        _best_kernel[(sequences * tiles,)](
-            numbers_ptr=numbers,
-            counts_ptr=counts,
-            state_ptr=state,
-            order_ptr=order,
-            first_ptr=first,
-            last_ptr=last,
-            keep=order.shape[-1],
-            len_q=len_q,
+            shift=lower,
             **rules,
             TILES_AT_ONCE=TILES_AT_ONCE,
         )
+        counts, next_counts = next_counts, counts
+    launch(
+        _best_kernel,
+        sequences * tiles,
+        numbers_ptr=numbers,
+        counts_ptr=counts,
+        state_ptr=state,
+        order_ptr=order,
+        first_ptr=first,
+        last_ptr=last,
+        keep=order.shape[-1],
+        len_q=len_q,
+        **rules,
+        TILES_AT_ONCE=TILES_AT_ONCE,
+    )
 
 
 @triton.jit(do_not_specialize=["shift", "keep", "tiles"])

@@ -17,6 +17,7 @@ from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
+from .replay import launch
 from .scores import load_bias2, rules_of
 from .sequence import all_in_window, in_window
 from .softmax import probabilities
@@ -88,7 +89,9 @@ class Sharing(NamedTuple):
             return
         _, _, len_q, len_k = d_bias.shape
         tiles = triton.cdiv(len_q, PARTS_ROWS) * triton.cdiv(len_k, PARTS_COLS)
-        _sum_parts_kernel[(tiles * self.batch * self.heads,)](
+        launch(
+            _sum_parts_kernel,
+            tiles * self.batch * self.heads,
             parts=strided(parts, self.heads),
             d_bias=strided(d_bias, self.heads),
             splits=self.splits,
@@ -145,7 +148,9 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
     if on_hopper:
         hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.argument)
     else:
-        _shared_gradient_kernel[(tiles * sharing.splits,)](
+        launch(
+            _shared_gradient_kernel,
+            tiles * sharing.splits,
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .replay import launch
 from .scores import LOG2E, load_bias2, rules_of, scores
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import Tile, block_dim, launch_options, pick
@@ -82,7 +83,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
     options = launch_options(problem, tile, out)
     del options["EVEN_M"]
-    _split_kernel[(programs * splits,)](
+    launch(
+        _split_kernel,
+        programs * splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
@@ -104,7 +107,9 @@ def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, sp
     """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
     batch, heads, len_q, value_dim = out.shape
     dims = min(MERGED_DIMS, block_dim(value_dim))
-    _merge_splits_kernel[(triton.cdiv(value_dim, dims) * len_q * heads * batch,)](
+    launch(
+        _merge_splits_kernel,
+        triton.cdiv(value_dim, dims) * len_q * heads * batch,
         parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
         lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
         out=strided(out, heads),

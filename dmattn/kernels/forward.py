@@ -7,11 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import decoding, hopper_forward, window_forward
-from .launch import launching
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
 from .pairs_kept import kept_factor
 from .reorder import reordered
+from .replay import launch, replayed
 from .scores import rules_of, scores
 from .sequence import place_sharing
 from .softmax import softmax_finish, softmax_start, softmax_step
@@ -20,33 +20,35 @@ from .walk import key_lists, key_range, key_step
 from .windows import fits
 
 
+@replayed
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
-    with launching(problem.query):
-        if problem.mask is not None:
-            scan(problem.mask, problem.states)
-        if problem.order is not None:
-            problem = reordered(problem)
-        if fits(problem):
-            window_forward.forward(problem, out, lse)
-            return
-        if decoding.takes(problem):
-            decoding.forward(problem, out, lse)
-            return
-        if hopper_forward.takes(problem):
-            hopper_forward.forward(problem, out, lse)
-            return
-        batch, heads, len_q, _ = problem.query.shape
-        tile = pick("forward", problem)
-        _forward_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
-            rules=rules_of(problem, key_lists(problem, *tile[:2])),
-            out=strided(out, heads),
-            lse=strided(lse, heads),
-            **launch_options(problem, tile, out),
-        )
+    if problem.mask is not None:
+        scan(problem.mask, problem.states)
+    if problem.order is not None:
+        problem = reordered(problem)
+    if fits(problem):
+        window_forward.forward(problem, out, lse)
+        return
+    if decoding.takes(problem):
+        decoding.forward(problem, out, lse)
+        return
+    if hopper_forward.takes(problem):
+        hopper_forward.forward(problem, out, lse)
+        return
+    batch, heads, len_q, _ = problem.query.shape
+    tile = pick("forward", problem)
+    launch(
+        _forward_kernel,
+        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, key_lists(problem, *tile[:2])),
+        out=strided(out, heads),
+        lse=strided(lse, heads),
+        **launch_options(problem, tile, out),
+    )
 
 
 @triton.jit

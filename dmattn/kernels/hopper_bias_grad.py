@@ -25,6 +25,7 @@ from .hopper import (
     tiled,
 )
 from .layout import Sequence, Span, slice_pointer, strided
+from .replay import launch
 from .scores import rules_of
 from .sequence import in_window
 from .softmax import divisor2
@@ -46,7 +47,9 @@ def shared_gradient(
     heads, len_q = problem.query.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    _shared_gradient_kernel[(programs,)](
+    launch(
+        _shared_gradient_kernel,
+        programs,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),

@@ -31,6 +31,7 @@ from .hopper import (
     tiled,
 )
 from .layout import Sequence, Span, slice_pointer, strided
+from .replay import launch
 from .scores import LOG2E, rules_of
 from .sequence import place_sharing
 from .softmax import softmax_step
@@ -54,7 +55,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m = BLOCK_M.value
     block_n, stages = (KEYS, STAGES) if problem.first is None else (KEYS_BY_INTERVALS, STAGES_BY_INTERVALS)
-    _forward_kernel[(triton.cdiv(len_q, 2 * block_m) * heads * batch,)](
+    launch(
+        _forward_kernel,
+        triton.cdiv(len_q, 2 * block_m) * heads * batch,
         q=tiled(problem.query, block_m, DIM.value),
         k=tiled(problem.key, block_n, DIM.value),
         v=tiled(problem.value, block_n, DIM.value),

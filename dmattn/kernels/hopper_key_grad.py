@@ -37,6 +37,7 @@ from .hopper import (
     tiled_mask,
 )
 from .layout import Sequence, Span, slice_pointer, strided
+from .replay import launch
 from .scores import rules_of
 from .sequence import next_step, place_sharing
 from .softmax import divisor2
@@ -68,7 +69,9 @@ def key_gradients(
     lists = query_lists(problem, block_m, 2 * block_n)
     if d_bias is not None and lists is not None:
         d_bias.zero_()  # what no list names
-    _key_gradients_kernel[(triton.cdiv(len_k, 2 * block_n) * kv_heads * batch,)](
+    launch(
+        _key_gradients_kernel,
+        triton.cdiv(len_k, 2 * block_n) * kv_heads * batch,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),

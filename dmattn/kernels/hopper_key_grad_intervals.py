@@ -29,6 +29,7 @@ from .hopper import (
 from .hopper_key_grad import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_rows, tile
 from .intervals import block_bounds
 from .layout import Sequence, Span, slice_pointer, strided
+from .replay import launch
 from .scores import rules_of
 from .sequence import next_step, query_window
 
@@ -56,7 +57,9 @@ def key_gradients(
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
-    _key_gradients_kernel[(triton.cdiv(len_k, block_n) * kv_heads * batch,)](
+    launch(
+        _key_gradients_kernel,
+        triton.cdiv(len_k, block_n) * kv_heads * batch,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),

@@ -31,6 +31,7 @@ from .hopper import (
     tiled,
 )
 from .layout import Sequence, Span, slice_pointer, strided
+from .replay import launch
 from .scores import rules_of
 from .sequence import place_sharing
 from .softmax import divisor2
@@ -52,7 +53,9 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    _query_gradients_kernel[(triton.cdiv(len_q, 2 * block_m) * heads * batch,)](
+    launch(
+        _query_gradients_kernel,
+        triton.cdiv(len_q, 2 * block_m) * heads * batch,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .replay import launch
 from .sequence import LARGEST, all_in_window, place, window_range
 
 
@@ -21,7 +22,9 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
     lists = empty_lists(bounds, batch, heads, blocks_m, blocks_n)
     if not bounds.numel():
         return lists.zero_()
-    _interval_lists_kernel[(batch * heads * blocks_m,)](
+    launch(
+        _interval_lists_kernel,
+        batch * heads * blocks_m,
         bounds=strided(bounds, heads),
         lists=strided(lists, heads),
         left=problem.left,
@@ -47,7 +50,9 @@ def block_bounds(problem: Any, block_n: int) -> Tensor:
     blocks = triton.cdiv(len_k, block_n)
     bounds = first.new_empty((batch, heads, blocks, 4))
     if bounds.numel():
-        _block_bounds_kernel[(batch * heads * blocks,)](
+        launch(
+            _block_bounds_kernel,
+            batch * heads * blocks,
             first=strided(first, heads),
             last=strided(last, heads),
             bounds=strided(bounds, heads),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from .replay import launch
 from .scores import rules_of, through_softcap
 from .sequence import place_sharing
 from .softmax import score_gradient
@@ -39,7 +40,9 @@ def key_gradients(
     if d_bias is not None and (lists is not None or problem.first is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals
     sums = None if key_sums is None else key_sums[:, :, 0]
-    _key_gradients_kernel[(triton.cdiv(len_k, tile.block_n) * kv_heads * batch,)](
+    launch(
+        _key_gradients_kernel,
+        triton.cdiv(len_k, tile.block_n) * kv_heads * batch,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..selection import EPOCHS
-from .launch import launching
 from .layout import Span, inside
 from .ranks import HIDDEN, ranked
+from .replay import launch, replayed
 from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
@@ -28,6 +28,7 @@ MOST_ROWS = 128  # places of a cell at once
 TILE = 512  # positions of a program that works on positions alone
 
 
+@replayed
 def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`dmattn.selection.lifetimes` returns, bit by bit, and no wait for the device.
 
@@ -42,36 +43,47 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
     )
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
-    with launching(key_bias):
-        ranks = ranked(key_bias, valid)
-        _count_kernel[(sequences * blocks,)](ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
-        _accumulate_kernel[(sequences * triton.cdiv(blocks, 16),)](below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
-        _deaths_kernel[(sequences * (2 * blocks - 1),)](
-            ranks_ptr=ranks,
-            places_ptr=places,
-            below_ptr=below,
-            last_ptr=last,
-            **rules,
-            BLOCK=block,
-            PART=triton.next_power_of_2(isqrt(block)),
-            ROWS=min(block, MOST_ROWS),
-            num_warps=4 if block <= 256 else 8,
-        )
-        _count_epochs_kernel[(sequences * tiles,)](
-            last_ptr=last, epochs_ptr=epochs, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=TILE, num_warps=4
-        )
-        _order_kernel[(sequences * tiles,)](
-            last_ptr=last,
-            epochs_ptr=epochs,
-            first_ptr=first,
-            order_ptr=order,
-            len_q=len_q,
-            len_k=len_k,
-            EPOCHS=EPOCHS,
-            TILE=TILE,
-            TILES_AT_ONCE=64,
-            num_warps=8,
-        )
+    ranks = ranked(key_bias, valid)
+    launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
+    launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
+    launch(
+        _deaths_kernel,
+        sequences * (2 * blocks - 1),
+        ranks_ptr=ranks,
+        places_ptr=places,
+        below_ptr=below,
+        last_ptr=last,
+        **rules,
+        BLOCK=block,
+        PART=triton.next_power_of_2(isqrt(block)),
+        ROWS=min(block, MOST_ROWS),
+        num_warps=4 if block <= 256 else 8,
+    )
+    launch(
+        _count_epochs_kernel,
+        sequences * tiles,
+        last_ptr=last,
+        epochs_ptr=epochs,
+        len_q=len_q,
+        len_k=len_k,
+        EPOCHS=EPOCHS,
+        TILE=TILE,
+        num_warps=4,
+    )
+    launch(
+        _order_kernel,
+        sequences * tiles,
+        last_ptr=last,
+        epochs_ptr=epochs,
+        first_ptr=first,
+        order_ptr=order,
+        len_q=len_q,
+        len_k=len_k,
+        EPOCHS=EPOCHS,
+        TILE=TILE,
+        TILES_AT_ONCE=64,
+        num_warps=8,
+    )
     return order, first, last
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import states as states_of_a_mask
 from .layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .replay import launch
 from .sequence import all_in_window, place, query_window, window_range
 
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)
@@ -32,7 +33,9 @@ def scan(mask: Tensor, states: Tensor) -> None:
     length = mask.shape[3]
     elements, width = _words(mask)
     per_program = WORDS * width
-    _scan_kernel[(triton.cdiv(length, per_program) * triton.cdiv(mask.shape[2], GRANULE.value) * heads * mask.shape[0],)](
+    launch(
+        _scan_kernel,
+        triton.cdiv(length, per_program) * triton.cdiv(mask.shape[2], GRANULE.value) * heads * mask.shape[0],
         mask=strided(elements, heads),
         states=strided(states, heads),
         heads=heads,
@@ -69,7 +72,9 @@ def mask_lists(problem: Any, block_m: int, block_n: int, by_key: bool = False) -
     lists = empty_lists(problem.states, batch, heads, owners, triton.cdiv(walked, walk))
     if not problem.states.numel():
         return lists.zero_()
-    _mask_lists_kernel[(batch * heads * owners,)](
+    launch(
+        _mask_lists_kernel,
+        batch * heads * owners,
         states=strided(problem.states.mT if by_key else problem.states, heads),
         lists=strided(lists, heads),
         left=problem.left,

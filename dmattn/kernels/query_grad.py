@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import hopper_query_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
+from .replay import launch
 from .scores import rules_of, through_softcap
 from .sequence import place_sharing
 from .softmax import score_gradient
@@ -31,7 +32,9 @@ def query_gradients(
     if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
     d_out, lse, delta = (strided(x, heads) for x in incoming)
-    _query_gradients_kernel[(triton.cdiv(len_q, tile.block_m) * heads * batch,)](
+    launch(
+        _query_gradients_kernel,
+        triton.cdiv(len_q, tile.block_m) * heads * batch,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),

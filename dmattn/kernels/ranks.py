@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .ascending import ascending
 from .layout import Sequence, Span, inside, load_rows, strided
+from .replay import launch
 from .sequence import place
 
 RUN = 1024  # keys of a run that one program sorts
@@ -33,7 +34,9 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
     batch, heads, len_k = key_bias.shape
     run = RUN if key_bias.device.type != "cpu" else min(RUN, INTERPRETED_RUN)
     numbers: Any = torch.empty((batch * heads, len_k), dtype=torch.int64, device=key_bias.device)
-    _sort_kernel[(batch * heads * triton.cdiv(len_k, run),)](
+    launch(
+        _sort_kernel,
+        batch * heads * triton.cdiv(len_k, run),
         key_bias=strided(key_bias, heads),
         valid=None if valid is None else strided(valid.expand(key_bias.shape), heads),
         numbers_ptr=numbers,
@@ -44,8 +47,16 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
     )
     while run < len_k:
         merged = torch.empty_like(numbers)
-        _merge_kernel[(batch * heads * triton.cdiv(len_k, BLOCK),)](
-            runs_ptr=numbers, merged_ptr=merged, len_k=len_k, RUN=run, MERGED=MERGED, BLOCK=BLOCK, num_warps=4
+        launch(
+            _merge_kernel,
+            batch * heads * triton.cdiv(len_k, BLOCK),
+            runs_ptr=numbers,
+            merged_ptr=merged,
+            len_k=len_k,
+            RUN=run,
+            MERGED=MERGED,
+            BLOCK=BLOCK,
+            num_warps=4,
         )
         numbers, run = merged, run * MERGED
     return numbers

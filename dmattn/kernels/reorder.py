@@ -4,7 +4,6 @@ A copy costs one pass over keys and values; the kernels that follow load whole t
 it stands made the forward pass on an H200 a quarter slower).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .replay import launch
 from .sequence import place
 from .tiles import block_dim
 
@@ -30,7 +30,9 @@ def reordered(problem: Any) -> Any:
     first, last = problem.first.new_empty(problem.order.shape), problem.last.new_empty(problem.order.shape)
     bias = None if problem.bias is None else problem.bias.new_empty((batch, kv_heads, 1, listed))
     if listed:
-        _reorder_kernel[(triton.cdiv(listed, ROWS) * kv_heads * batch,)](
+        launch(
+            _reorder_kernel,
+            triton.cdiv(listed, ROWS) * kv_heads * batch,
             order=strided(problem.order, kv_heads),
             sources=_parts(problem.key, problem.value, problem.first, problem.last, problem.bias, kv_heads),
             targets=_parts(key, value, first, last, bias, kv_heads),
@@ -41,7 +43,7 @@ def reordered(problem: Any) -> Any:
             num_warps=8,
             **_dims(head_dim, value_dim),
         )
-    return replace(problem, key=key, value=value, first=first, last=last, bias=bias, order=None)
+    return problem._replace(key=key, value=value, first=first, last=last, bias=bias, order=None)
 
 
 def put_back(order: Tensor, listed_gradients: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
@@ -55,7 +57,9 @@ def put_back(order: Tensor, listed_gradients: tuple[Tensor | None, ...], gradien
             if gradient is not None:
                 gradient.zero_()
     if listed:
-        _reorder_kernel[(triton.cdiv(listed, ROWS) * kv_heads * batch,)](
+        launch(
+            _reorder_kernel,
+            triton.cdiv(listed, ROWS) * kv_heads * batch,
             order=strided(order, kv_heads),
             sources=_parts(from_key, from_value, None, None, from_bias, kv_heads),
             targets=_parts(d_key, d_value, None, None, d_bias, kv_heads),

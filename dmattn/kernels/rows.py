@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .replay import launch
 from .scores import by_query, load_bias2, rules_of, scores
 from .softmax import divisor2
 from .tiles import block_dim, launch_options, pick
@@ -55,7 +56,9 @@ def row_gradients(
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("rows", problem)
     sums = None if key_sums is None else key_sums[:, :, 0]
-    _row_gradients_kernel[(batch * heads,)](
+    launch(
+        _row_gradients_kernel,
+        batch * heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),

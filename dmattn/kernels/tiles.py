@@ -107,7 +107,7 @@ def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[st
         EVEN_M=len_q % tile.block_m == 0,
         EVEN_N=len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, problem.first, problem.last, *outputs) else tl.int32,
-        PRECISION=_dot_precision(query),
+        PRECISION=dot_precision(query),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -124,7 +124,7 @@ def _needs_wide_index(*tensors: Tensor | None) -> bool:
     return any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in tensors)
 
 
-def _dot_precision(x: Tensor) -> str:
+def dot_precision(x: Tensor) -> str:
     """torch's float32 matmul precision as Triton calls it, read where both of torch's ways to set it are seen and neither raises."""
     rounded = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
     return "tf32" if rounded else "ieee"

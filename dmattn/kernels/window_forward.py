@@ -13,6 +13,7 @@ from torch import Tensor
 from .bias_grad import Sharing
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .pairs_kept import kept_factor
+from .replay import launch
 from .scores import load_bias2, rules_of, scores
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options
@@ -25,7 +26,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that `windows.fits`."""
     heads = problem.query.shape[1]
     sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
-    _window_forward_kernel[(heads * sharing.splits,)](
+    launch(
+        _window_forward_kernel,
+        heads * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .replay import launch
 from .scores import load_bias2, rules_of, through_softcap
 from .softmax import probabilities
 from .tiles import Tile, launch_options, pick
@@ -54,7 +55,9 @@ def window_gradients(
         stored = d_bias
     sums = None if key_sums is None else key_sums[:, :, 0]
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
-    _window_gradients_kernel[(slices * sharing.splits,)](
+    launch(
+        _window_gradients_kernel,
+        slices * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
