@@ -89,7 +89,7 @@ def test_only_the_gradients_asked_for(wanted: tuple[str, ...], bias: str, device
     verdicts = judge({f"d_{name}": grad for name, grad in zip(wanted, grads, strict=True)}, standard)
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
     (allocated,) = made
-    assert [x.numel() > 0 for x in allocated] == [name in wanted for name in ("query", "key", "value", "bias")]
+    assert [x is not None for x in allocated] == [name in wanted for name in ("query", "key", "value", "bias")]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

@@ -1,0 +1,349 @@
+"""Repeated calls: what a record launches is what the call would have launched, with the tensors of the call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_cuda
+from torch import Tensor
+
+from dmattn import attention, dynamic_mask_attention, ops
+from dmattn.equivalence import Case
+from dmattn.problem import Problem
+from dmattn.states import states_shape
+
+CASES = (
+    Case("nothing", 130),
+    Case("dense-bias-causal", 37, 65, bias="bhqk", causal=True),
+    Case("hopper-dense-bias-causal", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bhqk", causal=True),
+    Case("hopper-shared-bias", 136, 200, head_dim=64, bias="1hqk"),
+    Case("hopper-mask", 136, 208, head_dim=128, mask="b1qk", keep="blocks"),
+    Case("hopper-intervals-key-bias", 136, 200, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"),
+    Case("mask-in-bytes", 130, 67, mask="bhqk", keep="blocks", bias="bhqk"),
+    Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
+    Case("bias-per-query", 130, 67, bias="1hq1"),
+    Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
+    Case("window", 17, 19, batch=70, bias="11qk"),
+    Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
+    Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
+)
+named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+on_a_cpu = pytest.mark.skipif(ops.interpreting(), reason="the interpreter launches nothing")
+
+
+def problem_of(case: Case, device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Problem, Tensor, Tensor]:
+    """A problem with its incoming gradients, other numbers for another seed."""
+    inputs = case.inputs(dtype, device, seed=seed)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    return problem, inputs.d_out, inputs.d_lse
+
+
+class Launches:
+    """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+        self.alive: list[Any] = []  # no address is given to another tensor
+
+    def run(self, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
+        name, given = kernel.fn.__name__, tuple(arguments[name] for name in kernel.arg_names)
+        self.alive.append(given)
+        self.seen.append((name, grid[0], self.plain(given)))
+        launches = self
+
+        class Compiled:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *given, stream: launches.seen.append((name, grid[0], launches.plain(given)))
+
+        return Compiled()
+
+    def plain(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.data_ptr()
+        if hasattr(x, "block_shape"):
+            return x.base.data_ptr(), x.shape, x.strides, x.block_shape, x.layout
+        return tuple(map(self.plain, x)) if isinstance(x, tuple) else x
+
+    def taken(self, operands: list[Any]) -> list[tuple]:
+        """What was launched since the last time; instead of addresses, which operand it is, or which other tensor, in order of appearance."""
+        names = {x.data_ptr(): f"operand {place}" for place, x in enumerate(operands) if isinstance(x, Tensor)}
+
+        def by_name(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(by_name, x))
+            return names.setdefault(x, f"tensor {len(names)}") if isinstance(x, int) and x > 1 << 32 else x
+
+        seen, self.seen = self.seen, []
+        return [by_name(each) for each in seen]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Launches on CPU tensors, with everything that a Hopper GPU would choose."""
+    from triton.runtime import driver, jit
+
+    from dmattn.kernels import hopper, replay
+
+    seen = Launches()
+    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
+    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(hopper, "GLUON", True)
+    monkeypatch.setattr(replay, "_repeatable", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(driver, "_active", type("NoDevice", (), {"get_current_stream": lambda self, device: 0})(), raising=False)
+    return seen
+
+
+@on_a_cpu
+@named
+def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -> None:
+    from dmattn.kernels import backward, forward, replay
+
+    def call(seed: int) -> list[tuple]:
+        problem, d_out, d_lse = problem_of(case, "cpu", seed)
+        out, lse, _ = ops.allocate_forward(problem)
+        if problem.mask is not None:
+            problem = problem._replace(states=torch.empty(states_shape(problem.mask), dtype=torch.uint8))
+        gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
+        operands = [*problem, out, lse, d_out, d_lse, *gradients]
+        launches.alive.append(operands)
+        forward(problem, out, lse)
+        backward(problem, out, lse, d_out, d_lse, *gradients)
+        return launches.taken(operands)
+
+    first, recorded, repeated = call(0), call(1), call(2)
+    replay.forget()
+    assert first
+    assert first == recorded == repeated == call(2)
+
+
+@on_a_cpu
+def test_plans_are_repeated(launches: Launches) -> None:
+    from dmattn.kernels import best, lifetimes
+
+    def call(seed: int) -> list[tuple]:
+        key_bias = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(seed))
+        valid = torch.ones(2, 1, 5000, dtype=torch.bool).expand(2, 3, 5000)
+        order, first, last = ops.allocate_best(key_bias, 7, 1)
+        best(key_bias, valid, order, first, last, 1)
+        seen = launches.taken([key_bias, valid, order, first, last])
+        planned = lifetimes(key_bias, valid, 7, 5000)
+        return seen + launches.taken([key_bias, valid, *planned])
+
+    first = call(0)
+    assert {"_numbers_kernel", "_order_kernel"} <= {name for name, *_ in first}
+    assert first == call(1) == call(2) == call(3)
+
+
+@on_a_cpu
+def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> None:
+    from dmattn.kernels import forward
+
+    def call(*tensors: Tensor) -> list[tuple]:
+        problem = Problem.canonical(*tensors, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
+        out, lse, _ = ops.allocate_forward(problem)
+        operands = [*tensors, out, lse]
+        launches.alive.append(operands)
+        forward(problem, out, lse)
+        return launches.taken(operands)
+
+    shared = torch.randn(1, 2, 70, 32)
+    call(shared, shared, shared)
+    call(shared, shared, shared)
+    arguments = str(call(*(torch.randn(1, 2, 70, 32) for _ in range(3))))
+    assert all(f"operand {place}" in arguments for place in range(5))
+    assert "tensor" not in arguments
+
+
+@on_a_cpu
+@pytest.mark.parametrize("change", ["stride", "alignment", "option", "dtype", "precision"])
+def test_what_looks_different_is_not_repeated(change: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmattn.kernels import forward, replay
+
+    def call(changed: bool) -> list[tuple]:
+        kind = torch.float16 if changed and change == "dtype" else torch.float32
+        query, key = torch.randn(1, 2, 70, 32, dtype=kind), torch.randn(1, 2, 70, 33, dtype=kind)[..., :32].contiguous()
+        if changed and change == "stride":
+            key = torch.randn(1, 2, 70, 48, dtype=kind)[..., :32]
+        if changed and change == "alignment":
+            key = torch.randn(1 + key.numel(), dtype=kind)[1:].view(key.shape)
+        if changed and change == "precision":
+            monkeypatch.setattr(replay, "dot_precision", lambda x: "tf32")
+        causal = changed and change == "option"
+        problem = Problem.canonical(query, key, query, mask=None, bias=None, causal=causal, window=None, scale=None, softcap=None)
+        out, lse, _ = ops.allocate_forward(problem)
+        launches.alive.append([query, key, out, lse])
+        forward(problem, out, lse)
+        return launches.alive[-2:]
+
+    for changed in (False, False, False):
+        call(changed)
+    before = len(launches.alive)
+    call(True)
+    assert len(launches.alive) == before + 2, "the kernel was not asked for anew"
+
+
+@on_a_cpu
+def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
+    """A number read from a tensor, or a tensor from elsewhere, is not in the arguments that decide."""
+    from dmattn.kernels import replay
+
+    elsewhere, calls = torch.ones(3), []
+
+    @replay.replayed
+    def reads(x: Tensor) -> Tensor:
+        calls.append(x.sum().item())
+        return x * 2
+
+    @replay.replayed
+    def mixes(x: Tensor) -> Tensor:
+        calls.append(0)
+        return x + elsewhere
+
+    for function in (reads, mixes):
+        calls.clear()
+        for number in range(4):
+            expected = torch.full((3,), 2.0 * number) if function is reads else torch.full((3,), number + 1.0)
+            assert torch.equal(function(torch.full((3,), float(number))), expected)
+        assert len(calls) == 4
+
+
+@on_a_cpu
+def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None:
+    from dmattn.kernels import replay
+
+    calls = []
+
+    @replay.replayed
+    def function(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+        calls.append(factor)
+        sums = x.new_empty(x.shape)
+        sums.copy_(x * factor)
+        sums[1:].zero_()
+        x.mT[0].add_(1)
+        return sums, sums.sum(0)
+
+    for number in range(5):
+        x = torch.full((2, 3), float(number))
+        sums, total = function(x, None, 3.0)
+        assert torch.equal(sums, torch.tensor([[3.0 * number] * 3, [0.0] * 3]))
+        assert torch.equal(total, sums[0])
+        assert torch.equal(x[:, 0], torch.full((2,), number + 1.0))
+    assert len(calls) == 2
+
+
+@on_a_cpu
+def test_records_are_forgotten_when_they_are_many(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmattn.kernels import replay
+
+    calls = []
+
+    @replay.replayed
+    def function(x: Tensor, number: int) -> None:
+        calls.append(number)
+
+    monkeypatch.setattr(replay, "MOST", 3)
+    for number in (0, 0, 0, 0, 1, 2, 3, 0):
+        function(torch.zeros(1), number)
+    assert calls == [0, 0, 1, 2, 3, 0]
+
+
+def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:
+    """out, lse and gradients of one call, from new tensors."""
+    inputs = case.inputs(torch.bfloat16, device, seed=seed)
+    leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.bias) if x is not None]
+    bias = leaves[3] if len(leaves) == 4 else None
+    torch.manual_seed(seed)
+    out, lse = attention(*leaves[:3], mask=inputs.mask, bias=bias, **case.options, return_lse=True)
+    return [out, lse, *torch.autograd.grad((out, lse), leaves, (inputs.d_out, inputs.d_lse))]
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each call that was repeated from a record."""
+    from dmattn.kernels import replay
+
+    calls: list[int] = []
+    repeat = replay._Record.repeat
+    monkeypatch.setattr(replay._Record, "repeat", lambda record, operands: (calls.append(1), repeat(record, operands))[1])
+    return calls
+
+
+@needs_cuda
+@named
+def test_repeated_calls_give_the_same_bits(case: Case, repeated: list[int]) -> None:
+    from dmattn.kernels import replay
+
+    for seed in range(2):
+        results(case, seed)
+    assert not repeated
+    again = results(case, 2)
+    assert len(repeated) == 2
+    replay.forget()
+    for x, y in zip(again, results(case, 2), strict=True):
+        assert torch.equal(x, y)
+
+
+@needs_cuda
+def test_a_dynamic_mask_is_repeated(repeated: list[int]) -> None:
+    from dmattn.kernels import replay
+
+    def call(seed: int, length: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        leaves = [
+            torch.randn(1, heads, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for heads, n in ((4, length), (2, 3000), (2, 3000))
+        ]
+        key_bias = torch.randn(1, 2, 3000, device="cuda", requires_grad=True)
+        out = dynamic_mask_attention(*leaves, key_bias, keep=100)
+        return [out, *torch.autograd.grad(out, (*leaves, key_bias), torch.ones_like(out))]
+
+    for length in (3000, 1):
+        for seed in range(2):
+            call(seed, length)
+        repeated.clear()
+        again = call(2, length)
+        assert len(repeated) == 3, "the plan, the forward and the backward pass"
+        replay.forget()
+        for x, y in zip(again, call(2, length), strict=True):
+            assert torch.equal(x, y)
+
+
+@needs_cuda
+def test_repeated_calls_use_the_current_stream_and_several_threads(repeated: list[int]) -> None:
+    case = CASES[1]
+    expected = results(case, 0)
+    results(case, 0)
+    failures: list[str] = []
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found = results(case, 0)
+                torch.cuda.current_stream().synchronize()
+                failures.extend("differs" for x, y in zip(found, expected, strict=True) if not torch.equal(x, y))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert repeated
+
+
+@needs_cuda
+def test_a_graph_captures_repeated_calls(repeated: list[int]) -> None:
+    tensors = [torch.randn(2, 2, 70, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    for _ in range(2):
+        expected = attention(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*tensors)
+    assert repeated
+    graph.replay()
+    assert torch.equal(out, expected)
