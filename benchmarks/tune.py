@@ -29,6 +29,7 @@ from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered
+from dmattn.kernels.replay import forget
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
 
@@ -113,6 +114,7 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
         usual = dict(table)
         for candidate in CANDIDATES[kernel]:
             table.update({kind: ((256, Tile(*candidate)),) for kind in usual if kind.partition(" ")[0] == kernel})
+            forget()
             row = {"workload": workload.name, "kernel": kernel, "tile": candidate, "ms": None, "refused": None}
             try:
                 with launching(problem.query):

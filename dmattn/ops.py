@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -27,8 +28,8 @@ from .states import states_shape
 FIELDS = Problem._fields  # the arguments of forward, and the last of backward, in order
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
-_TENSORS = tuple(name for name, kind in get_type_hints(Problem).items() if _TYPES[kind].startswith("Tensor"))
-_SAVED = object()  # stands where a saved tensor belongs
+_tensors_of = itemgetter(*(place for place, kind in enumerate(get_type_hints(Problem).values()) if _TYPES[kind].startswith("Tensor")))
+_NO_TENSORS: dict[str, Any] = dict.fromkeys(_tensors_of(FIELDS))
 _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
 
 
@@ -196,15 +197,14 @@ def _save(ctx: Any, problem: Problem, out: Tensor, lse: Tensor, states: Tensor |
     """Keep what :func:`_gradients` takes."""
     ctx.set_materialize_grads(False)
     problem = problem._replace(states=states)
-    ctx.save_for_backward(*(x for x in problem if isinstance(x, Tensor)), out, lse)
-    ctx.problem = tuple(_SAVED if isinstance(x, Tensor) else x for x in problem)
+    ctx.save_for_backward(*_tensors_of(problem), out, lse)
+    ctx.rules = problem._replace(**_NO_TENSORS)
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of query, key, value and bias, each None unless it is needed."""
     *tensors, out, lse = ctx.saved_tensors
-    saved = iter(tensors)
-    problem = Problem(*(next(saved) if x is _SAVED else x for x in ctx.problem))
+    problem = ctx.rules._replace(**dict(zip(_NO_TENSORS, tensors, strict=True)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     plain = _nothing_watches((d_out, d_lse, out, lse, *tensors))
@@ -241,7 +241,7 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
     What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
     """
-    if not _nothing_watches([x for x in problem if isinstance(x, Tensor)]):
+    if not _nothing_watches(_tensors_of(problem)):
         out, lse, _ = torch.ops.dmattn.forward(*problem)
         return out, lse
     learned = [getattr(problem, name) for name in _NEEDS]
@@ -292,14 +292,15 @@ def _path(problem: Problem) -> ModuleType:
     query, bias = problem.query, problem.bias
     if not _by_kernels(query):
         return chunked
-    if interpreting() and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
+    interpreted = interpreting()
+    if interpreted and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
         raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
-    return _kernels(query.device, interpreting())
+    return _kernels(query.device, interpreted)
 
 
 def _by_kernels(query: Tensor) -> bool:
     """Whether the Triton kernels serve a query; "meta" stands for a GPU."""
-    return query.dtype != torch.float64 and (query.device.type != "cpu" or interpreting())
+    return query.dtype != torch.float64 and (not query.is_cpu or interpreting())
 
 
 def interpreting() -> bool:

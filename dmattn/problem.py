@@ -179,7 +179,7 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: i
     """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
-    view = tensor[(None,) * (len(full) - tensor.ndim)]
+    view = tensor if tensor.ndim == len(full) else tensor[(None,) * (len(full) - tensor.ndim)]
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
         axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"

@@ -87,7 +87,7 @@ def _repeatable(x: Tensor) -> bool:
 
 def _likeness(operands: Sequence[Any]) -> tuple:
     """What two calls of a function share that do the same. Triton and the copy engine ask whether an address is a multiple of 16 bytes."""
-    looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor) else x for x in operands]
+    looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) if x is not None and isinstance(x, Tensor) else x for x in operands]
     return (*looks, operands[0].device, dot_precision(operands[0]))
 
 
