@@ -241,7 +241,7 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
     What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
     """
-    if not _nothing_watches(_tensors_of(problem)):
+    if torch.compiler.is_compiling() or not _nothing_watches(_tensors_of(problem)):
         out, lse, _ = torch.ops.dmattn.forward(*problem)
         return out, lse
     learned = [getattr(problem, name) for name in _NEEDS]
