@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA
+from conftest import NEEDS_CUDA, needs_cuda
 from models import PADDING, assert_equal_steps, batch_for, train_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -205,6 +205,30 @@ def test_a_copy_made_without_gradients_does_not_lose_them(context: Callable) -> 
     with context():
         attend(Layer(), bias)
     assert torch.equal(gradient_of(table, attend(Layer(), bias)), gradient_of(table, attend(Layer(), bias.contiguous())))
+
+
+def test_a_forward_mode_derivative_is_refused_as_ever() -> None:
+    """A copy without derivatives would drop it in silence."""
+    bias = seen_by_heads(table_bias().detach())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(bias, bias)
+        with pytest.raises(RuntimeError, match="dmattn: attention has no forward-mode derivative"):
+            attend(Layer(), dual)
+
+
+@needs_cuda
+def test_another_stream_makes_a_copy_of_its_own(copies: list[StorageWeakRef]) -> None:
+    """Nothing makes it wait for the first one."""
+    with torch.no_grad():
+        bias = seen_by_heads(table_bias("cuda"))
+        want = attend(Layer(), bias)
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            got = attend(Layer(), bias)
+        torch.cuda.current_stream().wait_stream(other)
+    assert torch.equal(got, want)
+    assert len(copies) == 2
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["batch", "heads"])
