@@ -165,6 +165,7 @@ def test_nothing_outlives_a_pass(context: Callable, copies: list[StorageWeakRef]
     assert not integration.dense_bias._shared
 
 
+@pytest.mark.skipif(interpreting(), reason="the interpreter leaves the arguments of its last kernel to the garbage collector")
 def test_a_leaf_is_not_kept_by_its_copy(copies: list[StorageWeakRef]) -> None:
     """The gradient of a leaf ends in the leaf itself: a copy kept with its graph would keep both."""
     leaf = seen_by_heads(table_bias()).detach().requires_grad_()
