@@ -2,7 +2,7 @@
 
 A relative position bias is an embedding's output (Q, K, H) seen as (1, H, Q, K), so its keys lie H elements apart. The kernels then fetch a
 sector of memory for every element, in the forward pass and in each of the three backward kernels, again for each entry of the batch and each
-layer, and those for Hopper take no such tensor at all. A copy fetches each sector once or twice.
+layer, and those for Hopper take no such tensor at all. A copy costs less than what a single one of these kernels loses.
 """
 
 from __future__ import annotations
