@@ -85,7 +85,8 @@ def attention(
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
             so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
             count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
-            rounded once.
+            rounded once. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch memory in sectors of 32 bytes, and
+            of each the kernels use one element where keys lie further apart.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...functional import attention
 from ...masks import IntervalMask
+from .dense_bias import dense_bias
 from .described_mask import DescribedMask, arguments
 from .packed import documents, join
 
@@ -84,10 +85,11 @@ def attend(
         elif attention_mask.dtype == torch.bool:
             mask = attention_mask
         else:
-            bias = attention_mask
+            bias = dense_bias(attention_mask, module)
         if packed:
             mask = join(mask, documents(cu_seq_lens_q, cu_seq_lens_k, query, key), query, key)
     if position_bias is not None:
+        position_bias = dense_bias(position_bias, module)
         bias = position_bias if bias is None else _sum(bias, position_bias)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
     options["dropout_p"] = dropout if module.training else 0.0
