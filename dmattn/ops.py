@@ -207,7 +207,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequ
     problem = ctx.rules._replace(**dict(zip(_NO_TENSORS, tensors, strict=True)))
     if d_out is None:
         d_out = torch.zeros_like(out)
-    plain = _nothing_watches((d_out, d_lse, out, lse, *tensors))
+    plain = nothing_watches((d_out, d_lse, out, lse, *tensors))
     if plain and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
         return list(_backward(d_out, d_lse, out, lse, needs, problem))
     gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
@@ -241,7 +241,7 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
     What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
     """
-    if torch.compiler.is_compiling() or not _nothing_watches(_tensors_of(problem)):
+    if torch.compiler.is_compiling() or not nothing_watches(_tensors_of(problem)):
         out, lse, _ = torch.ops.dmattn.forward(*problem)
         return out, lse
     learned = [getattr(problem, name) for name in _NEEDS]
@@ -264,7 +264,7 @@ class _Direct(torch.autograd.Function):
         return None, *_gradients(ctx, d_out, d_lse, ctx.needs_input_grad[1:])
 
 
-def _nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
+def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
     return (
         not torch.compiler.is_compiling()

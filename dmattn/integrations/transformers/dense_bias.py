@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...ops import _nothing_watches
+from ...ops import nothing_watches
 
 __all__ = ["dense_bias"]
 
@@ -73,7 +73,7 @@ def _has_scattered_pairs(bias: Any) -> bool:
 
 def _can_be_shared(bias: Tensor) -> bool:
     """Whether it shows when a bias is written to, and no graph, mode or transform has to see the copy made: Inductor makes one of many."""
-    if not _nothing_watches((bias,)) or forward_ad._current_level >= 0:
+    if not nothing_watches((bias,)) or forward_ad._current_level >= 0:
         return False
     return not (bias.is_inference() or torch.is_inference_mode_enabled())
 
