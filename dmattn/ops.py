@@ -266,19 +266,18 @@ class _Direct(torch.autograd.Function):
 
 def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())  # torch.set_default_device
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(x is None or _is_plain(x) for x in tensors)
-    )
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._len_torch_function_stack() and not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
+        return False  # a DeviceContext is that of torch.set_default_device
+    return all(map(_is_plain, tensors))
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_plain(x: Tensor | None) -> bool:
     """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
-    return (type(x) is Tensor or type(x) is torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor()
+    return x is None or (type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor())
 
 
 def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:

@@ -137,34 +137,38 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
-    named = (("query", query), ("key", key), ("value", value))
-    for name, tensor in named:
-        if tensor.ndim != 4:
-            _fail(name, "4 axes (batch, heads, length, head dim)", f"shape {tuple(tensor.shape)}")
-        if tensor.dtype not in FLOATS:
-            _fail(name, "a dtype of float16, bfloat16, float32 or float64", tensor.dtype)
-        if tensor.dtype != query.dtype:
-            _fail(name, f"query's dtype {query.dtype}", tensor.dtype)
-        if tensor.device != query.device:
-            _fail(name, f"query's device {query.device}", tensor.device)
-    if query.device.type not in ("cpu", "cuda", "meta"):
-        _fail("query", "a tensor on a cpu or cuda device", query.device)
-    batch, heads, _, head_dim = query.shape
-    kv_heads, len_k = key.shape[1:3]
-    for name, tensor in named[1:]:
-        if tensor.shape[0] != batch:
-            _fail(name, f"query's batch size {batch}", tensor.shape[0])
-    if value.shape[1] != kv_heads:
-        _fail("value", f"key's {kv_heads} heads", value.shape[1])
-    if value.shape[2] != len_k:
-        _fail("value", f"key's length {len_k}", value.shape[2])
+    dtype, device = query.dtype, query.device
+    if dtype not in FLOATS:
+        _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
+    if device.type not in ("cpu", "cuda", "meta"):
+        _fail("query", "a tensor on a cpu or cuda device", device)
+    shapes = []
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        shape = tensor.shape
+        if len(shape) != 4:
+            _fail(name, "4 axes (batch, heads, length, head dim)", f"shape {tuple(shape)}")
+        if tensor.dtype != dtype:
+            _fail(name, f"query's dtype {dtype}", tensor.dtype)
+        if tensor.device != device:
+            _fail(name, f"query's device {device}", tensor.device)
+        shapes.append(shape)
+    (batch, heads, _, head_dim), (key_batch, kv_heads, len_k, key_dim), (value_batch, value_heads, value_len, value_dim) = shapes
+    if key_batch != batch:
+        _fail("key", f"query's batch size {batch}", key_batch)
+    if value_batch != batch:
+        _fail("value", f"query's batch size {batch}", value_batch)
+    if value_heads != kv_heads:
+        _fail("value", f"key's {kv_heads} heads", value_heads)
+    if value_len != len_k:
+        _fail("value", f"key's length {len_k}", value_len)
     if (heads % kv_heads if kv_heads else heads) != 0:
         _fail("key", f"a number of heads that divides query's {heads}", kv_heads)
-    if key.shape[3] != head_dim:
-        _fail("key", f"query's head dim {head_dim}", key.shape[3])
-    for name, tensor in (named[0], named[2]):
-        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            _fail(name, f"a head dim from 1 to {MAX_HEAD_DIM}", tensor.shape[3])
+    if key_dim != head_dim:
+        _fail("key", f"query's head dim {head_dim}", key_dim)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        _fail("query", f"a head dim from 1 to {MAX_HEAD_DIM}", head_dim)
+    if not 1 <= value_dim <= MAX_HEAD_DIM:
+        _fail("value", f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
 
 
 def _check_mask(mask: Any) -> None:
@@ -213,6 +217,8 @@ def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> Non
 
 
 def _real(value: Any) -> bool:
+    if type(value) in (float, int):  # asking an abstract class takes longer than the rest of a check
+        return True
     return isinstance(value, (numbers.Real, torch.SymFloat)) and not isinstance(value, bool)
 
 

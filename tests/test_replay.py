@@ -100,7 +100,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @on_a_cpu
 @named
-def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -> None:
+def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn.kernels import backward, forward, replay
 
     def call(seed: int) -> list[tuple]:
@@ -116,10 +116,10 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -
         backward(problem, out, lse, d_out, d_lse, *gradients)
         return seen + launches.taken(operands)
 
-    first, recorded, repeated = call(0), call(1), call(2)
-    replay.forget()
-    assert first
-    assert first == recorded == repeated == call(2)
+    recorded, repeated = call(0), call(1)
+    monkeypatch.setattr(replay, "_repeatable", lambda x: False)
+    assert recorded
+    assert recorded == repeated == call(1)
 
 
 @on_a_cpu
@@ -137,7 +137,7 @@ def test_plans_are_repeated(launches: Launches) -> None:
 
     first = call(0)
     assert {"_numbers_kernel", "_order_kernel"} <= {name for name, *_ in first}
-    assert first == call(1) == call(2) == call(3)
+    assert first == call(1) == call(2)
 
 
 @on_a_cpu
@@ -153,7 +153,6 @@ def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> 
         return launches.taken(operands)
 
     shared = torch.randn(1, 2, 70, 32)
-    call(shared, shared, shared)
     call(shared, shared, shared)
     arguments = str(call(*(torch.randn(1, 2, 70, 32) for _ in range(3))))
     assert all(f"operand {place}" in arguments for place in range(5))
@@ -181,7 +180,7 @@ def test_what_looks_different_is_not_repeated(change: str, launches: Launches, m
         forward(problem, out, lse)
         return launches.alive[-2:]
 
-    for changed in (False, False, False):
+    for changed in (False, False):
         call(changed)
     before = len(launches.alive)
     call(True)
@@ -234,7 +233,7 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
         assert torch.equal(sums, torch.tensor([[3.0 * number] * 3, [0.0] * 3]))
         assert torch.equal(total, sums[0])
         assert torch.equal(x[:, 0], torch.full((2,), number + 1.0))
-    assert len(calls) == 2
+    assert len(calls) == 1
 
 
 @on_a_cpu
@@ -248,9 +247,9 @@ def test_records_are_forgotten_when_they_are_many(launches: Launches, monkeypatc
         calls.append(number)
 
     monkeypatch.setattr(replay, "MOST", 3)
-    for number in (0, 0, 0, 0, 1, 2, 3, 0):
+    for number in (0, 0, 1, 0, 2, 3, 3, 0):
         function(torch.zeros(1), number)
-    assert calls == [0, 0, 1, 2, 3, 0]
+    assert calls == [0, 1, 2, 3, 0]
 
 
 def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:
@@ -279,8 +278,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_repeated_calls_give_the_same_bits(case: Case, repeated: list[int]) -> None:
     from dmattn.kernels import replay
 
-    for seed in range(2):
-        results(case, seed)
+    results(case, 0)
     assert not repeated
     again = results(case, 2)
     assert len(repeated) == 2
@@ -304,8 +302,7 @@ def test_a_dynamic_mask_is_repeated(repeated: list[int]) -> None:
         return [out, *torch.autograd.grad(out, (*leaves, key_bias), torch.ones_like(out))]
 
     for length in (3000, 1):
-        for seed in range(2):
-            call(seed, length)
+        call(0, length)
         repeated.clear()
         again = call(2, length)
         assert len(repeated) == 3, "the plan, the forward and the backward pass"
@@ -318,7 +315,6 @@ def test_a_dynamic_mask_is_repeated(repeated: list[int]) -> None:
 def test_repeated_calls_use_the_current_stream_and_several_threads(repeated: list[int]) -> None:
     case = CASES[1]
     expected = results(case, 0)
-    results(case, 0)
     failures: list[str] = []
 
     def work() -> None:
@@ -340,8 +336,7 @@ def test_repeated_calls_use_the_current_stream_and_several_threads(repeated: lis
 @needs_cuda
 def test_a_graph_captures_repeated_calls(repeated: list[int]) -> None:
     tensors = [torch.randn(2, 2, 70, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    for _ in range(2):
-        expected = attention(*tensors)
+    expected = attention(*tensors)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention(*tensors)

@@ -2,7 +2,7 @@
 
 What a function of this package allocates, launches and asks of PyTorch follows from the shapes, strides, dtypes and alignments of its tensors,
 from its numbers and from the device, never from what the tensors hold. Finding it out again, and Triton's own search for a compiled kernel,
-take many times as long as launching. So the second call of a kind is recorded, and those after it repeat the record.
+take many times as long as launching. So the first call of a kind is recorded, and those after it repeat the record.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from .launch import launching
+from .layout import Strided
 from .tiles import dot_precision
 
 MOST = 1024  # kinds of calls that a function remembers; at one more it forgets them all
 
+_aten = torch.ops.aten
+_ALLOCATING = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_permuted.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+)
 _thread = local()  # its `recorder`, while there is one, writes down what the thread does
 _forgetting: list[Callable[[], None]] = []
 
@@ -42,42 +51,32 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     Arguments are tensors, numbers, None, and named tuples of these; the first is a tensor or begins with one. The result is a tensor, a tuple
     of tensors or None. What it does follows from :func:`_likeness`, and it launches by :func:`launch`.
     """
-    records: dict[tuple, _Record | None] = {}  # None: seen once, or not to be recorded
-    refused: set[tuple] = set()
+    records: dict[tuple, _Record | None] = {}  # None: what it did cannot be repeated
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
         operands = [operand for x in arguments for operand in (x if isinstance(x, tuple) else (x,))]
-        if not _repeatable(operands[0]) or getattr(_thread, "recorder", None) is not None:
-            with launching(operands[0]):
-                return function(*arguments)
-        key = _likeness(operands)
-        record = records.get(key)
-        if record is not None:
-            return record.repeat(operands)
-        if key not in records or key in refused:
-            if len(records) >= MOST:
-                forget()
-            records[key] = None
-            with launching(operands[0]):
-                return function(*arguments)
-        result, records[key] = _recorded(function, arguments)
-        if records[key] is None:
-            refused.add(key)
-        return result
+        if _repeatable(operands[0]) and getattr(_thread, "recorder", None) is None:
+            key = _likeness(operands)
+            record = records.get(key)
+            if record is not None:
+                return record.repeat(operands)
+            if key not in records:
+                if len(records) >= MOST:
+                    records.clear()
+                result, records[key] = _recorded(function, arguments)
+                return result
+        with launching(operands[0]):
+            return function(*arguments)
 
-    def forget() -> None:
-        records.clear()
-        refused.clear()
-
-    _forgetting.append(forget)
+    _forgetting.append(records.clear)
     return call
 
 
 def forget() -> None:
     """Forget all records."""
-    for each in _forgetting:
-        each()
+    for clear in _forgetting:
+        clear()
 
 
 def _repeatable(x: Tensor) -> bool:
@@ -149,6 +148,18 @@ class _Descriptor:
 
 
 @dataclass(slots=True)
+class _Strided:
+    """In a record, a tensor with its strides (`layout.Strided`)."""
+
+    number: int
+    offset: int
+    rest: tuple
+
+    def of(self, tensors: list[Any]) -> tuple:
+        return (tensors[self.number].data_ptr() + self.offset, *self.rest)
+
+
+@dataclass(slots=True)
 class _Tuple:
     """In a record, a tuple: its values, and what some of them are instead."""
 
@@ -183,6 +194,7 @@ class _Operation:
     keywords: dict[str, Any]
     reads: set[int]
     makes: tuple[int, ...]
+    changes: bool = False  # a tensor that it is given
 
     def repeat(self, tensors: list[Any], stream: int) -> None:
         results = self.operator(*self.arguments.of(tensors), **self.keywords)
@@ -244,12 +256,17 @@ class _Recorder(TorchDispatchMode):
         if not all(isinstance(x, Tensor) for x in made) or any(isinstance(x, Tensor) for x in keywords.values()):
             self.complete = False
             return results
+        if operator in _ALLOCATING:
+            size = tuple(results.shape), results.stride()
+            options = dict(dtype=results.dtype, device=results.device)
+            self.steps.append(_Operation(torch.empty_strided, _Tuple([*size], []), options, set(), (self._number(results),)))
+            return results
         reads: set[int] = set()
         given = self._tuple(arguments, self._whole, reads)
         makes = tuple(self._number(x) for x in made)
         if operator.is_view:
             self.views[makes[0]] = _Address(self._whole(arguments[0]).number, made[0].data_ptr() - arguments[0].data_ptr())
-        self.steps.append(_Operation(operator, given, keywords, reads, makes))
+        self.steps.append(_Operation(operator, given, keywords, reads, makes, operator._schema.is_mutable))
         return results
 
     def record(self, result: Any) -> _Record | None:
@@ -258,7 +275,7 @@ class _Recorder(TorchDispatchMode):
         given = self._part(result, self._whole, needed)
         steps: list[_Launch | _Operation] = []
         for step in reversed(self.steps):
-            if isinstance(step, _Launch) or step.operator._schema.is_mutable or needed.intersection(step.makes):
+            if isinstance(step, _Launch) or step.changes or needed.intersection(step.makes):
                 steps.insert(0, step)
                 needed |= step.reads
         return _Record(steps, len(self.alive), given) if self.complete else None
@@ -294,6 +311,9 @@ class _Recorder(TorchDispatchMode):
             made = copy(x)
             made.base = None
             return _Descriptor(made, self._part(x.base, of_tensor, reads))
+        if isinstance(x, Strided):
+            pointer = self._part(x.ptr, of_tensor, reads)
+            return _Strided(pointer.number, pointer.offset, x[1:])
         if isinstance(x, tuple):
             inner = self._tuple(x, of_tensor, reads)
             return inner if inner.parts else x
