@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .functional import attention, run
 from .masks import IntervalMask
+from .ops import plan
 from .problem import FLOATS, Problem
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
@@ -89,7 +90,7 @@ def dynamic_mask_attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
-    _check(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
+    problem = _checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
     len_q, len_k = query.shape[2], key.shape[2]
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
     if keep >= len_k:
@@ -97,10 +98,7 @@ def dynamic_mask_attention(
         return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
     valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
     order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
-    problem = Problem.canonical(
-        query, key, value, mask=IntervalMask(first, last), bias=key_bias[:, :, None], causal=False, window=None, scale=scale, softcap=None
-    )
-    out, lse = run(problem._replace(order=order))
+    out, lse = run(problem._replace(right=None, first=first, last=last, bias=key_bias[:, :, None], order=order))
     return (out, lse) if return_lse else out
 
 
@@ -155,26 +153,26 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
     """(order, first, last) as :class:`dmattn.problem.Problem` has them."""
     before = key_bias.shape[-1] - len_q
     if causal and len_q > 1 and before <= keep:
-        return torch.ops.dmattn.lifetimes(key_bias, valid, keep, len_q)
+        return plan("lifetimes", key_bias, valid, keep, len_q)
     if not causal or len_q == 1:
-        order, first, last = torch.ops.dmattn.best(key_bias, valid, keep, len_q)
+        order, first, last = plan("best", key_bias, valid, keep, len_q)
         return order, first.expand(key_bias.shape), last
     # Every query sees the whole prefix, so a key outside its `keep` best is never kept, and no other key's lifetime depends on it: with the
     # best and the new keys alone, keep + Sq of Sk, the plan is the same.
-    seen = torch.ops.dmattn.best(key_bias[..., :before], None if valid is None else valid[..., :before], keep, None)[0]
+    seen = plan("best", key_bias[..., :before], None if valid is None else valid[..., :before], keep, None)[0]
     new = torch.arange(before, before + len_q, device=key_bias.device).expand(*key_bias.shape[:2], len_q)
     listed = torch.cat((seen.long(), new), -1)
-    order, _, last = torch.ops.dmattn.lifetimes(key_bias.gather(-1, listed), None if valid is None else valid.gather(-1, listed), keep, len_q)
+    order, _, last = plan("lifetimes", key_bias.gather(-1, listed), None if valid is None else valid.gather(-1, listed), keep, len_q)
     order = listed.gather(-1, order.long()).int()
     first = torch.arange(-before, len_q, dtype=torch.int32, device=key_bias.device).clamp(min=0).expand(key_bias.shape)
     return order, first, torch.zeros_like(key_bias, dtype=torch.int32).scatter_(-1, listed, last)
 
 
-def _check(
+def _checked(
     query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, keep: int, key_padding_mask: Tensor | None, causal: bool, scale: float | None
-) -> None:
-    """Raise what is wrong with the arguments."""
-    Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
+) -> Problem:
+    """The problem without the mask and the bias, after raising what is wrong with the arguments."""
+    problem = Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     _check_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]
     if not isinstance(key_bias, Tensor):
@@ -192,6 +190,7 @@ def _check(
             expected = f"a bool tensor of shape (B, Sk) = {(batch, len_k)} on {key.device}"
             received = f"{key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)} on {key_padding_mask.device}"
             raise ValueError(f"dmattn: key_padding_mask: expected {expected}, received {received}")
+    return problem
 
 
 def _check_keep(keep: int) -> None:

@@ -90,6 +90,10 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 )
 def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     """The dynamic mask as intervals over reordered keys, see :func:`dmattn.selection.lifetimes`. No gradient."""
+    return _lifetimes(key_bias, valid, keep, len_q)
+
+
+def _lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     if not (key_bias.is_cuda or interpreting()) or key_bias.numel() == 0:
         return selection.lifetimes(key_bias, valid, keep, len_q)
     return _kernels(key_bias.device, interpreting()).lifetimes(key_bias, valid, keep, len_q)
@@ -113,6 +117,10 @@ def best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -
     ``order`` (B, Hk, keep), int32, ascending positions; the intervals ``first`` (1, 1, 1) and ``last`` (B, Hk, Sk), int32, or without `len_q`
     two empty tensors. No gradient.
     """
+    return _best(key_bias, valid, keep, len_q)
+
+
+def _best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     order, first, last = allocate_best(key_bias, keep, len_q)
     torch._check(1 <= keep <= key_bias.shape[-1], lambda: f"dmattn::best: keep {keep} of {key_bias.shape[-1]} keys")
     if not order.numel():
@@ -248,6 +256,14 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
         return _Direct.apply(problem, *learned)
     return _forward(problem)[:2]
+
+
+def plan(name: str, key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator ``dmattn::best`` or ``dmattn::lifetimes`` returns, likewise by it or by its function alone."""
+    if torch.compiler.is_compiling() or not nothing_watches((key_bias, valid)):
+        return getattr(torch.ops.dmattn, name)(key_bias, valid, keep, len_q)
+    directly: dict[str, Any] = {"best": _best, "lifetimes": _lifetimes}
+    return directly[name](key_bias, valid, keep, len_q)
 
 
 class _Direct(torch.autograd.Function):
