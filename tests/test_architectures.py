@@ -1,7 +1,7 @@
 """Every architecture, in every way that Transformers calls it: logits, loss and all gradients are those of its own eager attention.
 
 The rule is that of models.py. ``make test`` tries a training step of each architecture with each padding, and the other
-ways with a few; ``make test-full`` (``DMATTN_FULL=1``) tries all of them with all.
+ways with a few; ``make test-full`` (``DMATTN_FULL=1``) tries all of them with all, on a GPU too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ FULL = bool(os.environ.get("DMATTN_FULL"))
 FEW = ("LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "ModernBertForMaskedLM", "T5ForConditionalGeneration")
 TEXT = ("decoder", "encoder", "pair")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
+in_a_full_run_on_a_gpu_too = pytest.mark.parametrize("device", DEVICES if FULL else DEVICES[:1])
 
 
 def architectures(*inputs: str, every: bool = False) -> pytest.MarkDecorator:
@@ -98,14 +99,16 @@ def norm(tensors: list[Tensor]) -> float:
 ROUTED = {each.name for each in ARCHITECTURES if any("expert" in name for name in each.config)} | {"DogeForCausalLM"}
 
 
+@in_a_full_run_on_a_gpu_too
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @architectures("decoder", "encoder")
-def test_a_mask_of_four_axes(architecture: Architecture, kind: str) -> None:
+def test_a_mask_of_four_axes(architecture: Architecture, kind: str, device: str) -> None:
     """Of the user's own: it replaces every mask that the model would make."""
-    model, batch = architecture.build(), batch_of(architecture, "none") | no_cache(architecture)
+    model, batch = architecture.build().to(device), batch_of(architecture, "none", device) | no_cache(architecture)
     seed = torch.Generator().manual_seed(2)
     keep = (torch.rand(2, 1, LENGTH, LENGTH, generator=seed) < 0.7) | torch.eye(LENGTH, dtype=torch.bool)
-    added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    keep = keep.to(device)
+    added = torch.zeros(keep.shape, device=device).masked_fill(~keep, torch.finfo(torch.float32).min)
     try:
         eager = train_step(model, batch | dict(attention_mask=added))
     except (IndexError, RuntimeError) as refusal:
@@ -115,20 +118,22 @@ def test_a_mask_of_four_axes(architecture: Architecture, kind: str) -> None:
     assert_equal_steps(ours, eager)
 
 
+@in_a_full_run_on_a_gpu_too
 @architectures("decoder")
-def test_packed_sequences(architecture: Architecture) -> None:
+def test_packed_sequences(architecture: Architecture, device: str) -> None:
     """Two sequences in each row, told by their positions."""
-    model, batch = architecture.build(), batch_of(architecture, "none") | no_cache(architecture)
-    batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1)
+    model, batch = architecture.build().to(device), batch_of(architecture, "none", device) | no_cache(architecture)
+    batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1).to(device)
     eager = train_step(model, batch)
     with integration.using(model):
         ours = train_step(model, batch)
     assert_equal_steps(ours, eager)
 
 
+@in_a_full_run_on_a_gpu_too
 @architectures()
-def test_gradient_checkpointing(architecture: Architecture, calls: list[dict]) -> None:
-    model, batch = architecture.build(), batch_of(architecture, "left") | no_cache(architecture)
+def test_gradient_checkpointing(architecture: Architecture, device: str, calls: list[dict]) -> None:
+    model, batch = architecture.build().to(device), batch_of(architecture, "left", device) | no_cache(architecture)
     if not model.supports_gradient_checkpointing:
         pytest.skip("the model has none")
     eager = train_step(model, batch)
@@ -139,11 +144,12 @@ def test_gradient_checkpointing(architecture: Architecture, calls: list[dict]) -
     assert_equal_steps(ours, eager)
 
 
+@in_a_full_run_on_a_gpu_too
 @pytest.mark.parametrize("padding", ["none", "left"])
 @architectures("decoder")
-def test_a_cache_filled_in_chunks(architecture: Architecture, padding: str) -> None:
+def test_a_cache_filled_in_chunks(architecture: Architecture, padding: str, device: str) -> None:
     """5 tokens, then 7 after them, then one: the logits of real tokens, past the windows too."""
-    model, batch = architecture.build().eval(), batch_of(architecture, padding)
+    model, batch = architecture.build().to(device).eval(), batch_of(architecture, padding, device)
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
 
     @torch.no_grad()
@@ -168,13 +174,16 @@ WAYS: dict[str, Any] = dict(
 )
 
 
+@in_a_full_run_on_a_gpu_too
 @pytest.mark.parametrize("way", WAYS)
 @architectures("decoder", "pair", "speech")
-def test_generation(architecture: Architecture, way: str, calls: list[dict]) -> None:
+def test_generation(architecture: Architecture, way: str, device: str, calls: list[dict]) -> None:
     """The tokens of eager, well past the windows; greedy but for the beams. Several tokens at once are looked up in the prompt."""
     if way == "lookup" and architecture.inputs != "decoder":
         pytest.skip("looks tokens up in the prompt of a decoder")
-    model, batch = architecture.build().eval(), batch_of(architecture, "none" if way == "lookup" else "left")
+    if way == "static" and device == "cuda":
+        pytest.skip("Transformers compiles the model there, which is another test's subject")
+    model, batch = architecture.build().to(device).eval(), batch_of(architecture, "none" if way == "lookup" else "left", device)
     del batch["labels"]
     if way == "lookup":
         batch = dict(input_ids=batch["input_ids"][:1].repeat(1, 2))

@@ -41,8 +41,10 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
     compiled = kernel[(programs,)](**arguments)
     recorder = getattr(_thread, "recorder", None)
-    if recorder is not None:
+    if recorder is not None and compiled is not None:
         recorder.launched(compiled[programs, 1, 1], tuple(arguments[name] for name in kernel.arg_names))
+    elif recorder is not None:  # Triton's interpreter has run the kernel
+        recorder.complete = False
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
