@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = harness.pick_device(options.device)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
-    target = options.json or _default_file(device)
+    target = options.json or harness.result_file("dynamic_mask", device)
     print(harness.describe(where), flush=True)
     points = [point for point in POINTS if not options.points or point.name.startswith(tuple(options.points))]
     records = [{"point": point.name, **_record(point.tiny() if options.tiny else point), "contenders": {}} for point in points]
@@ -335,14 +335,6 @@ def _difference(x: Tensor, expected: Tensor) -> float:
     """Largest difference from ours, relative to the largest entry of ours: far above a rounding, someone computes something else."""
     scale = expected.abs().max().float().item()
     return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
-
-
-def _default_file(device: torch.device) -> Path | None:
-    """By the name of the GPU; a CPU's times are not recorded unless asked for."""
-    if device.type != "cuda":
-        return None
-    slug = "".join(c if c.isalnum() else "_" for c in torch.cuda.get_device_name(device).lower())
-    return harness.ROOT / "benchmarks" / "results" / f"dynamic_mask_{slug}.json"
 
 
 def _recorded() -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from dmattn.report import show_table
 
 OURS = "dmattn"
@@ -51,7 +52,7 @@ def show(records: Sequence[Record], dtype: str) -> None:
     for step in PASSES:
         show_growth(records, step)
     show_published(records)
-    for complaint, places in _complaints(records).items():
+    for complaint, places in harness.complaints(records, "point", STEPS).items():
         print(f"{complaint}: {', '.join(places)}")
 
 
@@ -119,7 +120,7 @@ def plot(result: Record, target: Path) -> None:
         _reference(of_memory, records, [_mebibytes(record, OURS, step) for record in records])
         for axes, what in ((of_time, "time, ms"), (of_memory, "extra memory, MiB")):
             axes.set(xscale="log", yscale="log", title=f"{step}: {what}", xlabel="length")
-            axes.set_xticks([record["len_k"] for record in records], [_short(record["len_k"]) for record in records])
+            axes.set_xticks([record["len_k"] for record in records], [harness.short_length(record["len_k"]) for record in records])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
     entries = {label: line for line, label in zip(*panels[0][0].get_legend_handles_labels(), strict=True)}
@@ -148,10 +149,6 @@ def _reference(axes: Any, records: Sequence[Record], values: Sequence[float | No
         at, y = found[-1]
         linear = [y * record["len_k"] / at for record in records]
         _line(axes, records, linear, linestyle="--", color="gray", label="linear in the length")
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _in_order(records: Sequence[Record], group: str) -> list[Record]:
@@ -206,15 +203,3 @@ def _repeats(record: Record) -> str:
     if OURS not in record["contenders"]:
         return "-"
     return "bitwise" if sound(record) else "NO"
-
-
-def _complaints(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Points by what kept a contender from running them."""
-    places: dict[str, list[str]] = {}
-    for record in records:
-        for name, contender in record["contenders"].items():
-            for step in STEPS:
-                found = contender.get(step)
-                if isinstance(found, dict) and "error" in found:
-                    places.setdefault(f"{name} {step}: {found['error']}", []).append(record["point"])
-    return places

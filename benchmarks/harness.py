@@ -12,11 +12,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +38,39 @@ class Timing:
     fastest: float
     slowest: float
     runs: int
+
+
+class Passes:
+    """The forward pass, the backward pass and a training step of one attention function on one problem, as what is measured.
+
+    Args:
+        function: of (query, key, value, bias), returns out. Of the inputs those that require grad get gradients.
+        inputs: query, key, value and bias, which may be None.
+        d_out: the gradient of out that comes in.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor | None], d_out: Tensor) -> None:
+        self.function, self.inputs, self.d_out = function, inputs, d_out
+        self.differentiated = [x for x in inputs if x is not None and x.requires_grad]
+        query = inputs[0]
+        self.row_vector = 4 * query.shape[0] * query.shape[1] * query.shape[2]  # bytes of one float32 for each query
+
+    def forward(self) -> tuple[Tensor]:
+        """(out,), with what autograd saves for the backward pass."""
+        return (self.function(*self.inputs),)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The gradients. What was saved is kept, so that it can be called again."""
+        return torch.autograd.grad(out, self.differentiated, self.d_out, retain_graph=True)
+
+    def step(self) -> tuple[Tensor, ...]:
+        """(out, gradients...) of both passes, in which autograd lets go of what it saved as it goes, as in training."""
+        out = self.function(*self.inputs)
+        return (out, *torch.autograd.grad(out, self.differentiated, self.d_out))
+
+    def beyond_vector(self, extra: int | None) -> int | None:
+        """Bytes that :func:`peak_extra_bytes` found, less the vector that every attention may keep."""
+        return None if extra is None else max(0, extra - self.row_vector)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -72,8 +105,21 @@ def pick_device(name: str | None) -> torch.device:
     try:
         return report.pick_device(name)
     except ValueError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(str(error))
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End the script with a sentence about what it cannot do, and exit code 2, as for a bad option."""
+    print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def result_file(benchmark: str, device: torch.device) -> Path | None:
+    """benchmarks/results/<benchmark>_<GPU>.json; None for a CPU, whose figures are not recorded unless asked for."""
+    if device.type != "cuda":
+        return None
+    slug = "".join(c if c.isalnum() else "_" for c in torch.cuda.get_device_name(device).lower())
+    return ROOT / "benchmarks" / "results" / f"{benchmark}_{slug}.json"
 
 
 def names(text: str, known: Collection[str]) -> list[str]:
@@ -128,8 +174,12 @@ def peak_extra_bytes(function: Callable[[], Sequence[Tensor]], device: torch.dev
     torch.cuda.reset_peak_memory_stats(device)
     results = function()
     torch.cuda.synchronize()
-    returned = sum(x.numel() * x.element_size() for x in results)
-    return torch.cuda.max_memory_allocated(device) - before - returned, results
+    return torch.cuda.max_memory_allocated(device) - before - tensor_bytes(results), results
+
+
+def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the entries of tensors, nothing for None."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def release(device: torch.device) -> None:
@@ -150,6 +200,23 @@ def reason(error: BaseException) -> str:
         return "out of memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:240]
+
+
+def complaints(records: Sequence[dict[str, Any]], label: str, steps: Sequence[str]) -> dict[str, list[str]]:
+    """What kept contenders from steps of their records, each with the records' names, which `label` holds."""
+    places: dict[str, list[str]] = {}
+    for record in records:
+        for name, contender in record["contenders"].items():
+            for step in steps:
+                found = contender.get(step)
+                if isinstance(found, dict) and "error" in found:
+                    places.setdefault(f"{name} {step}: {found['error']}", []).append(str(record[label]))
+    return places
+
+
+def short_length(length: int) -> str:
+    """As the axis of a plot shows it."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _timing(milliseconds: list[float]) -> Timing:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = harness.pick_device(options.device)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
-    target = options.json or _default_file(device)
+    target = options.json or harness.result_file("speed", device)
     print(harness.describe(where), flush=True)
     records: list[Record] = []
     for workload in WORKLOADS:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(records: Sequence[Record], dtype: str) -> None:
     """Print what kept contenders from running, and ours beside the best of the others."""
-    for complaint, places in _complaints(records).items():
+    for complaint, places in harness.complaints(records, "workload", PASSES).items():
         print(f"{complaint}: {', '.join(places)}")
     show_table(
         ("workload", "pass", OURS, "TFLOP/s", "extra MiB", "best peer", "its ms", "ratio", "repeats"), summary(records), f"Median ms, {dtype}"
@@ -115,7 +115,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "causal": workload.causal,
         "kept_blocks": workload.kept_blocks,
         "passes": workload.passes,
-        "input_bytes": sum(x.numel() * x.element_size() for name, x in tensors.items() if x is not None and name != "d_out"),
+        "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
         "contenders": {},
     }
     expected: list[Tensor] = []
@@ -123,7 +123,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         contender: Record = {}
         record["contenders"][name] = contender
         try:
-            results = _contend(contender, _contender(name, workload, tensors), workload, tensors, device, repeat=name == OURS)
+            results = _contend(contender, attention_of(name, workload.causal, tensors), workload, tensors, device, repeat=name == OURS)
             expected = results if name == OURS else expected
             contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
@@ -160,10 +160,9 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def _contender(name: str, workload: Workload, tensors: dict[str, Tensor | None]) -> Attention:
-    """A function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
-    mask = tensors["mask"]
-    options = dict(mask=mask, causal=workload.causal)
+def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
+    """A contender as a function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
+    options = dict(mask=tensors["mask"], causal=causal)
     if name == OURS:
         return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
     if name == "eager":
@@ -181,43 +180,36 @@ def _contend(
     contender: Record, function: Attention, workload: Workload, tensors: dict[str, Tensor | None], device: torch.device, *, repeat: bool
 ) -> list[Tensor]:
     """Measure the passes into `contender`; out and the gradients, for comparison."""
-    leaves = [tensors[name] for name in ("query", "key", "value", "bias")]
-    wanted = [x for x in leaves if x is not None]
-    d_out = tensors["d_out"]
-    row_vector = 4 * workload.batch * workload.heads * workload.len_q
-
-    def forward() -> tuple[Tensor]:
-        return (function(*leaves),)
-
-    forward()
-    extra, (out,) = harness.peak_extra_bytes(forward, device)
-    timing = harness.measure(forward, device)
-    contender["forward"] = _record(timing, extra, row_vector, workload.flops(backward=False))
+    passes = harness.Passes(function, [tensors[name] for name in ("query", "key", "value", "bias")], tensors["d_out"])
+    passes.forward()
+    extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
+    timing = harness.measure(passes.forward, device)
+    contender["forward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=False))
     if repeat:
-        contender["forward"]["repeatable"] = torch.equal(out, forward()[0])
+        contender["forward"]["repeatable"] = torch.equal(out, passes.forward()[0])
     if workload.inference:
         return [out]
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, wanted, d_out, retain_graph=True)
+        return passes.backward(out)
 
     backward()
     extra, gradients = harness.peak_extra_bytes(backward, device)
     timing = harness.measure(backward, device)
-    contender["backward"] = _record(timing, extra, row_vector, workload.flops(backward=True))
+    contender["backward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=True))
     if repeat:
         contender["backward"]["repeatable"] = all(torch.equal(x, y) for x, y in zip(gradients, backward(), strict=True))
     return [out.detach(), *gradients]
 
 
-def _record(timing: harness.Timing, extra: int | None, row_vector: int, flops: float) -> Record:
+def _record(timing: harness.Timing, extra: int | None, flops: float) -> Record:
     return {
         "median_ms": timing.median,
         "fastest_ms": timing.fastest,
         "slowest_ms": timing.slowest,
         "runs": timing.runs,
         "tflops": flops / timing.median / 1e9,
-        "extra_bytes": None if extra is None else max(0, extra - row_vector),
+        "extra_bytes": extra,
     }
 
 
@@ -227,17 +219,6 @@ def _difference(x: Tensor, expected: Tensor) -> float:
     return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
 
 
-def _complaints(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Workloads by what kept a contender from running them."""
-    places: dict[str, list[str]] = {}
-    for record in records:
-        for name, contender in record["contenders"].items():
-            for step in PASSES:
-                if "error" in contender.get(step, {}):
-                    places.setdefault(f"{name} {step}: {contender[step]['error']}", []).append(record["workload"])
-    return places
-
-
 def _sound(record: Record) -> bool:
     ours = record["contenders"][OURS]
     return all(ours.get(step, {}).get("repeatable", False) for step in _passes(record))
@@ -245,14 +226,6 @@ def _sound(record: Record) -> bool:
 
 def _passes(record: Record) -> Sequence[str]:
     return record.get("passes", PASSES)  # of result files from before there were workloads without a backward pass
-
-
-def _default_file(device: torch.device) -> Path | None:
-    """By the name of the GPU; a CPU's times are not recorded unless asked for."""
-    if device.type != "cuda":
-        return None
-    slug = "".join(c if c.isalnum() else "_" for c in torch.cuda.get_device_name(device).lower())
-    return harness.ROOT / "benchmarks" / "results" / f"speed_{slug}.json"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

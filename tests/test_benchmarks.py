@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -84,6 +86,11 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines wi
         ("tune.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
         ("tune.py", ["--kernels", "values"], ["--kernels", "values", "queries"]),
         ("speed.py", ["--device", "foo"], ["--device", "foo", "expected cpu"]),
+        ("memory.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
+        ("memory.py", ["--peers", "flax"], ["--peers", "flax", "sdpa_efficient"]),
+        ("memory.py", ["--lengths", "1024", "4k"], ["--lengths", "4k", "at least 1"]),
+        ("memory.py", ["--lengths", "0"], ["--lengths", "0", "at least 1"]),
+        ("memory.py", ["--device", "cpu"], ["memory", "CUDA device", "--tiny"]),
         pytest.param("forward_equivalence.py", ["--device", "cuda"], ["--device", "cuda", "expected cpu"], marks=no_gpu),
         pytest.param("tune.py", [], ["expected a CUDA device, found none"], marks=no_gpu),
     ],
@@ -181,6 +188,161 @@ def test_dynamic_mask_plots_a_result_file(tmp_path):
     assert target.read_bytes().startswith(b"\x89PNG")
     assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in done.stdout
     assert "flex forward: out of memory: length-4096" in done.stdout
+
+
+@pytest.fixture
+def memory(monkeypatch) -> ModuleType:
+    """benchmarks/memory.py, to be called in this process."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    return importlib.import_module("benchmarks.memory")
+
+
+def steps_of(extra: int | None, inputs: int) -> dict:
+    """What a contender leaves of a workload that has all passes."""
+    found = {"extra_bytes": extra, "extra_fraction": None if extra is None else extra / inputs}
+    return {step: dict(found) for step in ("forward", "backward", "step")}
+
+
+def made_memory(ours: int | None) -> dict:
+    """A result of benchmarks/memory.py as a GPU leaves it: one workload of 1000 bytes, and a growth in which eager runs out of memory."""
+    contenders = {"dmattn": steps_of(ours, 1000), "eager": steps_of(4000, 1000)}
+    workload = {"workload": "w", "shape": "1", "steps": ["forward", "backward", "step"], "input_bytes": 1000, "contenders": contenders}
+    growth = []
+    for length in (1024, 2048, 4096, 8192):
+        mine = {"peak_bytes": 100 * length, "extra_bytes": 3 * length}
+        theirs = {"peak_bytes": length**2, "extra_bytes": 0} if length < 8192 else {"error": "out of memory, in the call"}
+        sizes = dict(growth="dense_bias", point=f"dense_bias-{length}", length=length, shape=f"1, 8/8, {length} x {length}, 128")
+        growth.append({**sizes, "contenders": {"dmattn": {"step": mine}, "eager": {"step": theirs}}})
+    environment = {"dtype": "bf16", "tiny": False, "device": "a GPU", "commit": "c", "versions": {"torch": "2"}}
+    return {"environment": environment, "workloads": [workload], "growth": growth}
+
+
+def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_path):
+    names, lengths = ["bias1h_d64", "decode_128k"], ["4096", "2048", "65536"]
+    arguments = ["--tiny", "--workloads", *names, "--lengths", *lengths, "--peers", "sdpa_math", "sdpa_efficient", "eager"]
+    code, printed, result = run("memory.py", tmp_path, *arguments)
+    assert code == 0
+    check_environment(result["environment"], "memory.py")
+    assert [(record["workload"], record["steps"]) for record in result["workloads"]] == [
+        ("bias1h_d64", ["forward", "backward", "step"]),
+        ("decode_128k", ["forward"]),
+    ]
+    for record in result["workloads"]:
+        assert record["input_bytes"] > 0
+        for name in ("dmattn", "sdpa_math", "eager"):
+            assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
+        assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
+        assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
+    points = [f"{name}-{n}" for name in ("dense_bias", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
+    assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
+    for record in result["growth"]:
+        dynamic = record["growth"] == "dynamic_mask"
+        assert list(record["contenders"]) == ["dmattn", *(() if dynamic else ("sdpa_math",)), "sdpa_efficient", "eager"]
+        assert record["contenders"]["dmattn"] == record["contenders"]["eager"] == {"step": {"peak_bytes": None, "extra_bytes": None}}
+    assert any(line.startswith("sdpa_efficient step: RuntimeError") and "dense_bias-16, dense_bias-32" in line for line in printed)
+
+
+def test_memory_measures_nothing_where_no_name_and_no_length_is_given(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--tiny", "--device", "cpu", "--workloads", "--lengths"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
+
+
+def test_contenders_of_a_growth_compute_the_same(memory):
+    """The masks that the peers are given in place of ours hide the same pairs."""
+    for growth in memory.GROWTHS:
+        growth = growth.tiny()
+        workload = growth.at(40)
+        tensors = workload.tensors(torch.float32, torch.device("cpu"))
+        inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
+        ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
+        everything = memory.attention_of("eager", workload.causal, tensors)(*inputs)
+        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal"))
+
+
+def test_memory_counts_inputs_masks_and_results_in_the_peak_and_masks_in_the_extra(memory, monkeypatch):
+    """With an allocator that is made up: the mask takes 700 bytes, the call 2000 beyond its results."""
+    asked = iter((5000, 5700))
+    monkeypatch.setattr(memory, "_allocated", lambda device: next(asked))
+    monkeypatch.setattr(memory.harness, "peak_extra_bytes", lambda function, device: (2000, function()))
+    (growth,) = (growth.tiny() for growth in memory.GROWTHS if growth.name == "key_bias_causal")
+    found = memory._training_step(growth, "dmattn", growth.at(16), "fp32", torch.device("cpu"), warm_up=True)
+    query, key, bias, row_vector = 4 * 16 * 16 * 4, 2 * 16 * 16 * 4, 2 * 16 * 4, 4 * 4 * 16
+    given, returned = 2 * query + 2 * key + bias, 2 * query + 2 * key + bias
+    assert found == {"peak_bytes": given + 700 + 2000 + returned, "extra_bytes": 2700 - row_vector}
+
+
+def test_memory_grows_a_contender_until_it_runs_out_of_memory(memory, monkeypatch):
+    calls = []
+
+    def training_step(growth, name, workload, dtype, device, *, warm_up):
+        calls.append((workload.len_k, warm_up))
+        errors = {1024: "ValueError: refused, in the call", 4096: "out of memory, in the call"}
+        return {"error": errors[workload.len_k]} if workload.len_k in errors else {"peak_bytes": 1, "extra_bytes": 1}
+
+    monkeypatch.setattr(memory, "_training_step", training_step)
+    records = [memory._record("dense_bias", memory.GROWTHS[0].at(length)) for length in (1024, 2048, 4096, 8192, 16384)]
+    memory.grow(memory.GROWTHS[0], "eager", records, "bf16", torch.device("cpu"))
+    assert calls == [(1024, True), (2048, False), (4096, False)]
+    found = [record["contenders"]["eager"]["step"].get("error") for record in records]
+    assert found[:2] == ["ValueError: refused, in the call", None]
+    assert found[2:] == ["out of memory, in the call", *["not run: out of memory at 4096"] * 2]
+
+
+def test_the_slope_is_the_power_of_the_last_points(memory):
+    lengths = [1024 << i for i in range(6)]
+    assert memory.slope(lengths, [3 * n**2 for n in lengths]) == pytest.approx(2)
+    assert memory.slope(lengths, [7 * n for n in lengths]) == pytest.approx(1)
+    assert memory.slope(lengths, [10**9, 10**9, 5, *(n**2 for n in lengths[3:])]) == pytest.approx(2), "the first points are left out"
+    assert memory.slope(lengths, [*lengths[:3], None, None, None]) == pytest.approx(1), "points without a size are left out"
+    assert 1 < memory.slope(lengths, [10**8 + n**2 for n in lengths]) < 2
+    assert memory.slope(lengths, [0, 0, 0, *lengths[3:]]) == pytest.approx(1)
+    assert memory.slope(lengths, [*lengths[:5], 0]) is None
+    assert memory.slope(lengths, [1, *[None] * 5]) is None
+    assert memory.slope([8, 8], [1, 1]) is None
+
+
+@pytest.mark.parametrize(("ours", "tiny", "code"), [(50, False, 0), (51, False, 1), (51, True, 0), (None, True, 0)])
+def test_memory_fails_where_ours_takes_more_than_it_promises(ours, tiny, code, memory, monkeypatch, tmp_path, capsys):
+    """50 of 1000 bytes are the promised 5 %. That eager takes more is no failure."""
+    (made,) = made_memory(ours)["workloads"]
+    monkeypatch.setattr(memory, "measure", lambda workload, *rest: {**made, "workload": workload.name})
+    monkeypatch.setattr(memory.harness, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(memory.harness, "environment", lambda device: made_memory(ours)["environment"])
+    monkeypatch.setattr(memory.harness, "describe", lambda where: where["device"])
+    arguments = ["--workloads", "plain_d128", "--lengths", "--json", str(tmp_path / "result.json"), *(["--tiny"] if tiny else [])]
+    assert memory.main(arguments) == code
+    said = [line for line in capsys.readouterr().out.splitlines() if "more than 5%" in line]
+    assert said == [f"plain_d128 {step}: dmattn takes 5.10% of its inputs, more than 5%" for step in ("forward", "backward", "step") if code]
+
+
+def test_memory_fails_where_ours_did_not_run(memory):
+    """But for a length that the GPU is too small for."""
+    result = made_memory(10)
+    assert memory.failures(result) == []
+    ours = [record["contenders"]["dmattn"] for record in (result["workloads"][0], result["growth"][2], result["growth"][3])]
+    del ours[0]["step"]
+    ours[0]["backward"] = {"error": "out of memory"}
+    ours[1]["step"] = {"error": "ValueError: no, in the call"}
+    ours[2]["step"] = {"error": "out of memory, in the call"}
+    assert [sentence.split(": ")[0] for sentence in memory.failures(result)] == ["w backward", "w step", "dense_bias-4096"]
+
+
+def test_memory_plots_a_result_file(tmp_path):
+    """From recorded numbers; a contender without extra memory, which a logarithmic axis cannot show, and that failed at one length."""
+    pytest.importorskip("matplotlib")
+    source, target = tmp_path / "result.json", tmp_path / "memory.png"
+    source.write_text(json.dumps(made_memory(51)))
+    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--json", str(source), "--plot", str(target)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert "eager step: out of memory, in the call: dense_bias-8192" in done.stdout
+    assert "w step: dmattn takes 5.10% of its inputs, more than 5%" in done.stdout
+    rows = {name: line for line in done.stdout.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
+    assert "N^1.00" in rows["dmattn"]
+    assert "N^2.00" in rows["eager"]
+    assert "0.8 / 0.0" in rows["dmattn"]
 
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):

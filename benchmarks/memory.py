@@ -1,0 +1,403 @@
+"""Device memory of attention beside FlexAttention, SDPA and eager PyTorch, without timing anything. ``python benchmarks/memory.py --help``.
+
+Workloads: for each one of benchmarks/workloads.py the extra memory of the forward pass, of the backward pass, both as benchmarks/speed.py
+records them, and of a training step, which is both in one, with nothing freed but what autograd and Python let go of. Extra memory is the peak
+beyond inputs, incoming gradient, results and one float32 vector per query; what is prepared once, as FlexAttention's block mask, is left out.
+`dmattn.attention` promises that it stays below 5 % of the bytes of query, key, value, bias and mask.
+
+Growth: the memory of a training step against the length, for problems whose bias or mask is what costs memory. Here the peak counts everything,
+inputs too, and extra memory counts what was prepared, so that a mask that only the peers need is theirs. Of a padded batch the peers get the
+mask as a bool tensor (B, 1, 1, Sk), which they broadcast as they can; of a dynamic mask the same kept keys as a bool tensor (1, H, Sq, Sk).
+`dynamic_mask_attention` copies keys and values, so the promise is not about it. A contender that ran out of memory is not tried at greater
+lengths. The slope is the exponent of the length in a fit through the last points.
+
+Refusals are recorded with their reason. The result file is written anew after every workload and every contender of a growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from benchmarks import dynamic_mask, harness
+from benchmarks.speed import OURS, PEERS, Attention, Record, attention_of
+from benchmarks.workloads import PASSES, WORKLOADS, Workload
+from dmattn import IntervalMask, dynamic_mask_attention
+from dmattn.report import show_table
+
+STEP = "step"  # a training step, forward and backward
+STEPS = (*PASSES, STEP)
+DEFAULT_PEERS = ("sdpa_efficient", "sdpa_cudnn", "eager")  # FlexAttention compiles for each shape, which takes longer than all others together
+LIMIT = 0.05  # of the inputs' bytes: what `dmattn.attention` promises
+LENGTHS = tuple(1024 << i for i in range(8))
+FITTED = 3  # points of the slope, the last ones: at short lengths what does not grow hides what does
+SIZES = {"peak_bytes": "peak memory", "extra_bytes": "extra memory"}  # of a training step, and how the plot calls them
+SHRINK = 128  # of lengths and kept keys where the code is tried
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A problem of self-attention at any length; `workload` is it at one.
+
+    `padded` hides the last part of each batch entry but the last. `keep` is that of dynamic mask attention, with the bias as its scores.
+    """
+
+    workload: Workload
+    padded: bool = False
+    keep: int | None = None
+    longest: int | None = None
+    peers: Sequence[str] = PEERS
+
+    @property
+    def name(self) -> str:
+        """That of its workload."""
+        return self.workload.name
+
+    def at(self, length: int) -> Workload:
+        """The problem with so many queries and keys."""
+        return replace(self.workload, len_q=length, len_k=length)
+
+    def tiny(self) -> Growth:
+        """A problem like it for trying the code."""
+        return replace(self, workload=self.workload.tiny(), keep=self.keep and max(1, self.keep // SHRINK))
+
+    def attention_of(self, name: str, workload: Workload, tensors: dict[str, Any]) -> Attention:
+        """A contender on the tensors of :meth:`at`, with the mask made that it needs."""
+        if self.keep is not None:
+            keep = self.keep
+            if name == OURS:
+                return lambda query, key, value, bias: dynamic_mask_attention(query, key, value, bias[:, :, 0], keep=keep)
+            return attention_of(name, False, {**tensors, "mask": _kept(workload, keep, tensors["bias"])})
+        if not self.padded:
+            return attention_of(name, workload.causal, tensors)
+        real = _real(workload, tensors["query"].device)
+        mask = IntervalMask.padding(real, workload.len_q) if name == OURS else real[:, None, None]
+        return attention_of(name, workload.causal, {**tensors, "mask": mask})
+
+
+GROWTHS = (
+    Growth(Workload("dense_bias", 1, 8, 8, 4096, 4096, 128, bias="1hqk"), longest=32768),  # where bias and gradient take 32 GiB
+    Growth(Workload("key_bias_causal", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True)),
+    Growth(Workload("padded_batch", 2, 8, 8, 4096, 4096, 128), padded=True),
+    Growth(Workload("dynamic_mask", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True), keep=1024, peers=("sdpa_efficient", "eager")),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is asked for; the exit code is 0 when ours ran on all of it and kept its promise on the workloads."""
+    options = _options(arguments)
+    if options.plot is not None:
+        return _show(options.json, options.plot)
+    start = time.perf_counter()
+    device = harness.pick_device(options.device)
+    if device.type != "cuda" and not options.tiny:
+        harness.refuse("the peak of memory is known on a CUDA device alone, found none; --tiny tries the code on a CPU, without memory")
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    target = options.json or harness.result_file("memory", device)
+    result: Record = {"environment": {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}, "workloads": [], "growth": []}
+    print(harness.describe(result["environment"]), flush=True)
+
+    def save() -> None:
+        result["seconds"] = time.perf_counter() - start
+        if target is not None:
+            harness.write_json(target, result)
+
+    def say(what: str, began: float) -> None:
+        print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+    for workload in WORKLOADS:
+        if workload.name in options.workloads:
+            began = time.perf_counter()
+            result["workloads"].append(measure(workload.tiny() if options.tiny else workload, dtype, device, options.peers))
+            save()
+            say(workload.name, began)
+    for growth in GROWTHS:
+        lengths = sorted({length for length in options.lengths if growth.longest is None or length <= growth.longest})
+        chosen = growth.tiny() if options.tiny else growth
+        records = [_record(growth.name, chosen.at(max(1, length // SHRINK) if options.tiny else length)) for length in lengths]
+        result["growth"] += records
+        for name in (OURS, *(peer for peer in options.peers if peer in growth.peers)):
+            began = time.perf_counter()
+            grow(chosen, name, records, dtype, device)
+            save()
+            say(f"{growth.name} {name}", began)
+    save()
+    show(result)
+    if target is not None:
+        print(target)
+    return 1 if failures(result) or not (result["workloads"] or result["growth"]) else 0
+
+
+def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequence[str]) -> Record:
+    """One workload with every contender, as the result file records it; what did not run has its reason."""
+    tensors = workload.tensors(harness.DTYPES[dtype], device)
+    inputs = harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out")
+    steps = PASSES[:1] if workload.inference else STEPS
+    record: Record = {"workload": workload.name, "shape": workload.shape, "steps": steps, "input_bytes": inputs, "contenders": {}}
+    for name in (OURS, *wanted):
+        contender: Record = {}
+        record["contenders"][name] = contender
+        try:
+            _contend(contender, _passes(attention_of(name, workload.causal, tensors), tensors), steps, inputs, device)
+        except Exception as error:
+            step = next((step for step in steps if step not in contender), steps[-1])
+            contender[step] = {"error": harness.reason(error)}
+        harness.release(device)
+    return record
+
+
+def grow(growth: Growth, name: str, records: Sequence[Record], dtype: str, device: torch.device) -> None:
+    """One contender along the lengths of `records`, which are in order, into each; once at each, after a warm-up at the first."""
+    full_at: int | None = None
+    for record in records:
+        if full_at is not None:
+            found: Record = {"error": f"not run: out of memory at {full_at}"}
+        else:
+            found = _training_step(growth, name, growth.at(record["length"]), dtype, device, warm_up=record is records[0])
+            full_at = record["length"] if "out of memory" in found.get("error", "") else None
+            harness.release(device)
+        record["contenders"][name] = {STEP: found}
+
+
+def failures(result: Record) -> list[str]:
+    """What is wrong with ours, a sentence each: it did not run, or takes more than it promises. On a GPU too small for a length it may stop.
+
+    Tiny problems are held to nothing: their memory is that of the allocator's granules.
+    """
+    found = []
+    for record in result["workloads"]:
+        for step in record["steps"]:
+            ours = record["contenders"][OURS].get(step, {"error": "not reached"})
+            if "error" in ours:
+                found.append(f"{record['workload']} {step}: {OURS} did not run: {ours['error']}")
+            elif ours["extra_fraction"] is not None and ours["extra_fraction"] > LIMIT and not result["environment"]["tiny"]:
+                found.append(f"{record['workload']} {step}: {OURS} takes {ours['extra_fraction']:.2%} of its inputs, more than {LIMIT:.0%}")
+    for record in result["growth"]:
+        error = record["contenders"].get(OURS, {}).get(STEP, {}).get("error", "")
+        if error and "out of memory" not in error:
+            found.append(f"{record['point']}: {OURS} did not run: {error}")
+    return found
+
+
+def slope(lengths: Sequence[int], sizes: Sequence[int | None]) -> float | None:
+    """The exponent b in the least-squares fit of size = a * length ** b through the last points that have a size; None for fewer than two.
+
+    A size of 0 fits no power, and gives None where it is among the last points.
+    """
+    last = [(length, size) for length, size in zip(lengths, sizes, strict=True) if size is not None][-FITTED:]
+    if len({length for length, _ in last}) < 2 or not all(size for _, size in last):
+        return None
+    return statistics.linear_regression(*([math.log(x) for x in column] for column in zip(*last, strict=True))).slope
+
+
+def show(result: Record) -> None:
+    """Print what kept contenders from running, both tables, and what is wrong with ours."""
+    workloads, growths = result["workloads"], result["growth"]
+    for complaint, places in {**harness.complaints(workloads, "workload", STEPS), **harness.complaints(growths, "point", (STEP,))}.items():
+        print(f"{complaint}: {', '.join(places)}")
+    if workloads:
+        names = _names(workloads)
+        lines = [(record, step) for record in workloads for step in record["steps"]]
+        rows = [[r["workload"], step, _mebibytes(r["input_bytes"]), *(_extra(r, name, step) for name in names)] for r, step in lines]
+        show_table(("workload", "pass", "inputs", *names), rows, f"Extra MiB, and its part of the inputs, {result['environment']['dtype']}")
+    for title, records in _by_growth(growths).items():
+        lengths = [record["length"] for record in records]
+        rows = []
+        for name in _names(records):
+            sizes = [_sizes(records, name, what) for what in SIZES]
+            cells = [" / ".join(map(_mebibytes, at)) for at in zip(*sizes, strict=True)]
+            powers = [slope(lengths, column) for column in sizes]
+            rows.append([name, *cells, *("-" if power is None else f"N^{power:.2f}" for power in powers)])
+        columns = (title, *map(harness.short_length, lengths), "peak as", "extra as")
+        show_table(columns, rows, f"Peak / extra MiB of a training step: {records[-1]['shape']}")
+    for sentence in failures(result):
+        print(sentence)
+
+
+def plot(result: Record, target: Path) -> None:
+    """Draw peak and extra memory of a training step against the length, a line for each contender, a column of panels for each growth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    growths = _by_growth(result["growth"])
+    if not growths:
+        raise SystemExit("--plot draws memory against the length, and the result file has none")
+    names = _names(result["growth"])
+    figure, panels = pyplot.subplots(2, len(growths), figsize=(1 + 4.5 * len(growths), 9), squeeze=False, layout="constrained")
+    for column, (title, records) in enumerate(growths.items()):
+        lengths = [record["length"] for record in records]
+        for axes, (what, label) in zip(panels[:, column], SIZES.items(), strict=True):
+            for i, name in enumerate(names):
+                sizes = _sizes(records, name, what)
+                found = [(length, size / 2**20) for length, size in zip(lengths, sizes, strict=True) if size]  # a logarithmic axis has no 0
+                if found:
+                    power = slope(lengths, sizes)
+                    ours = dict(linewidth=2.5, zorder=3) if name == OURS else dict(linewidth=1.2, zorder=2)
+                    entry = name if power is None else f"{name}, N^{power:.2f}"
+                    axes.plot(*zip(*found, strict=True), marker="o", color=f"C{i}", label=entry, **ours)
+            axes.set(xscale="log", yscale="log", title=f"{title}: {label}", xlabel="length", ylabel="MiB")
+            axes.set_xticks(lengths, [harness.short_length(length) for length in lengths])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize=9)
+    where = result["environment"]
+    device = f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}"
+    figure.suptitle(f"Memory of a training step; N^b is the fit through the last {FITTED} lengths. {device}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+    print(target)
+
+
+def _show(source: Path | None, target: Path) -> int:
+    """Tables and plot of a result file."""
+    if source is None:
+        raise SystemExit("--plot draws from a result file; name it with --json")
+    result = json.loads(source.read_text())
+    show(result)
+    plot(result, target)
+    return 0
+
+
+def _passes(function: Attention, tensors: dict[str, Any]) -> harness.Passes:
+    return harness.Passes(function, [tensors[name] for name in ("query", "key", "value", "bias")], tensors["d_out"])
+
+
+def _contend(contender: Record, passes: harness.Passes, steps: Sequence[str], inputs: int, device: torch.device) -> None:
+    """Measure the steps into `contender`, each pass after a warm-up."""
+
+    def record(extra: int | None) -> Record:
+        extra = passes.beyond_vector(extra)
+        return {"extra_bytes": extra, "extra_fraction": None if extra is None else extra / inputs}
+
+    passes.forward()
+    extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
+    contender["forward"] = record(extra)
+    if "backward" not in steps:
+        return
+    passes.backward(out)
+    extra, gradients = harness.peak_extra_bytes(partial(passes.backward, out), device)
+    contender["backward"] = record(extra)
+    del out, gradients
+    extra, _ = harness.peak_extra_bytes(passes.step, device)
+    contender[STEP] = record(extra)
+
+
+def _training_step(growth: Growth, name: str, workload: Workload, dtype: str, device: torch.device, *, warm_up: bool) -> Record:
+    """Peak and extra memory of one contender at one length, or why there is none."""
+    reached = "before the call"
+    try:
+        tensors = workload.tensors(harness.DTYPES[dtype], device)
+        before = _allocated(device)
+        function = growth.attention_of(name, workload, tensors)
+        prepared = _allocated(device) - before
+        reached = "in the call"
+        passes = _passes(function, tensors)
+        if warm_up:
+            passes.step()
+        extra, results = harness.peak_extra_bytes(passes.step, device)
+        given, returned = harness.tensor_bytes(tensors.values()), harness.tensor_bytes(results)
+        if extra is None:
+            return {"peak_bytes": None, "extra_bytes": None}
+        return {"peak_bytes": given + prepared + extra + returned, "extra_bytes": passes.beyond_vector(prepared + extra)}
+    except Exception as error:
+        return {"error": f"{harness.reason(error)}, {reached}"}
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes in use, nothing on a CPU."""
+    harness.release(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _real(workload: Workload, device: torch.device) -> Tensor:
+    """bool, (B, Sk): the tokens of a padded batch that are real, from a part of the first entry up to all of the last."""
+    ends = torch.arange(1, workload.batch + 1, device=device)[:, None] * workload.len_k // workload.batch
+    return torch.arange(workload.len_k, device=device) < ends
+
+
+def _kept(workload: Workload, keep: int, bias: Tensor) -> Tensor:
+    """bool, (1, H, Sq, Sk): the keys that dynamic mask attention keeps, causal, by the scores `bias` (1, Hk, 1, Sk)."""
+    sizes = dict(heads=workload.heads, kv_heads=workload.kv_heads, head_dim=workload.head_dim)
+    mask = dynamic_mask.intervals(dynamic_mask.Point("length", workload.len_q, workload.len_k, keep, **sizes), bias[:, :, 0])
+    group = workload.heads // workload.kv_heads
+    return IntervalMask(*(x.repeat_interleave(group, 1) for x in (mask.first, mask.last))).to_dense(workload.len_q)
+
+
+def _record(growth: str, workload: Workload) -> Record:
+    """A point of a growth, as yet without contenders."""
+    length = workload.len_k
+    return {"growth": growth, "point": f"{growth}-{length}", "length": length, "shape": workload.shape, "contenders": {}}
+
+
+def _by_growth(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The points of each growth by its name."""
+    return {name: [record for record in records if record["growth"] == name] for name in dict.fromkeys(record["growth"] for record in records)}
+
+
+def _names(records: Sequence[Record]) -> list[str]:
+    """The contenders of records, ours first."""
+    return list(dict.fromkeys(name for record in records for name in record["contenders"]))
+
+
+def _sizes(records: Sequence[Record], name: str, what: str) -> list[int | None]:
+    return [record["contenders"].get(name, {}).get(STEP, {}).get(what) for record in records]
+
+
+def _extra(record: Record, name: str, step: str) -> str:
+    """MiB and the part of the inputs."""
+    found = record["contenders"].get(name, {}).get(step, {})
+    if found.get("extra_bytes") is None:
+        return "-"
+    return f"{_mebibytes(found['extra_bytes'])} ({found['extra_fraction']:.1%})"
+
+
+def _mebibytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.1f}"
+
+
+def _length(text: str) -> int:
+    """A length of `--lengths`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected lengths of at least 1, received {text}")
+    return int(text)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [workload.name for workload in WORKLOADS]
+    longest = ", ".join(growth.name + (f" up to {growth.longest}" if growth.longest else "") for growth in GROWTHS)
+    parser = argparse.ArgumentParser(description="Device memory of dmattn beside FlexAttention, SDPA and eager PyTorch.")
+    parser.add_argument("--workloads", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--lengths", nargs="*", type=_length, default=LENGTHS, metavar="N", help=f"for {longest}; by default from 1024 to {LENGTHS[-1]}"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and plot of what the result file holds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/memory_<GPU>.json, and none on a CPU")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what the imports left need not be looked through at each release of memory
+    raise SystemExit(main())
