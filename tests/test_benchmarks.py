@@ -160,6 +160,17 @@ def test_dynamic_mask_begins_no_peer_when_the_budget_is_spent(tmp_path):
     assert any(line.startswith("flex forward: not run: the budget of 0 s was spent: length-1024") for line in printed)
 
 
+def test_host_time_measures_every_step_of_both(tmp_path):
+    code, printed, result = run("host_time.py", tmp_path, "--tiny")
+    assert code == 0
+    check_environment(result["environment"], "host_time.py")
+    for record in result["problems"]:
+        for times in record["microseconds"].values():
+            assert set(times) == {"forward", "forward with a graph", "backward"}
+            assert all(time > 0 for time in times.values())
+    assert any("windows_49" in line for line in printed)
+
+
 def test_speed_plots_a_result_file(tmp_path):
     """The one in the repository, without measuring anything."""
     pytest.importorskip("matplotlib")
@@ -313,7 +324,9 @@ def test_memory_fails_where_ours_takes_more_than_it_promises(ours, tiny, code, m
     arguments = ["--workloads", "plain_d128", "--lengths", "--json", str(tmp_path / "result.json"), *(["--tiny"] if tiny else [])]
     assert memory.main(arguments) == code
     said = [line for line in capsys.readouterr().out.splitlines() if "more than 5%" in line]
-    assert said == [f"plain_d128 {step}: dmattn takes 5.10% of its inputs, more than 5%" for step in ("forward", "backward", "step") if code]
+    assert said == [
+        f"plain_d128 {step}: dmattn takes 5.10% of what it is given, more than 5%" for step in ("forward", "backward", "step") if code
+    ]
 
 
 def test_memory_fails_where_ours_did_not_run(memory):
@@ -338,7 +351,7 @@ def test_memory_plots_a_result_file(tmp_path):
     assert done.returncode == 0, done.stderr
     assert target.read_bytes().startswith(b"\x89PNG")
     assert "eager step: out of memory, in the call: dense_bias-8192" in done.stdout
-    assert "w step: dmattn takes 5.10% of its inputs, more than 5%" in done.stdout
+    assert "w step: dmattn takes 5.10% of what it is given, more than 5%" in done.stdout
     rows = {name: line for line in done.stdout.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
     assert "N^1.00" in rows["dmattn"]
     assert "N^2.00" in rows["eager"]

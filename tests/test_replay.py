@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import needs_cuda
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import attention, dynamic_mask_attention, ops
 from dmattn.equivalence import Case
@@ -234,6 +236,35 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
         assert torch.equal(total, sums[0])
         assert torch.equal(x[:, 0], torch.full((2,), number + 1.0))
     assert len(calls) == 1
+
+
+@on_a_cpu
+def test_a_tensor_lives_no_longer_than_it_is_needed(launches: Launches) -> None:
+    from dmattn.kernels import replay
+
+    @replay.replayed
+    def function(x: Tensor) -> Tensor:
+        first = x * 2
+        second = first + 1
+        third = second * 3
+        return third - 1
+
+    class Watch(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[weakref.ref] = []
+            self.alive: list[int] = []
+
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+            self.alive.append(sum(made() is not None for made in self.made))
+            result = operator(*arguments, **(keywords or {}))
+            self.made.append(weakref.ref(result))
+            return result
+
+    function(torch.ones(3))
+    with Watch() as watch:
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 8.0))
+    assert watch.alive == [0, 1, 1, 1]
 
 
 @on_a_cpu

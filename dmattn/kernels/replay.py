@@ -206,9 +206,12 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Record:
-    """What a call did: its steps, on tensors with numbers, which those of the arguments have by their places; and its result."""
+    """What a call did: its steps, on tensors with numbers, which those of the arguments have by their places; and its result.
 
-    steps: list[_Launch | _Operation]
+    After a step, the tensors with the numbers beside it are not needed any more.
+    """
+
+    steps: list[tuple[_Launch | _Operation, tuple[int, ...]]]
     tensors: int
     result: Any
 
@@ -220,8 +223,10 @@ class _Record:
                 return self.repeat(operands)
         tensors = operands + [None] * (self.tensors - len(operands))
         stream = driver.active.get_current_stream(device)
-        for step in self.steps:
+        for step, unneeded in self.steps:
             step.repeat(tensors, stream)
+            for number in unneeded:
+                tensors[number] = None
         return None if self.result is None else self.result.of(tensors)
 
 
@@ -275,10 +280,10 @@ class _Recorder(TorchDispatchMode):
         """What was done, but for making tensors that nothing reads; None where a tensor came from elsewhere or was looked into."""
         needed: set[int] = set()
         given = self._part(result, self._whole, needed)
-        steps: list[_Launch | _Operation] = []
+        steps: list[tuple[_Launch | _Operation, tuple[int, ...]]] = []
         for step in reversed(self.steps):
             if isinstance(step, _Launch) or step.changes or needed.intersection(step.makes):
-                steps.insert(0, step)
+                steps.insert(0, (step, tuple(step.reads - needed)))
                 needed |= step.reads
         return _Record(steps, len(self.alive), given) if self.complete else None
 
