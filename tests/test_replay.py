@@ -262,8 +262,10 @@ def test_a_tensor_lives_no_longer_than_it_is_needed(launches: Launches) -> None:
             return result
 
     function(torch.ones(3))
+    x = torch.ones(3)
     with Watch() as watch:
-        assert torch.equal(function(torch.ones(3)), torch.full((3,), 8.0))
+        result = function(x)
+    assert torch.equal(result, torch.full((3,), 8.0))
     assert watch.alive == [0, 1, 1, 1]
 
 
