@@ -6,9 +6,11 @@ bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyT
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,8 +36,24 @@ def patch_the_language_once() -> None:
     interpreter._patch_lang = patch_lang
 
 
+def compute_nothing_twice() -> None:
+    """Spare it half of the rest.
+
+    It computes each sum and product of 32-bit integers in 64 bits too, and drops the comparison, an assertion of debug mode, which it does
+    not have. And it makes the table of NumPy's types again whenever it asks for one of them.
+    """
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "overflow is asserted: let it be computed"
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    of_pointer, of_number = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (of_pointer if dtype.scalar.is_ptr() else of_number)(dtype.scalar)
+
+
 if ops.interpreting():
     patch_the_language_once()
+    compute_nothing_twice()
 
 NO_CUDA = "needs a CUDA device" if not torch.cuda.is_available() else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
 NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or ops.interpreting(), reason=NO_CUDA))
