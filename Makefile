@@ -39,7 +39,7 @@ pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.u
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
-	@echo "make test-full     the same with more random problems, and every architecture of Transformers called in every way"
+	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled"
 	@echo "make test-pytorch  the first half of make test"
 	@echo "make test-kernels  the second half of make test"
 	@echo "make gpu           the tests that need a GPU"

@@ -24,6 +24,9 @@ def test_cases_have_names_and_reasons() -> None:
     assert all(case.reason for case in everything)
 
 
+about_the_rule = pytest.mark.skipif(interpreting(), reason="about the rule, not about the kernels")
+
+
 @pytest.fixture
 def judged():
     """A function that judges the case's right results after a change."""
@@ -42,6 +45,7 @@ def test_rule_passes_right_results(judged) -> None:
     assert all(judged(lambda ours: None).values())
 
 
+@about_the_rule
 @pytest.mark.parametrize("name", ["out", "lse", "d_query", "d_key", "d_value", "d_bias"])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf"), 1e-3], ids=["nan", "inf", "minus-inf", "off-by-1e-3"])
 def test_rule_catches_one_wrong_element(judged, name: str, wrong: float) -> None:
@@ -82,7 +86,7 @@ def test_failure_names_the_place() -> None:
 CAN_BE_JUDGED = [case for case in cases.CASES if case.keep != "nothing"]
 
 
-@pytest.mark.skipif(interpreting(), reason="about the rule, not about the kernels")
+@about_the_rule
 @pytest.mark.parametrize("case", CAN_BE_JUDGED, ids=lambda case: case.name)
 def test_rule_leaves_no_room_for_zeros_or_a_tenth_more(case: Case) -> None:
     """In float32, for every tensor that is not itself as small as its rounding errors."""
