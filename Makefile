@@ -81,4 +81,3 @@ bench: $(installed)
 	$(python) benchmarks/backward_equivalence.py --json benchmarks/results/backward_equivalence.json
 	$(python) benchmarks/speed.py
 	$(python) benchmarks/dynamic_mask.py
-	$(python) benchmarks/memory.py
