@@ -8,7 +8,6 @@ take many times as long as launching. So the first call of a kind is recorded, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from threading import local
@@ -138,14 +137,15 @@ class _Base:
 
 @dataclass(slots=True)
 class _Descriptor:
-    """In a record, a tensor as the copy engine takes it (`hopper.tiled`): a descriptor, and where its base is instead."""
+    """In a record, a tensor as the copy engine takes it (`hopper.tiled`): a descriptor's class and fields, and its base instead of one."""
 
-    made: Any
+    kind: type
+    fields: dict[str, Any]
     base: _Address
 
     def of(self, tensors: list[Any]) -> Any:
-        descriptor = copy(self.made)
-        descriptor.base = _Base(self.base.of(tensors))
+        descriptor = object.__new__(self.kind)  # which checks nothing again
+        vars(descriptor).update(self.fields, base=_Base(self.base.of(tensors)))
         return descriptor
 
 
@@ -315,9 +315,8 @@ class _Recorder(TorchDispatchMode):
             reads.add(part.number)
             return part
         if hasattr(x, "block_shape"):
-            made = copy(x)
-            made.base = None
-            return _Descriptor(made, self._part(x.base, of_tensor, reads))
+            fields = {name: value for name, value in vars(x).items() if name != "base"}
+            return _Descriptor(type(x), fields, self._part(x.base, of_tensor, reads))
         if isinstance(x, Strided):
             pointer = self._part(x.ptr, of_tensor, reads)
             return _Strided(pointer.number, pointer.offset, x[1:])
