@@ -44,17 +44,26 @@ def problem_of(case: Case, device: str, seed: int, dtype: torch.dtype = torch.bf
     return problem, inputs.d_out, inputs.d_lse
 
 
-class Launches:
-    """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers."""
+class Launches(TorchDispatchMode):
+    """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers.
+
+    Inside, what is allocated stays, so that no address is given to two tensors.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple] = []
-        self.alive: list[Any] = []  # no address is given to another tensor
+        self.alive: list[Tensor] = []
+        self.asked = 0  # launches that were not repeated
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        self.alive.append(operator(*arguments, **(keywords or {})))
+        return self.alive[-1]
 
     def run(self, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
         name, given = kernel.fn.__name__, tuple(arguments[name] for name in kernel.arg_names)
-        self.alive.append(given)
         self.seen.append((name, grid[0], self.plain(given)))
+        self.asked += 1
         launches = self
 
         class Compiled:
@@ -79,7 +88,8 @@ class Launches:
                 return tuple(map(by_name, x))
             return names.setdefault(x, f"tensor {len(names)}") if isinstance(x, int) and x > 1 << 32 else x
 
-        seen, self.seen = self.seen, []
+        seen = self.seen.copy()
+        self.seen.clear()
         return [by_name(each) for each in seen]
 
 
@@ -112,16 +122,16 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, m
             problem = problem._replace(states=torch.empty(states_shape(problem.mask), dtype=torch.uint8))
         gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
         operands = [*problem, out, lse, d_out, d_lse, *gradients]
-        launches.alive.append(operands)
         forward(problem, out, lse)
         seen = launches.taken(operands)
         backward(problem, out, lse, d_out, d_lse, *gradients)
         return seen + launches.taken(operands)
 
-    recorded, repeated = call(0), call(1)
-    monkeypatch.setattr(replay, "_repeatable", lambda x: False)
-    assert recorded
-    assert recorded == repeated == call(1)
+    with launches:
+        recorded, repeated = call(0), call(1)
+        monkeypatch.setattr(replay, "_repeatable", lambda x: False)
+        assert recorded
+        assert recorded == repeated == call(1)
 
 
 @on_a_cpu
@@ -137,9 +147,10 @@ def test_plans_are_repeated(launches: Launches) -> None:
         planned = lifetimes(key_bias, valid, 7, 5000)
         return seen + launches.taken([key_bias, valid, *planned])
 
-    first = call(0)
-    assert {"_numbers_kernel", "_order_kernel"} <= {name for name, *_ in first}
-    assert first == call(1) == call(2)
+    with launches:
+        first = call(0)
+        assert {"_numbers_kernel", "_order_kernel"} <= {name for name, *_ in first}
+        assert first == call(1) == call(2)
 
 
 @on_a_cpu
@@ -150,13 +161,13 @@ def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> 
         problem = Problem.canonical(*tensors, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
         out, lse, _ = ops.allocate_forward(problem)
         operands = [*tensors, out, lse]
-        launches.alive.append(operands)
         forward(problem, out, lse)
         return launches.taken(operands)
 
     shared = torch.randn(1, 2, 70, 32)
-    call(shared, shared, shared)
-    arguments = str(call(*(torch.randn(1, 2, 70, 32) for _ in range(3))))
+    with launches:
+        call(shared, shared, shared)
+        arguments = str(call(*(torch.randn(1, 2, 70, 32) for _ in range(3))))
     assert all(f"operand {place}" in arguments for place in range(5))
     assert "tensor" not in arguments
 
@@ -166,7 +177,7 @@ def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> 
 def test_what_looks_different_is_not_repeated(change: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn.kernels import forward, replay
 
-    def call(changed: bool) -> list[tuple]:
+    def call(changed: bool) -> None:
         kind = torch.float16 if changed and change == "dtype" else torch.float32
         query, key = torch.randn(1, 2, 70, 32, dtype=kind), torch.randn(1, 2, 70, 33, dtype=kind)[..., :32].contiguous()
         if changed and change == "stride":
@@ -178,15 +189,13 @@ def test_what_looks_different_is_not_repeated(change: str, launches: Launches, m
         causal = changed and change == "option"
         problem = Problem.canonical(query, key, query, mask=None, bias=None, causal=causal, window=None, scale=None, softcap=None)
         out, lse, _ = ops.allocate_forward(problem)
-        launches.alive.append([query, key, out, lse])
         forward(problem, out, lse)
-        return launches.alive[-2:]
 
     for changed in (False, False):
         call(changed)
-    before = len(launches.alive)
+    assert launches.asked == 1
     call(True)
-    assert len(launches.alive) == before + 2, "the kernel was not asked for anew"
+    assert launches.asked == 2
 
 
 @on_a_cpu

@@ -144,7 +144,7 @@ class _Descriptor:
     base: _Address
 
     def of(self, tensors: list[Any]) -> Any:
-        descriptor = object.__new__(self.kind)  # which checks nothing again
+        descriptor: Any = object.__new__(self.kind)  # which checks nothing again
         vars(descriptor).update(self.fields, base=_Base(self.base.of(tensors)))
         return descriptor
 
