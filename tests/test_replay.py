@@ -248,6 +248,29 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
 
 
 @on_a_cpu
+def test_views_begin_where_they_began(launches: Launches) -> None:
+    from dmattn.kernels import replay
+    from dmattn.kernels.layout import strided
+
+    addresses: list[tuple] = []
+
+    class Kernel:
+        arg_names = ("plain", "with_strides")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            return lambda **given: {(1, 1, 1): lambda *given, stream: addresses.append((given[0], given[1][0]))}
+
+    @replay.replayed
+    def function(x: Tensor) -> None:
+        replay.launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
+
+    function(torch.zeros(7, 5))
+    x = torch.zeros(7, 5)
+    function(x)
+    assert addresses == [(x[3:].data_ptr(), x[:, 4:].data_ptr())]
+
+
+@on_a_cpu
 def test_a_tensor_lives_no_longer_than_it_is_needed(launches: Launches) -> None:
     from dmattn.kernels import replay
 
