@@ -160,6 +160,8 @@ class _Places(NamedTuple):
 class _Pack(torch.autograd.Function):
     """Rows (total, ...) out of (sequences, longest, ...). No row is taken twice, so the gradient is :class:`_Pad`, which adds nothing up."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(padded: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
         return padded[sequence, position]
@@ -177,6 +179,8 @@ class _Pack(torch.autograd.Function):
 
 class _Pad(torch.autograd.Function):
     """Rows (total, ...) put into zeros (sequences, longest, ...): the inverse and the adjoint of :class:`_Pack`."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(packed: Tensor, sequence: Tensor, position: Tensor, sequences: int, longest: int) -> Tensor:
