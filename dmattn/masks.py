@@ -109,7 +109,7 @@ class IntervalMask:
             raise ValueError(f"IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
         _check_lengths("packed", len_q=len_q, len_k=len_k)
         left, right = _checked_sides("packed", left, right, len_q + len_k)
-        ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # unsigned differences would wrap
+        ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
         sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
         first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
         return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)

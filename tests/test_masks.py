@@ -96,7 +96,11 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
         (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
         (lambda: IntervalMask.packed(INT, [0, 1], 3, 3), TypeError, r"packed: cu_seqlens_k: expected an integer tensor, received list"),
-        (lambda: IntervalMask.packed(INT.bool(), INT, 3, 3), TypeError, r"packed: cu_seqlens_q: expected an integer tensor, received torch.bool"),
+        (
+            lambda: IntervalMask.packed(INT.bool(), INT, 3, 3),
+            TypeError,
+            r"packed: cu_seqlens_q: expected an integer tensor, received torch.bool",
+        ),
         (lambda: IntervalMask.packed(INT[:1], INT, 3, 3), ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), received \(1,\)"),
         (
             lambda: IntervalMask.packed(INT, INT[:2], 3, 3),

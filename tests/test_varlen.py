@@ -18,7 +18,7 @@ import dmattn
 from dmattn import IntervalMask, attention_varlen, ops, reference, varlen
 
 compiles = pytest.mark.skipif(ops.interpreting(), reason="torch.compile and Triton's interpreter do not combine")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1, 4, 2), (5, 2, 6, 3, 0, 2)  # more keys, no queries, more queries, one query, no keys, as many
 
 
@@ -64,7 +64,8 @@ CASES = (
     Case("number-a-sequence", bias="ng11", mask="n111", reason="an axis of pairs is in neither"),
     Case("number-a-head", bias="1h11", mask="nhq1", reason="beside a mask by query"),
     Case("query-mask", mask="1gq1", options=CAUSAL, reason="a mask without a bias hides rows"),
-    Case("query-mask-query-bias", mask="nhq1", bias="11q1", reason="the mask has more heads"),
+    Case("query-mask-query-bias", mask="nhq1", bias="1gq1", reason="the mask has more heads"),
+    Case("group-mask-query-bias", mask="1gq1", bias="nhq1", reason="the bias has more heads"),
     Case("query-mask-key-bias", mask="n1q1", bias="nh1k", options=CAUSAL, reason="together they are of pairs"),
     Case("pair-bias-each", bias="nhqk", options=CAUSAL, reason="padded copies, aligned with the end of each"),
     Case("pair-bias-shared", bias="1hqk", options=dict(window=(3, 0)), reason="T5's, summed over the sequences"),
@@ -198,18 +199,21 @@ def test_any_lengths(device: str, lengths: list, mask: str | None, bias: str | N
     check(Case("random", mask, bias, lengths_q, lengths_k, options=options), torch.float64, device, seed)
 
 
-def test_a_shared_bias_in_half_precision_is_rounded_once(device: str, half: torch.dtype) -> None:
-    """Its gradients are many and small beside their sum, which an accumulator of few digits would stop adding to."""
-    sequences = 1000 if device == "cuda" or not ops.interpreting() else 100
-    case = Case("sum", None, "1h1k", (1,) * sequences, (2,) * sequences, 1, 1, bias_dtype=half)
+@pytest.mark.parametrize("bias", ["1h1k", "111k", "1hqk"])
+def test_a_shared_bias_in_half_precision_is_rounded_once(bias: str, device: str, half: torch.dtype) -> None:
+    """Gradients of +0.25 and -0.250075, of which the sum is left alone if neither is rounded first."""
+    case = Case("sum", None, bias, (1,) * 6, (2,) * 6, 2, 2, bias_dtype=half)
     given = inputs(case, torch.float32, device)
-    given["query"].zero_()
-    given["d_out"].fill_(1.0)
-    given["value"][::2], given["value"][1::2] = 0.0, 1.0
+    for name in ("query", "d_lse"):
+        given[name].zero_()
+    given["bias"][..., :1, :2] = 0.0
+    given["value"][::2], given["value"][1::2] = 0.0, 1.0 / case.value_dim
+    given["d_out"][::2], given["d_out"][1::2] = 1.0, -1.0003
     got = results(packed, case, given)["d_bias"]
     assert got.dtype == half
     true = results(one_by_one, case, given | dict(bias=given["bias"].double()))["d_bias"]
-    torch.testing.assert_close(got, true.to(half), rtol=torch.finfo(half).eps, atol=0.0)
+    assert 1e-4 < true.abs().max() < 1e-3
+    torch.testing.assert_close(got, true.to(half), rtol=5e-3, atol=0.0)
 
 
 def test_cumulative_lengths_of_any_integer_type_and_strides(device: str) -> None:
