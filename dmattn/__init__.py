@@ -5,12 +5,14 @@ from .dynamic import dynamic_mask_attention, topk_mask
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .masks import IntervalMask
 from .module import DynamicMaskAttention, dynamic_bias
+from .varlen import attention_varlen
 
 __version__ = "0.1.0"
 __all__ = [
     "DynamicMaskAttention",
     "IntervalMask",
     "attention",
+    "attention_varlen",
     "dynamic_bias",
     "dynamic_mask_attention",
     "merge_attention",

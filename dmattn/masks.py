@@ -84,20 +84,41 @@ class IntervalMask:
     def window(cls, len_q: int, len_k: int, *, left: int | None, right: int | None, device: torch.device | str | None = None) -> IntervalMask:
         """Query i attends key j iff ``-left <= j - (i + len_k - len_q) <= right``; None leaves a side unbounded. Shape (Sk,)."""
         _check_lengths("window", len_q=len_q, len_k=len_k)
-        for name, size in (("left", left), ("right", right)):
-            if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
-                raise TypeError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {type(size).__name__}")
-            if size is not None and size < 0:
-                raise ValueError(f"IntervalMask.window: {name}: expected a non-negative integer or None, received {size}")
-        left, right = (None if side is None or side >= len_q + len_k else side for side in (left, right))  # int32 has an end
-        diagonal = torch.arange(len_k, dtype=torch.int32, device=device) - (len_k - len_q)
-        first = torch.zeros_like(diagonal) if right is None else (diagonal - right).clamp(min=0)
-        last = torch.full_like(diagonal, len_q) if left is None else (diagonal + left + 1).clamp(max=len_q)
+        left, right = _checked_sides("window", left, right, len_q + len_k)
+        position = torch.arange(len_k, dtype=torch.int32, device=device)
+        first, last = _bounds(position, torch.zeros_like(position), torch.full_like(position, len_q), len_k, left, right)
         return cls(first, last, len_q)
 
     @classmethod
+    def packed(
+        cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, len_q: int, len_k: int, *, left: int | None = None, right: int | None = None
+    ) -> IntervalMask:
+        """Sequences that lie one after another attend within themselves, each by the rule of :meth:`window`. Shape (Sk,).
+
+        Query i and key j of sequence n, which has queries ``cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1]`` and keys likewise: i attends j iff
+        ``-left <= (j - cu_seqlens_k[n + 1]) - (i - cu_seqlens_q[n + 1]) <= right``; None leaves a side unbounded. Nothing waits for the device.
+
+        Args:
+            cu_seqlens_q: integer, (sequences + 1,): where sequences begin among the queries, from 0, and last `len_q`. A sequence may be
+                empty. What it holds is not checked: other numbers give a mask that means nothing. cu_seqlens_k: the same of the keys.
+        """
+        for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_cumulative(f"IntervalMask.packed: {name}", ends)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.device != cu_seqlens_q.device:
+            expected, received = (f"shape {tuple(x.shape)} on {x.device}" for x in (cu_seqlens_q, cu_seqlens_k))
+            raise ValueError(f"IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
+        _check_lengths("packed", len_q=len_q, len_k=len_k)
+        left, right = _checked_sides("packed", left, right, len_q + len_k)
+        ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
+        sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
+        first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
+        return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)
+
+    @classmethod
     def documents(cls, segment_ids: Tensor) -> IntervalMask:
-        """Tokens attend only within their own document; self-attention (Sq = Sk) over packed sequences.
+        """Tokens attend only within their own document; self-attention (Sq = Sk) over packed sequences, told by an id a token.
+
+        Where their cumulative lengths are known, :meth:`packed` also serves other lengths of queries than of keys.
 
         Args:
             segment_ids: integer, (B, S) or (S,). A document is a maximal run of equal ids, so an id that comes back
@@ -152,6 +173,43 @@ class IntervalMask:
         _check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
+
+
+def sequence_of(ends: Tensor, length: int) -> Tensor:
+    """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
+
+    Never one that does not exist, whatever `ends` holds.
+    """
+    place = torch.arange(length, device=ends.device)
+    return (torch.searchsorted(ends.contiguous(), place, right=True) - 1).clamp(0, ends.shape[0] - 2)
+
+
+def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
+    """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
+    if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name}: expected an integer tensor, received {_what(lengths)}")
+    if lengths.ndim != 1 or lengths.shape[0] < 2:
+        raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
+
+
+def _bounds(
+    position: Tensor, begin_q: Tensor, end_q: Tensor, end_k: Tensor | int, left: int | None, right: int | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(first, last) of keys at `position`, for queries from `begin_q` to `end_q`; the last of these stands at the last key, before `end_k`."""
+    own = end_q - (end_k - position)  # the query as far from the end as the key
+    first = begin_q if right is None else torch.maximum(begin_q, own - right)
+    last = end_q if left is None else torch.minimum(end_q, own + left + 1)
+    return first, last
+
+
+def _checked_sides(constructor: str, left: int | None, right: int | None, unbounded: int) -> tuple[int | None, int | None]:
+    """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
+    for name, size in (("left", left), ("right", right)):
+        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {type(size).__name__}")
+        if size is not None and size < 0:
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {size}")
+    return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
 
 
 def _check_lengths(constructor: str, **lengths: int) -> None:

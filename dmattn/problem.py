@@ -69,10 +69,13 @@ class Problem(NamedTuple):
         dropout_p: float = 0.0,
         top_left: bool = False,
         mask_name: str | None = None,
+        packed: tuple[int, int, int] | None = None,
     ) -> Problem:
         """Check everything, change nothing: views only. `top_left` aligns causal and window as torch's SDPA does.
 
-        `mask_name` is what mask and bias are called in messages, where the caller has one argument for both.
+        `mask_name` is what mask and bias are called in messages, where the caller has one argument for both. `packed` is (sequences,
+        max_seqlen_q, max_seqlen_k) where the one batch entry holds packed sequences: mask and bias, in the coordinates of each sequence, are
+        checked against these in place of (B, Sq, Sk), and a mask is a bool tensor.
 
         Raises TypeError or ValueError naming the argument.
         """
@@ -82,24 +85,25 @@ class Problem(NamedTuple):
         _check_qkv(query, key, value)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
-        pairs = (batch, heads, len_q, len_k)
+        pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
+        axes = "(B, H, Sq, Sk)" if packed is None else "(sequences, H, max_seqlen_q, max_seqlen_k)"
         first = last = None
-        if isinstance(mask, IntervalMask):
+        if isinstance(mask, IntervalMask) and packed is None:
             check_tensor("mask.first", mask.first)
             check_tensor("mask.last", mask.last)
-            first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), kv_heads, query.device)
-            last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), kv_heads, query.device)
+            first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
+            last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
             if mask.len_q is not None and mask.len_q != len_q:
                 _fail("mask", f"an IntervalMask for {len_q} queries, as query has", f"one for {mask.len_q}")
             mask = None
         elif mask is not None:
-            _check_mask(mask)
-            mask = _broadcastable(mask_name or "mask", mask, pairs, kv_heads, query.device)
+            mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
+            mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
         if bias is not None:
             check_tensor(mask_name or "bias", bias)
             if bias.dtype not in FLOATS:
                 _fail(mask_name or "bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
-            bias = _broadcastable(mask_name or "bias", bias, pairs, kv_heads, query.device)
+            bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
@@ -171,22 +175,22 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         _fail("value", f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
 
 
-def _check_mask(mask: Any) -> None:
-    check_tensor("mask", mask, "a bool tensor, an IntervalMask or None")
+def _checked_mask(mask: Any, expected: str) -> Tensor:
+    check_tensor("mask", mask, expected)
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
     if mask.dtype != torch.bool:
         _fail("mask", "dtype torch.bool, True where query attends key (an additive mask is the argument bias)", mask.dtype)
+    return mask
 
 
-def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
-    """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1."""
+def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, kv_heads: int, device: torch.device) -> Tensor:
+    """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1; `axes` names them."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
     view = tensor if tensor.ndim == len(full) else tensor[(None,) * (len(full) - tensor.ndim)]
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
-        axes = "(B, H, Sq, Sk)" if len(full) == 4 else "(B, H, Sk)"
         choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
     return view

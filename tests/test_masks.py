@@ -43,6 +43,19 @@ def test_documents_are_runs_of_equal_ids() -> None:
     assert IntervalMask.documents(torch.zeros(2, 0, dtype=torch.int64)).first.shape == (2, 1, 0)
 
 
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (2, 1), (0, None), (2**63, 2**63)])
+def test_packed_sequences_attend_within_themselves(left: int | None, right: int | None) -> None:
+    """Each by the rule of a window of its own lengths, also where one has no queries or no keys."""
+    lengths_q, lengths_k = (3, 0, 5, 2, 1), (4, 2, 2, 0, 1)
+    ends_q, ends_k = (torch.tensor([0, *lengths], dtype=torch.uint8).cumsum(0) for lengths in (lengths_q, lengths_k))
+    alone = [IntervalMask.window(*lengths, left=left, right=right).to_dense(lengths[0]) for lengths in zip(lengths_q, lengths_k, strict=True)]
+    for dtype in (torch.int32, torch.uint8):
+        mask = IntervalMask.packed(ends_q.to(dtype), ends_k.to(dtype), 11, 9, left=left, right=right)
+        assert mask.first.shape == mask.last.shape == (9,)
+        assert torch.equal(mask.to_dense(11), torch.block_diag(*alone).bool())
+    assert IntervalMask.packed(torch.tensor([0, 0]), torch.tensor([0, 0]), 0, 0).first.shape == (0,)
+
+
 def test_prefix_and_padding() -> None:
     prefix = torch.tensor([0, 3])
     dense = IntervalMask.prefix_lm(prefix, 5, 6).to_dense(5)
@@ -82,6 +95,21 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask.window(3, 3, left=-1, right=0), ValueError, r"left: expected a non-negative integer or None, received -1"),
         (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
         (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
+        (lambda: IntervalMask.packed(INT, [0, 1], 3, 3), TypeError, r"packed: cu_seqlens_k: expected an integer tensor, received list"),
+        (
+            lambda: IntervalMask.packed(INT.bool(), INT, 3, 3),
+            TypeError,
+            r"packed: cu_seqlens_q: expected an integer tensor, received torch.bool",
+        ),
+        (lambda: IntervalMask.packed(INT[:1], INT, 3, 3), ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), received \(1,\)"),
+        (
+            lambda: IntervalMask.packed(INT, INT[:2], 3, 3),
+            ValueError,
+            r"packed: cu_seqlens_k: expected shape \(3,\) on cpu as cu_seqlens_q has, received shape \(2,\) on cpu",
+        ),
+        (lambda: IntervalMask.packed(INT, INT.to("meta"), 3, 3), ValueError, r"cu_seqlens_k: expected .* received shape \(3,\) on meta"),
+        (lambda: IntervalMask.packed(INT, INT, 3, -1), ValueError, r"packed: len_k: expected a non-negative integer, received -1"),
+        (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer or None"),
         (lambda: IntervalMask.prefix_lm(INT.float(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor"),
         (lambda: IntervalMask.prefix_lm(INT[None], 3, 3), ValueError, r"prefix_lengths: expected shape \(B,\), received \(1, 3\)"),
         (lambda: IntervalMask.padding(INT[None], 3), TypeError, r"key_padding_mask: expected a bool tensor, received torch.int32"),

@@ -1,4 +1,4 @@
-"""Packed text told by cumulative lengths: the documents that lie one after another in a row, as one interval of queries per key."""
+"""Packed text told by cumulative lengths: the documents that lie one after another in a row, once what the lengths hold is checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils.import_utils import is_tracing
 
-from ...masks import IntervalMask
+from ...masks import IntervalMask, check_cumulative
 
 __all__ = ["documents", "join"]
 
@@ -48,15 +48,8 @@ def documents(
     if ends_q.shape != ends_k.shape:
         expected = f"as many documents as cu_seq_lens_q has, {len(ends_q) - 1}"
         raise ValueError(f"dmattn: cu_seq_lens_k: expected {expected}, received {len(ends_k) - 1}")
-    position = torch.arange(key.shape[2], dtype=ends_k.dtype, device=key.device)
-    document = torch.searchsorted(ends_k, position, right=True) - 1
-    first, last = ends_q[document], ends_q[document + 1]
-    if causal:
-        own = last - (ends_k[document + 1] - position)  # the query as far from its document's end as the key
-        first = torch.maximum(first, own)
-        if window is not None and window[0] is not None:
-            last = torch.minimum(last, own + window[0] + 1)
-    return IntervalMask(first.to(torch.int32), last.to(torch.int32), query.shape[2])
+    left, right = (None if window is None else window[0], 0) if causal else (None, None)
+    return IntervalMask.packed(ends_q, ends_k, query.shape[2], key.shape[2], left=left, right=right)
 
 
 def join(mask: Tensor | IntervalMask | None, packed: IntervalMask, query: Tensor, key: Tensor) -> Tensor | IntervalMask:
@@ -75,11 +68,7 @@ def _checked_lengths(name: str, lengths: Tensor | None, states: Tensor) -> Tenso
     batch, _, end, _ = states.shape
     if lengths is None:
         raise ValueError(f"dmattn: {name}: expected the lengths of both queries and keys, or of neither, received None")
-    if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        received = f"{lengths.dtype} tensor" if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"dmattn: {name}: expected an integer tensor, received {received}")
-    if lengths.ndim != 1 or len(lengths) < 2:
-        raise ValueError(f"dmattn: {name}: expected shape (documents + 1,), received {tuple(lengths.shape)}")
+    check_cumulative(f"dmattn: {name}", lengths, of="documents")
     if batch != 1:
         raise ValueError(f"dmattn: {name}: expected a batch of 1, in whose row all documents lie, received a batch of {batch}")
     lengths, given = lengths.long(), lengths  # unsigned differences would wrap

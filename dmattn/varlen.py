@@ -1,0 +1,295 @@
+"""Attention over packed sequences of any lengths: one after another in a tensor without padding, told by where each begins."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from .broadcast import per_query_head
+from .functional import run
+from .masks import IntervalMask, check_cumulative, sequence_of
+from .problem import Problem, Window, check_tensor
+
+__all__ = ["attention_varlen"]
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Exact attention, with a mask and a differentiable additive bias, inside each of several packed sequences.
+
+    For sequence n, with q = ``cu_seqlens_q[n] : cu_seqlens_q[n + 1]``, k = ``cu_seqlens_k[n] : cu_seqlens_k[n + 1]`` and their lengths
+    Sq and Sk, :func:`dmattn.attention` of its slice::
+
+        out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
+
+    Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf. Nothing waits for the device: a CUDA graph
+    or a compiled function serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well.
+
+    Args:
+        query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
+        key: (total_k, Hk, D), the query's dtype and device; Hk divides H. Differentiable. value: (total_k, Hk, Dv), likewise.
+        cu_seqlens_q: integer, (sequences + 1,), on the query's device: where the sequences begin among the queries, rising from 0 to total_q.
+        cu_seqlens_k: integer, (sequences + 1,): the same of the keys, from 0 to total_k.
+        max_seqlen_q: a number of queries that no sequence exceeds, known to the caller. max_seqlen_k: the same of the keys.
+        mask: bool, broadcastable to (sequences, H, max_seqlen_q, max_seqlen_k), the head axis also Hk, in the coordinates of each sequence:
+            its first query and key are at 0, and what is beyond its lengths is not read into the result. True attends. No gradient.
+        bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
+            bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
+        causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
+        scale, softcap: as in :func:`dmattn.attention`.
+        dropout_p: as there; which weights are dropped depends on how the sequences are packed.
+        return_lse: return (out, lse); lse is differentiable.
+
+    Without mask and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, this
+    takes memory of O(total_q + total_k), and tiles of other sequences are not visited; only the gradient of a bias is laid out as (sequences,
+    heads, max_seqlen) first. A mask or bias of pairs, and a mask by query with a bias by key, take padded copies of query, key and
+    value: memory of sequences * max_seqlen, as a bias of each sequence does itself. A mask of pairs or by query is there combined with the
+    lengths into one of (sequences, heads, max_seqlen_q, max_seqlen_k).
+
+    What `cu_seqlens_q` and `cu_seqlens_k` hold cannot be checked without waiting: where they do not rise from 0 to the total, or a sequence is
+    longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments' own.
+
+    Head dims, autocast, determinism and derivatives are as in :func:`dmattn.attention`.
+
+    Returns:
+        out: (total_q, H, Dv) in the query's dtype, contiguous.
+        lse: (H, total_q), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or more queries or keys than `sequences` of the
+            longest length can hold; the message names it, what was expected and what was received. Raised before anything runs.
+        RuntimeError: as :func:`dmattn.attention`.
+
+    Source: the interface of FlashAttention's ``flash_attn_varlen_func`` (Dao, 2023, arXiv:2307.08691), with mask and bias besides.
+    """
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        if tensor.ndim != 3:
+            raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
+    _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem = Problem.canonical(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
+    )
+    out, lse = _attend(problem, cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k)
+    return (out, lse) if return_lse else out
+
+
+class _Places(NamedTuple):
+    """Of packed rows: the sequence of each and its position there, both (total,), and the sizes of (sequences, longest), which they index."""
+
+    sequence: Tensor
+    position: Tensor
+    sequences: int
+    longest: int
+
+    @classmethod
+    def of(cls, ends: Tensor, total: int, longest: int) -> _Places:
+        """From cumulative lengths; always inside (sequences, longest), whatever they hold."""
+        sequence = sequence_of(ends, total)
+        position = torch.arange(total, device=ends.device) - ends[sequence]
+        return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
+
+
+class _Pack(torch.autograd.Function):
+    """Rows (total, ...) out of (sequences, longest, ...). No row is taken twice, so the gradient is :class:`_Pad`, which adds nothing up."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(padded: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+        return padded[sequence, position]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        padded, sequence, position = inputs
+        ctx.save_for_backward(sequence, position)
+        ctx.sizes = padded.shape[:2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Pad.apply(gradient, *ctx.saved_tensors, *ctx.sizes), None, None
+
+
+class _Pad(torch.autograd.Function):
+    """Rows (total, ...) put into zeros (sequences, longest, ...): the inverse and the adjoint of :class:`_Pack`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(packed: Tensor, sequence: Tensor, position: Tensor, sequences: int, longest: int) -> Tensor:
+        padded = packed.new_zeros((sequences, longest, *packed.shape[1:]))
+        return padded.index_put_((sequence, position), packed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:3])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _Pack.apply(gradient, *ctx.saved_tensors), None, None, None, None
+
+
+def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences."""
+    len_q, len_k, mask, bias = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias
+    intervals = IntervalMask.packed(ends_q, ends_k, len_q, len_k, left=problem.left, right=problem.right)
+    first, last = intervals.first[None, None], intervals.last[None, None]
+    problem = problem._replace(mask=None, bias=None, left=None, right=None)
+    if mask is not None or bias is not None:
+        queries, keys = _Places.of(ends_q, len_q, max_seqlen_q), _Places.of(ends_k, len_k, max_seqlen_k)
+        if mask is not None and mask.shape[2] == 1:
+            last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
+            mask = None
+        if any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias)) or (mask is not None and _by_key(bias)):
+            first, last = ((x - ends_q[keys.sequence]).clamp(0, max_seqlen_q).to(torch.int32) for x in (first, last))
+            return _padded(problem._replace(bias=bias), mask, first, last, queries, keys)
+        problem = problem._replace(bias=_packed_bias(mask, bias, problem.query.shape[1], queries, keys))
+    out, lse = run(problem._replace(first=first, last=last))
+    return out[0].transpose(0, 1), lse[0]
+
+
+def _by_key(bias: Tensor | None) -> bool:
+    """Whether a bias that is not of pairs differs between keys."""
+    return bias is not None and bias.shape[2] == 1 and bias.shape[3] != 1
+
+
+def _packed_bias(mask: Tensor | None, bias: Tensor | None, heads: int, queries: _Places, keys: _Places) -> Tensor | None:
+    """The bias of packed rows that says what a mask by query, and a bias by query or by key, say of the sequences."""
+    if bias is not None:
+        # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        bias = _of_keys(bias, keys) if _by_key(bias) else _of_queries(bias, queries)
+    if mask is None:
+        return bias
+    seen = per_query_head(_of_queries(mask, queries), heads)
+    return torch.where(seen, 0.0 if bias is None else per_query_head(bias, heads), float("-inf"))
+
+
+def _padded(
+    problem: Problem, mask: Tensor | None, first: Tensor, last: Tensor, queries: _Places, keys: _Places
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) with a batch entry for each sequence, its tokens first and then padding, which no query sees.
+
+    Query, key and value of `problem` are packed; so are `first` and `last`, of queries counted in their sequence. Its bias is padded already.
+    """
+    query = _pad(problem.query[0], queries)
+    key, value, first, last = (_pad(x[0], keys) for x in (problem.key, problem.value, first, last))
+    problem = problem._replace(query=query, key=key, value=value)
+    if mask is None:
+        problem = problem._replace(first=first, last=last)
+    else:
+        problem = problem._replace(mask=mask & IntervalMask(first, last).to_dense(queries.longest))
+    out, lse = run(problem)
+    out, lse = (_Pack.apply(x.transpose(1, 2), queries.sequence, queries.position) for x in (out, lse))
+    return out, lse.t().contiguous()
+
+
+def _pad(x: Tensor, places: _Places) -> Tensor:
+    """(heads, total, ...) as (sequences, heads, longest, ...), 0 in the padding."""
+    return _Pad.apply(x.transpose(0, 1), *places).transpose(1, 2)
+
+
+def _of_keys(x: Tensor, keys: _Places) -> Tensor:
+    """A mask or bias (sequences or 1, heads, 1, longest or 1) of packed keys, (1, heads, 1, total)."""
+    return _packed_rows(x[:, :, 0], keys)[None, :, None]
+
+
+def _of_queries(x: Tensor, queries: _Places) -> Tensor:
+    """A mask or bias (sequences or 1, heads, longest or 1, 1) of packed queries, (1, heads, total, 1)."""
+    return _packed_rows(x[..., 0], queries)[None, ..., None]
+
+
+def _packed_rows(x: Tensor, places: _Places) -> Tensor:
+    """(sequences or 1, heads, longest or 1) as (heads, total), contiguous."""
+    x = x.transpose(1, 2).expand(places.sequences, places.longest, -1)  # a view; its gradient is summed by PyTorch in a fixed order
+    return _Pack.apply(x, places.sequence, places.position).t().contiguous()
+
+
+def _check_lengths(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> None:  # fmt: skip
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_cumulative(f"dmattn: {name}", ends)
+        check_tensor(name, ends)
+        if ends.device != query.device:
+            raise ValueError(f"dmattn: {name}: expected query's device {query.device}, received {ends.device}")
+    sequences = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] - 1 != sequences:
+        raise ValueError(
+            f"dmattn: cu_seqlens_k: expected as many sequences as cu_seqlens_q has, {sequences}, received {cu_seqlens_k.shape[0] - 1}"
+        )
+    for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
+        if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
+            raise TypeError(f"dmattn: {name}: expected an integer, received {type(longest).__name__}")
+        if longest < 0:
+            raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
+        if sequences * longest < total:
+            expected = f"a length that {sequences} sequences of {total} tokens do not exceed"
+            raise ValueError(f"dmattn: {name}: expected {expected}, received {longest}")

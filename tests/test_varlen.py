@@ -1,0 +1,446 @@
+"""Packed sequences: each as the reference has it alone, forward and backward, and nothing waits for the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_cuda
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dmattn
+from dmattn import IntervalMask, attention_varlen, ops, reference, varlen
+
+compiles = pytest.mark.skipif(ops.interpreting(), reason="torch.compile and Triton's interpreter do not combine")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1, 4, 2), (5, 2, 6, 3, 0, 2)  # more keys, no queries, more queries, one query, no keys, as many
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed problem. `mask` and `bias` name the axes, n or 1, h, g (a kv head) or 1, q or 1, k or 1; longest are two more than needed."""
+
+    name: str
+    mask: str | None = None
+    bias: str | None = None
+    lengths_q: tuple[int, ...] = LENGTHS_Q
+    lengths_k: tuple[int, ...] = LENGTHS_K
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 6
+    bias_dtype: torch.dtype | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.lengths_q) + 2, max(self.lengths_k) + 2
+
+
+CAUSAL = dict(causal=True)
+CASES = (
+    Case("plain", options=dict(scale=0.7), reason="nothing but the sequences"),
+    Case("causal", options=CAUSAL, reason="aligned with the end of each sequence"),
+    Case("window-both-sides", options=dict(window=(2, 1)), reason="aligned likewise"),
+    Case("causal-window-softcap", options=dict(causal=True, window=(1, 5), softcap=2.0), reason="causal wins over the window's right side"),
+    Case("one-head-one-dim", heads=1, kv_heads=1, head_dim=1, value_dim=9, options=CAUSAL, reason="axes of 1 that are no broadcasts"),
+    Case("one-sequence", lengths_q=(7,), lengths_k=(11,), bias="n1qk", mask="nh1k", options=CAUSAL, reason="the sequence axis is 1 and full"),
+    Case("many-of-one-token", lengths_q=(1,) * 9, lengths_k=(1,) * 9, bias="1h1k", reason="decoding: no sequence has a second query"),
+    Case("no-tokens", lengths_q=(0, 0), lengths_k=(0, 0), bias="1h1k", reason="empty tensors"),
+    Case("no-keys", lengths_q=(3, 2), lengths_k=(0, 0), bias="nhqk", options=CAUSAL, reason="every row is empty"),
+    Case("no-queries", lengths_q=(0, 0), lengths_k=(4, 2), bias="1gq1", mask="n11k", reason="gradients of zero"),
+    Case("key-bias-each", bias="nh1k", options=CAUSAL, reason="no value is shared"),
+    Case("key-bias-shared", bias="1g1k", options=dict(window=3), reason="summed over the sequences and the group"),
+    Case("key-bias-one-head", bias="n11k", mask="1h1k", reason="a mask of more heads than the bias"),
+    Case("query-bias", bias="nhq1", options=CAUSAL, reason="its gradient is that of lse"),
+    Case("query-bias-shared-key-mask", bias="1gq1", mask="ng1k", options=CAUSAL, reason="rows with every key hidden"),
+    Case("number-a-sequence", bias="ng11", mask="n111", reason="an axis of pairs is in neither"),
+    Case("number-a-head", bias="1h11", mask="nhq1", reason="beside a mask by query"),
+    Case("query-mask", mask="1gq1", options=CAUSAL, reason="a mask without a bias hides rows"),
+    Case("query-mask-query-bias", mask="nhq1", bias="1gq1", reason="the mask has more heads"),
+    Case("group-mask-query-bias", mask="1gq1", bias="nhq1", reason="the bias has more heads"),
+    Case("query-mask-key-bias", mask="n1q1", bias="nh1k", options=CAUSAL, reason="together they are of pairs"),
+    Case("pair-bias-each", bias="nhqk", options=CAUSAL, reason="padded copies, aligned with the end of each"),
+    Case("pair-bias-shared", bias="1hqk", options=dict(window=(3, 0)), reason="T5's, summed over the sequences"),
+    Case("pair-bias-key-mask", bias="1gqk", mask="n11k", options=CAUSAL, reason="hidden keys are empty intervals among the padded ones"),
+    Case("pair-mask", mask="n1qk", options=dict(window=2), reason="combined with the window"),
+    Case("pair-mask-pair-bias", mask="1gqk", bias="n1qk", options=dict(causal=True, softcap=3.0), reason="both of pairs"),
+    Case("pair-mask-key-bias", mask="nhqk", bias="1h1k", reason="a bias by key among padded copies"),
+    Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
+)  # fmt: skip
+IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "pair-bias-each", "pair-mask-key-bias", "longer-than-a-tile")  # fmt: skip
+
+
+def ends(lengths: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
+
+
+def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, Tensor | None]:
+    """query, key, value, mask, bias and the gradients that come in, d_out and d_lse; NaN where a bias is read by no sequence."""
+    random = torch.Generator().manual_seed(seed)
+    total_q, total_k, sequences = sum(case.lengths_q), sum(case.lengths_k), len(case.lengths_q)
+    sizes = dict(n=sequences, h=case.heads, g=case.kv_heads, q=case.longest[0], k=case.longest[1]) | {"1": 1}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).to(device)
+
+    given: dict[str, Tensor | None] = dict(
+        query=normal(total_q, case.heads, case.head_dim),
+        key=normal(total_k, case.kv_heads, case.head_dim),
+        value=normal(total_k, case.kv_heads, case.value_dim),
+        d_out=normal(total_q, case.heads, case.value_dim),
+        d_lse=normal(case.heads, total_q).to(torch.promote_types(dtype, torch.float32)),
+        mask=None,
+        bias=None,
+    )
+    if case.mask is not None:
+        given["mask"] = (torch.rand([sizes[axis] for axis in case.mask], generator=random) < 0.7).to(device)
+    if case.bias is not None:
+        bias = normal(*(sizes[axis] for axis in case.bias)).to(case.bias_dtype or dtype)
+        if case.bias[2] == "q":
+            bias[:, :, max(case.lengths_q) :] = float("nan")
+        if case.bias[3] == "k":
+            bias[..., max(case.lengths_k) :] = float("nan")
+        given["bias"] = bias
+    return given
+
+
+def results(function, case: Case, given: dict[str, Tensor | None], **options) -> dict[str, Tensor]:
+    """out, lse and the gradients of (out * d_out).sum() + (lse * d_lse).sum() where lse is finite."""
+    learned = {name: given[name].detach().requires_grad_() for name in ("query", "key", "value", "bias") if given[name] is not None}
+    out, lse = function(case, **dict(mask=given["mask"], bias=None) | learned, **case.options, **options)
+    goal = (out * given["d_out"].to(out.dtype)).sum() + (lse * given["d_lse"].to(lse.dtype)).masked_fill(lse == float("-inf"), 0.0).sum()
+    gradients = torch.autograd.grad(goal, list(learned.values()), allow_unused=True)
+    found = {name: torch.zeros_like(learned[name]) if x is None else x for name, x in zip(learned, gradients, strict=True)}
+    return dict(out=out.detach(), lse=lse.detach()) | {f"d_{name}": x for name, x in found.items()}
+
+
+def packed(case: Case, query: Tensor, key: Tensor, value: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """What is tested."""
+    cumulative = (ends(lengths, query.device) for lengths in (case.lengths_q, case.lengths_k))
+    longest_q, longest_k = case.longest
+    return attention_varlen(query, key, value, *cumulative, max_seqlen_q=longest_q, max_seqlen_k=longest_k, return_lse=True, **options)
+
+
+def one_by_one(case: Case, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, **options):
+    """The reference in float64, of each sequence alone."""
+
+    def own(x: Tensor | None, number: int, len_q: int, len_k: int) -> Tensor | None:
+        if x is None:
+            return None
+        x = x if x.shape[0] == 1 else x[number : number + 1]
+        x = x if x.shape[2] == 1 else x[:, :, :len_q]
+        return x if x.shape[3] == 1 else x[..., :len_k]
+
+    found, begin_q, begin_k = [], 0, 0
+    for number, (len_q, len_k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
+        rows, columns = slice(begin_q, begin_q + len_q), slice(begin_k, begin_k + len_k)
+        heads_first = (x.transpose(0, 1)[None] for x in (query[rows], key[columns], value[columns]))
+        limits = dict(mask=own(mask, number, len_q, len_k), bias=own(bias, number, len_q, len_k))
+        found.append(reference.attention(*heads_first, **limits, **options, return_lse=True, dtype=torch.float64))
+        begin_q, begin_k = rows.stop, columns.stop
+    outs, lses = zip(*found, strict=True)
+    return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat([lse[0] for lse in lses], 1)
+
+
+def assert_equal(got: dict[str, Tensor], true: dict[str, Tensor], tolerance: float) -> None:
+    close = dict(rtol=tolerance, atol=tolerance)
+    for name, x in true.items():
+        torch.testing.assert_close(got[name].double(), x.double(), **close, msg=lambda text, name=name: f"{name}: {text}")
+        assert got[name].shape == x.shape
+
+
+def check(case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+    given = inputs(case, dtype, device, seed)
+    got = results(packed, case, given)
+    assert_equal(got, results(one_by_one, case, given), TOLERANCE[dtype])
+    assert got["out"].dtype == dtype
+    assert got["lse"].dtype == torch.promote_types(dtype, torch.float32)
+    assert got["out"].is_contiguous()
+    assert got["lse"].is_contiguous()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_sequence_is_as_it_is_alone(case: Case, device: str) -> None:
+    """In float64, which takes the PyTorch path everywhere: what the tensors are turned into, without any rounding."""
+    check(case, torch.float64, device)
+
+
+@pytest.mark.parametrize("precision", ["single", "half"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_in_the_precisions_of_the_kernels(case: Case, precision: str, device: str, half: torch.dtype, unwritten_shows: None) -> None:
+    if ops.interpreting() and (case.name not in IN_THE_INTERPRETER or (precision == "half" and len(case.lengths_q) < 6)):
+        pytest.skip("the interpreter is slow; the others differ in what is passed to the kernels alone")
+    check(case, torch.float32 if precision == "single" else half, device)
+
+
+AXES = st.tuples(st.sampled_from("n1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 12))
+SIDE = st.none() | st.integers(0, 12)
+
+
+@settings(max_examples=int(os.environ.get("DMATTN_EXAMPLES", "60")), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=5),
+    mask=st.none() | AXES,
+    bias=st.none() | AXES,
+    options=st.fixed_dictionaries(dict(causal=st.booleans(), window=st.none() | st.tuples(SIDE, SIDE))),
+    seed=st.integers(0, 100),
+)
+def test_any_lengths(device: str, lengths: list, mask: str | None, bias: str | None, options: dict, seed: int) -> None:
+    lengths_q, lengths_k = zip(*lengths, strict=True)
+    check(Case("random", mask, bias, lengths_q, lengths_k, options=options), torch.float64, device, seed)
+
+
+@pytest.mark.parametrize("bias", ["1h1k", "111k", "1hqk"])
+def test_a_shared_bias_in_half_precision_is_rounded_once(bias: str, device: str, half: torch.dtype) -> None:
+    """Gradients of +0.25 and -0.250075, of which the sum is left alone if neither is rounded first."""
+    case = Case("sum", None, bias, (1,) * 6, (2,) * 6, 2, 2, bias_dtype=half)
+    given = inputs(case, torch.float32, device)
+    for name in ("query", "d_lse"):
+        given[name].zero_()
+    given["bias"][..., :1, :2] = 0.0
+    given["value"][::2], given["value"][1::2] = 0.0, 1.0 / case.value_dim
+    given["d_out"][::2], given["d_out"][1::2] = 1.0, -1.0003
+    got = results(packed, case, given)["d_bias"]
+    assert got.dtype == half
+    true = results(one_by_one, case, given | dict(bias=given["bias"].double()))["d_bias"]
+    assert 1e-4 < true.abs().max() < 1e-3
+    torch.testing.assert_close(got, true.to(half), rtol=5e-3, atol=0.0)
+
+
+def test_cumulative_lengths_of_any_integer_type_and_strides(device: str) -> None:
+    case = Case("types", bias="1h1k")
+    given = inputs(case, torch.float32, device)
+    want = packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
+    for dtype in (torch.int64, torch.int16, torch.uint8):
+        cumulative = [torch.stack((ends(x, device, dtype),) * 2, 1)[:, 0] for x in (case.lengths_q, case.lengths_k)]
+        turned = [given[name].transpose(0, 1).contiguous().transpose(0, 1) for name in ("query", "key", "value")]
+        got = attention_varlen(*turned, *cumulative, max_seqlen_q=11, max_seqlen_k=8, bias=given["bias"], causal=True, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_out_alone_is_the_first_of_both(device: str) -> None:
+    case = Case("plain")
+    given = inputs(case, torch.float32, device)
+    tensors = [given[name] for name in ("query", "key", "value")]
+    options = dict(max_seqlen_q=9, max_seqlen_k=6)
+    cumulative = ends(LENGTHS_Q, device), ends(LENGTHS_K, device)
+    out, _ = attention_varlen(*tensors, *cumulative, **options, return_lse=True)
+    assert torch.equal(attention_varlen(*tensors, *cumulative, **options), out)
+
+
+@pytest.mark.parametrize("bias", [None, "1h1k", "nhqk"])
+def test_dropout(bias: str | None, device: str) -> None:
+    case = Case("dropout", bias=bias, lengths_q=(40, 3), lengths_k=(64, 9), options=dict(dropout_p=0.4))
+    given = inputs(case, torch.float32, device)
+    tensors = {name: given[name] for name in ("query", "key", "value", "mask", "bias")}
+    torch.manual_seed(3)
+    first, again = (packed(case, **tensors, dropout_p=0.4)[0] for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(packed(case, **tensors, dropout_p=0.4)[0], first)
+    assert not torch.equal(first, again)
+    out, lse = packed(case, **tensors, dropout_p=1.0)
+    assert not out.any()
+    assert torch.equal(lse, packed(case, **tensors)[1])
+    kept = packed(case, **tensors | dict(value=torch.ones_like(given["value"])), dropout_p=0.4)[0][:40, :, 0]
+    assert 0.9 < kept.mean() < 1.1
+    assert not torch.equal(kept, torch.ones_like(kept))
+
+
+def test_autocast(device: str, half: torch.dtype) -> None:
+    case = Case("autocast", bias="1hqk", options=CAUSAL)
+    given = inputs(case, torch.float32, device)
+    tensors = {name: given[name] for name in ("query", "key", "value", "mask", "bias")}
+    with torch.autocast(device, half):
+        got = packed(case, **tensors, **CAUSAL)
+    rounded = {name: given[name].to(half) for name in ("query", "key", "value")}
+    want = packed(case, **tensors | rounded, **CAUSAL)
+    assert got[0].dtype == half
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("bias", [None, "1h1k", "nhqk"])
+def test_vmap_joins_the_batch(bias: str | None) -> None:
+    case = Case("vmap", bias=bias, options=CAUSAL)
+    given = inputs(case, torch.float64)
+    options = dict(mask=None, bias=given["bias"], causal=True)
+    queries = torch.stack([given["query"], given["query"].flip(0)])
+    got = torch.func.vmap(lambda query: packed(case, query, given["key"], given["value"], **options))(queries)
+    for number, query in enumerate(queries):
+        for x, want in zip(got, packed(case, query, given["key"], given["value"], **options), strict=True):
+            torch.testing.assert_close(x[number], want)
+
+
+class Watch(TorchDispatchMode):
+    """Counts how often the host waits for a value, and records the largest memory of a result, in bytes."""
+
+    waits = size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waiting = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.nonzero.default
+        self.waits += function in waiting
+        result = function(*args, **(kwargs or {}))
+        self.size = max(self.size, result.untyped_storage().nbytes() if isinstance(result, Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("mask", [None, "111k", "11q1"])
+@pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk"])
+def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("memory", mask, bias, (3,) * 99 + (203,), (203,) + (3,) * 99, 1, 1, 1, 1)
+    given = inputs(case, torch.float32)
+    of_pairs = bias == "1hqk" or (mask == "11q1" and bias == "1h1k")
+    seen = []
+
+    def run(problem):
+        seen.append(problem.query.shape[0])
+        return torch.zeros_like(problem.query), torch.zeros(problem.query.shape[:3])
+
+    monkeypatch.setattr(varlen, "run", run)
+    with Watch() as watch:
+        packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
+    assert watch.waits == 0
+    assert seen == [100 if of_pairs else 1]
+    assert of_pairs or watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
+
+
+@pytest.mark.parametrize("bias", [None, "1h1k", "1hqk"])
+@pytest.mark.parametrize("wrong", [(0, 40, 2, 19), (-7, 5, 90, 3), (0, 0, 0, 0), (19, 12, 3, 0), (0, 4, 6, 12)], ids=str)
+def test_wrong_contents_touch_no_memory_of_others(wrong: tuple[int, ...], bias: str | None, device: str) -> None:
+    """They cannot be checked without waiting for the device. An index beyond a tensor raises on a CPU, and ends the process on a GPU."""
+    case = Case("wrong", bias=bias, lengths_q=(10, 4, 5), lengths_k=(10, 4, 5), options=CAUSAL)
+    given = inputs(case, torch.float32, device)
+    learned = [given[name].requires_grad_() for name in ("query", "key", "value")]
+    cumulative = torch.tensor(wrong, device=device)
+    for lengths in ((cumulative, cumulative), (cumulative, ends(case.lengths_k, device)), (ends(case.lengths_q, device), cumulative)):
+        out = attention_varlen(*learned, *lengths, max_seqlen_q=12, max_seqlen_k=12, bias=given["bias"], causal=True)
+        gradients = torch.autograd.grad(out.sum(), learned)
+        assert [x.shape for x in gradients] == [x.shape for x in learned]
+
+
+@compiles
+@pytest.mark.parametrize("case", [Case("plain"), Case("key-bias", bias="1g1k"), Case("key-mask", "n11k", "nhq1"), Case("pairs", "n11k", "1hqk")], ids=lambda case: case.name)  # fmt: skip
+def test_one_graph_serves_other_lengths(case: Case, device: str) -> None:
+    def call(query, key, value, ends_q, ends_k, mask, bias):
+        limits = dict(max_seqlen_q=11, max_seqlen_k=8, mask=mask, bias=bias)
+        return attention_varlen(query, key, value, ends_q, ends_k, **limits, causal=True, return_lse=True)
+
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, example: list) -> Any:
+        graphs.append(graph)
+        return backend(graph, example)
+
+    backend = torch._dynamo.lookup_backend("inductor" if device == "cuda" else "aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=count)
+
+    def through(function):
+        def of_case(case, query, key, value, *, mask, bias):
+            return function(query, key, value, ends(case.lengths_q, device), ends(case.lengths_k, device), mask, bias)
+
+        return of_case
+
+    given = inputs(case, torch.float32, device)
+    for lengths_q in (LENGTHS_Q, (0, 9, 1, 1, 3, 5)):
+        other = Case(case.name, case.mask, case.bias, lengths_q, (6, *(LENGTHS_K[1:2] * 6))[:5] + (4,))
+        assert sum(other.lengths_q) == sum(LENGTHS_Q)
+        assert sum(other.lengths_k) == sum(LENGTHS_K)
+        assert_equal(results(through(compiled), other, given), results(through(call), other, given), TOLERANCE[torch.float32])
+    assert len(graphs) == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("bias", [None, "1h1k", "nhq1", "1hqk"])
+def test_a_captured_graph_serves_other_lengths(bias: str | None) -> None:
+    case = Case("captured", "n11k", bias, bias_dtype=torch.float32, options=CAUSAL)
+    given = inputs(case, torch.float16, "cuda")
+    cumulative = [ends(case.lengths_q, "cuda"), ends(case.lengths_k, "cuda")]
+    learned = [given[name].requires_grad_() for name in ("query", "key", "value", "bias") if given[name] is not None]
+
+    def step() -> list[Tensor]:
+        limits = dict(max_seqlen_q=11, max_seqlen_k=8, mask=given["mask"], bias=given["bias"], causal=True)
+        out = attention_varlen(given["query"], given["key"], given["value"], *cumulative, **limits)
+        return [out, *torch.autograd.grad(out, learned, given["d_out"])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths_q, lengths_k in ((LENGTHS_Q, LENGTHS_K), (LENGTHS_Q[::-1], LENGTHS_K[1:] + LENGTHS_K[:1])):
+        cumulative[0].copy_(ends(lengths_q))
+        cumulative[1].copy_(ends(lengths_k))
+        graph.replay()
+        got = [x.clone() for x in captured]
+        assert all(torch.equal(x, y) for x, y in zip(got, step(), strict=True))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+FULL = r"a shape broadcastable to \(sequences, H, max_seqlen_q, max_seqlen_k\) = \(2, 4, 4, 6\) with 4 or 2 or 1 heads"
+ERRORS = [
+    ("query-not-a-tensor", dict(query=[1.0]), TypeError, "query: expected a torch.Tensor, received list"),
+    ("query-sparse", dict(query=zeros(5, 4, 8).to_sparse()), TypeError, "query: expected a dense tensor, received layout torch.sparse_coo"),
+    ("query-axes", dict(query=zeros(1, 5, 4, 8)), ValueError, r"query: expected 3 axes \(total, heads, head dim\), received shape \(1, 5, 4, 8\)"),
+    ("key-axes", dict(key=zeros(7, 16)), ValueError, r"key: expected 3 axes \(total, heads, head dim\), received shape \(7, 16\)"),
+    ("value-axes", dict(value=zeros(7)), ValueError, r"value: expected 3 axes \(total, heads, head dim\), received shape \(7,\)"),
+    ("query-dtype", dict(query=zeros(5, 4, 8, dtype=torch.int64)), ValueError, "query: expected a dtype of float16.* received torch.int64"),
+    ("key-dtype", dict(key=zeros(7, 2, 8, dtype=torch.float64)), ValueError, "key: expected query's dtype torch.float32, received torch.float64"),
+    ("value-device", dict(value=zeros(7, 2, 8, device="meta")), ValueError, "value: expected query's device cpu, received meta"),
+    ("key-heads", dict(key=zeros(7, 3, 8), value=zeros(7, 3, 8)), ValueError, "key: expected a number of heads that divides query's 4, received 3"),
+    ("value-heads", dict(value=zeros(7, 4, 8)), ValueError, "value: expected key's 2 heads, received 4"),
+    ("value-length", dict(value=zeros(6, 2, 8)), ValueError, "value: expected key's length 7, received 6"),
+    ("key-dim", dict(key=zeros(7, 2, 9)), ValueError, "key: expected query's head dim 8, received 9"),
+    ("value-dim", dict(value=zeros(7, 2, 257)), ValueError, "value: expected a head dim from 1 to 256, received 257"),
+    ("lengths-list", dict(cu_seqlens_q=[0, 2, 5]), TypeError, "cu_seqlens_q: expected an integer tensor, received list"),
+    ("lengths-float", dict(cu_seqlens_k=zeros(3)), TypeError, "cu_seqlens_k: expected an integer tensor, received torch.float32 tensor"),
+    ("lengths-bool", dict(cu_seqlens_k=zeros(3).bool()), TypeError, "cu_seqlens_k: expected an integer tensor, received torch.bool tensor"),
+    ("lengths-axes", dict(cu_seqlens_q=zeros(1, 3).int()), ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), received \(1, 3\)"),
+    ("lengths-none", dict(cu_seqlens_q=zeros(1).int()), ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), received \(1,\)"),
+    ("lengths-sparse", dict(cu_seqlens_q=zeros(3).int().to_sparse()), TypeError, "cu_seqlens_q: expected a dense tensor, received layout"),
+    ("lengths-device", dict(cu_seqlens_k=zeros(3, device="meta").int()), ValueError, "cu_seqlens_k: expected query's device cpu, received meta"),
+    ("lengths-number", dict(cu_seqlens_k=zeros(4).int()), ValueError, "cu_seqlens_k: expected as many sequences as cu_seqlens_q has, 2, received 3"),
+    ("longest-float", dict(max_seqlen_q=4.0), TypeError, "max_seqlen_q: expected an integer, received float"),
+    ("longest-bool", dict(max_seqlen_k=True), TypeError, "max_seqlen_k: expected an integer, received bool"),
+    ("longest-tensor", dict(max_seqlen_k=torch.tensor(6)), TypeError, "max_seqlen_k: expected an integer, received Tensor"),
+    ("longest-negative", dict(max_seqlen_q=-1), ValueError, "max_seqlen_q: expected a non-negative integer, received -1"),
+    ("longest-too-short", dict(max_seqlen_q=2), ValueError, "max_seqlen_q: expected a length that 2 sequences of 5 tokens do not exceed, received 2"),
+    ("longest-keys", dict(max_seqlen_k=3), ValueError, "max_seqlen_k: expected a length that 2 sequences of 7 tokens do not exceed, received 3"),
+    ("mask-intervals", dict(mask=IntervalMask.causal(4, 6)), TypeError, "mask: expected a bool tensor or None, received IntervalMask"),
+    ("mask-float", dict(mask=zeros(4, 6)), ValueError, "mask: expected dtype torch.bool.*argument bias.*received torch.float32"),
+    ("mask-shape", dict(mask=zeros(5, 7).bool()), ValueError, rf"mask: expected {FULL}, received \(5, 7\)"),
+    ("mask-sequences", dict(mask=zeros(3, 1, 4, 6).bool()), ValueError, rf"mask: expected {FULL}, received \(3, 1, 4, 6\)"),
+    ("mask-device", dict(mask=zeros(4, 6, device="meta").bool()), ValueError, "mask: expected query's device cpu, received meta"),
+    ("bias-not-a-tensor", dict(bias=1.0), TypeError, "bias: expected a torch.Tensor, received float"),
+    ("bias-dtype", dict(bias=zeros(4, 6).int()), ValueError, "bias: expected a dtype of float16.* received torch.int32"),
+    ("bias-heads", dict(bias=zeros(3, 4, 6)), ValueError, rf"bias: expected {FULL}, received \(3, 4, 6\)"),
+    ("causal", dict(causal=1), TypeError, "causal: expected True or False, received int"),
+    ("window", dict(window=(1, -2)), ValueError, r"window: expected non-negative integers, received \(1, -2\)"),
+    ("scale", dict(scale="1"), TypeError, "scale: expected a real number, received str"),
+    ("softcap", dict(softcap=0.0), ValueError, "softcap: expected a positive number"),
+    ("dropout", dict(dropout_p=1.5), ValueError, "dropout_p: expected a number from 0 to 1, received 1.5"),
+    ("return-lse", dict(return_lse=1), TypeError, "return_lse: expected True or False, received int"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
+def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "run", lambda problem: pytest.fail("ran with a wrong argument"))
+    good = dict(query=zeros(5, 4, 8), key=zeros(7, 2, 8), value=zeros(7, 2, 8), max_seqlen_q=4, max_seqlen_k=6)
+    with pytest.raises(error, match=f"dmattn: {message}"):
+        dmattn.attention_varlen(**good | dict(cu_seqlens_q=ends((1, 4)), cu_seqlens_k=ends((6, 1))) | arguments)
