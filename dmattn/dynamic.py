@@ -10,7 +10,7 @@ from torch import Tensor
 from .functional import attention, run
 from .masks import IntervalMask
 from .ops import plan
-from .problem import FLOATS, Problem
+from .problem import FLOATS, Problem, check_tensor
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
 
@@ -175,8 +175,7 @@ def _checked(
     problem = Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     _check_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]
-    if not isinstance(key_bias, Tensor):
-        raise TypeError(f"dmattn: key_bias: expected a torch.Tensor, received {type(key_bias).__name__}")
+    check_tensor("key_bias", key_bias)
     if tuple(key_bias.shape) != (batch, kv_heads, len_k):
         raise ValueError(f"dmattn: key_bias: expected shape (B, Hk, Sk) = {(batch, kv_heads, len_k)}, received {tuple(key_bias.shape)}")
     if key_bias.dtype not in FLOATS:

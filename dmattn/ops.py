@@ -249,7 +249,7 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
     What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
     """
-    if torch.compiler.is_compiling() or not nothing_watches(_tensors_of(problem)):
+    if torch.compiler.is_compiling() or not nothing_watches(_tensors_of(problem)):  # a compiler cannot trace the itemgetter
         out, lse, _ = torch.ops.dmattn.forward(*problem)
         return out, lse
     learned = [getattr(problem, name) for name in _NEEDS]
@@ -260,7 +260,7 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 
 def plan(name: str, key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator ``dmattn::best`` or ``dmattn::lifetimes`` returns, likewise by it or by its function alone."""
-    if torch.compiler.is_compiling() or not nothing_watches((key_bias, valid)):
+    if not nothing_watches((key_bias, valid)):
         return getattr(torch.ops.dmattn, name)(key_bias, valid, keep, len_q)
     directly: dict[str, Any] = {"best": _best, "lifetimes": _lifetimes}
     return directly[name](key_bias, valid, keep, len_q)

@@ -28,6 +28,7 @@ CASES = (
     Case("mask-in-bytes", 130, 67, mask="bhqk", keep="blocks", bias="bhqk"),
     Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
     Case("bias-per-query", 130, 67, bias="1hq1"),
+    Case("keys-in-order", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bg1k"),
     Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
     Case("window", 17, 19, batch=70, bias="11qk"),
     Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
@@ -41,6 +42,10 @@ def problem_of(case: Case, device: str, seed: int, dtype: torch.dtype = torch.bf
     """A problem with its incoming gradients, other numbers for another seed."""
     inputs = case.inputs(dtype, device, seed=seed)
     problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    if case.name == "keys-in-order":
+        bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
+        order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()
+        problem = problem._replace(first=bounds[0], last=bounds[1], order=order)
     return problem, inputs.d_out, inputs.d_lse
 
 
@@ -57,6 +62,8 @@ class Launches(TorchDispatchMode):
         self.asked = 0  # launches that were not repeated
 
     def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        if operator._schema.is_mutable:
+            self.seen.append((str(operator), 0, self.plain(tuple(arguments))))
         self.alive.append(operator(*arguments, **(keywords or {})))
         return self.alive[-1]
 
@@ -215,12 +222,103 @@ def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
         calls.append(0)
         return x + elsewhere
 
-    for function in (reads, mixes):
+    @replay.replayed
+    def counts(x: Tensor) -> Tensor:
+        calls.append(0)
+        return x * x.nonzero().shape[0]
+
+    @replay.replayed
+    def joins(x: Tensor) -> Tensor:
+        calls.append(0)
+        return torch.cat([x, x * 2])[1:4]
+
+    for function, factors in ((reads, (2.0, 2.0, 2.0)), (mixes, None), (counts, (3.0, 3.0, 3.0)), (joins, (1.0, 1.0, 2.0))):
         calls.clear()
-        for number in range(4):
-            expected = torch.full((3,), 2.0 * number) if function is reads else torch.full((3,), number + 1.0)
+        for number in range(1, 5):
+            expected = torch.full((3,), number + 1.0) if factors is None else torch.tensor(factors) * number
             assert torch.equal(function(torch.full((3,), float(number))), expected)
         assert len(calls) == 4
+
+
+@on_a_cpu
+def test_what_is_hidden_from_the_recorder_is_not_recorded(launches: Launches) -> None:
+    from torch.utils._mode_utils import no_dispatch
+
+    from dmattn.kernels import replay
+
+    @replay.replayed
+    def function(x: Tensor) -> None:
+        x.add_(1)
+
+    x = torch.zeros(3)
+    with no_dispatch():
+        function(x)
+    for _ in range(3):
+        function(x)
+    assert torch.equal(x, torch.full((3,), 4.0))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_may_be_a_view_or_a_copy(inference: bool, launches: Launches) -> None:
+    """Operators of several steps are one step in inference mode."""
+    from dmattn.kernels import replay
+
+    @replay.replayed
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.mT.contiguous().to(x.dtype)
+        y.add_(1)
+        return y, x.contiguous().flatten(), x[:0].contiguous()
+
+    with torch.inference_mode(inference):
+        for number in range(3):
+            x = torch.full((2, 3), float(number))
+            y, flat, empty = function(x)
+            assert torch.equal(y, x.mT + 1)
+            assert torch.equal(flat, x.flatten())
+            assert empty.shape == (0, 3)
+
+
+@on_a_cpu
+def test_a_call_inside_a_recorded_one_is_part_of_it(launches: Launches) -> None:
+    from dmattn.kernels import replay
+
+    calls = []
+
+    @replay.replayed
+    def inner(x: Tensor) -> Tensor:
+        calls.append("inner")
+        return x + 1
+
+    @replay.replayed
+    def outer(x: Tensor) -> Tensor:
+        calls.append("outer")
+        return inner(inner(x)) * 2
+
+    for number in range(3):
+        assert torch.equal(outer(torch.full((3,), float(number))), torch.full((3,), 2.0 * number + 4))
+    assert calls == ["outer", "inner", "inner"]
+
+
+@on_a_cpu
+def test_a_failure_ends_the_recording(launches: Launches) -> None:
+    from dmattn.kernels import replay
+
+    @replay.replayed
+    def function(x: Tensor, fails: list[bool]) -> Tensor:
+        if fails.pop():
+            raise RuntimeError("out of memory")
+        return x + 1
+
+    class Fails(list):
+        __hash__ = object.__hash__
+
+    fails = Fails([False, False, True])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        function(torch.zeros(3), fails)
+    for _ in range(3):
+        assert torch.equal(function(torch.zeros(3), fails), torch.ones(3))
+    assert len(fails) == 1, "recorded once, then repeated"
 
 
 @on_a_cpu
@@ -314,7 +412,7 @@ def test_records_are_forgotten_when_they_are_many(launches: Launches, monkeypatc
     monkeypatch.setattr(replay, "MOST", 3)
     for number in (0, 0, 1, 0, 2, 3, 3, 0):
         function(torch.zeros(1), number)
-    assert calls == [0, 1, 2, 3, 0]
+    assert calls == [0, 1, 2, 3, 0]  # the oldest, 0, makes room for 3
 
 
 def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 What a function of this package allocates, launches and asks of PyTorch follows from the shapes, strides, dtypes and alignments of its tensors,
 from its numbers and from the device, never from what the tensors hold. Finding it out again, and Triton's own search for a compiled kernel,
-take many times as long as launching. So the first call of a kind is recorded, and those after it repeat the record.
+take many times as long as launching. So the first call of a kind is recorded, which costs two to three times what it would, and those after it
+repeat the record. They do not ask Triton again: settings of Triton that are changed later reach them after :func:`forget`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import local
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from .launch import launching
 from .layout import Strided
 from .tiles import dot_precision
 
-MOST = 1024  # kinds of calls that a function remembers; at one more it forgets them all
+MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each
 
 _aten = torch.ops.aten
 _ALLOCATING = (
@@ -40,10 +42,14 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
     compiled = kernel[(programs,)](**arguments)
     recorder = getattr(_thread, "recorder", None)
-    if recorder is not None and compiled is not None:
-        recorder.launched(compiled[programs, 1, 1], tuple(arguments[name] for name in kernel.arg_names))
-    elif recorder is not None:  # Triton's interpreter has run the kernel
+    if recorder is None:
+        return
+    if hasattr(compiled, "result"):  # it is compiled in the background, and was waited for to be launched
+        compiled = compiled.result()
+    if compiled is None:  # Triton's interpreter has run the kernel, or a hook of Triton's has taken it over
         recorder.complete = False
+    else:
+        recorder.launched(compiled[programs, 1, 1], tuple(arguments[name] for name in kernel.arg_names))
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,9 +68,9 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             record = records.get(key)
             if record is not None:
                 return record.repeat(operands)
-            if key not in records:
+            if key not in records and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
                 if len(records) >= MOST:
-                    records.clear()
+                    records.pop(next(iter(records)), None)  # the oldest
                 result, records[key] = _recorded(function, arguments)
                 return result
         with launching(operands[0]):
@@ -87,8 +93,8 @@ def _repeatable(x: Tensor) -> bool:
 
 def _likeness(operands: Sequence[Any]) -> tuple:
     """What two calls of a function share that do the same. Triton and the copy engine ask whether an address is a multiple of 16 bytes."""
-    looks = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) if x is not None and isinstance(x, Tensor) else x for x in operands]
-    return (*looks, operands[0].device, dot_precision(operands[0]))
+    looks = [(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) if isinstance(x, Tensor) else x for x in operands]
+    return (*looks, dot_precision(operands[0]))
 
 
 def _recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, _Record | None]:
@@ -97,7 +103,7 @@ def _recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[A
     numbered = [type(x)(*map(recorder.operand, x)) if isinstance(x, tuple) else recorder.operand(x) for x in arguments]
     _thread.recorder = recorder
     try:
-        with launching(recorder.alive[0]), recorder:
+        with launching(recorder.first), recorder:
             result = function(*numbered)
     finally:
         del _thread.recorder
@@ -230,13 +236,24 @@ class _Record:
         return None if self.result is None else self.result.of(tensors)
 
 
+def _is_blind(operator: Any) -> bool:
+    """Whether nothing that an operator returns, but for the elements of tensors, follows from the elements of tensors."""
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.intersection(operator.tags)
+
+
+def _lies_in(x: Tensor, source: Tensor) -> bool:
+    """Whether a tensor is a view of another. Some operators return either that or a copy, and an empty one has no address."""
+    return x is not source and x.numel() > 0 and x.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
 class _Recorder(TorchDispatchMode):
-    """Writes down launches and operators of PyTorch. A tensor is known by its Python object, so each is kept alive until the end."""
+    """Writes down launches and operators of PyTorch. A tensor is known by its Python object, as long as that lives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive: list[Any] = []  # tensors by number, among them the arguments that are none
-        self.numbers: dict[int, int] = {}  # by id
+        self.first: Any = None  # argument
+        self.count = 0  # numbers given: the arguments that are no tensors have one too
+        self.numbers: dict[int, tuple[ref, int]] = {}  # by id, which another tensor may have later
         self.views: dict[int, _Address] = {}  # where a tensor lies in the one that it is a view of
         self.steps: list[_Launch | _Operation] = []
         self.complete = True
@@ -244,11 +261,11 @@ class _Recorder(TorchDispatchMode):
     def operand(self, x: Any) -> Any:
         """An argument of the call, as an object of its own: in another call that looks like this one it may be another tensor."""
         if not isinstance(x, Tensor):
-            self.alive.append(x)
-        elif id(x) in self.numbers:
-            return self.operand(x.view_as(x))
+            self.count += 1
         else:
+            x = x if self._known(x) is None else x.view_as(x)
             self._number(x)
+            self.first = x if self.first is None else self.first
         return x
 
     def launched(self, runner: Any, arguments: tuple) -> None:
@@ -260,7 +277,9 @@ class _Recorder(TorchDispatchMode):
         keywords = keywords or {}
         results = operator(*arguments, **keywords)
         made = results if isinstance(results, (tuple, list)) else (results,)
-        if not all(isinstance(x, Tensor) for x in made) or any(isinstance(x, Tensor) for x in keywords.values()):
+        if not _is_blind(operator) or any(isinstance(x, Tensor) for x in keywords.values()):
+            self.complete = False
+        if not all(isinstance(x, Tensor) and x.device == self.first.device for x in made):
             self.complete = False
             return results
         if operator in _ALLOCATING:
@@ -271,7 +290,7 @@ class _Recorder(TorchDispatchMode):
         reads: set[int] = set()
         given = self._tuple(arguments, self._whole, reads)
         makes = tuple(self._number(x) for x in made)
-        if operator.is_view:
+        if operator.is_view and _lies_in(made[0], arguments[0]):
             self.views[makes[0]] = _Address(self._whole(arguments[0]).number, made[0].data_ptr() - arguments[0].data_ptr())
         self.steps.append(_Operation(operator, given, keywords, reads, makes, operator._schema.is_mutable))
         return results
@@ -285,17 +304,24 @@ class _Recorder(TorchDispatchMode):
             if isinstance(step, _Launch) or step.changes or needed.intersection(step.makes):
                 steps.insert(0, (step, tuple(step.reads - needed)))
                 needed |= step.reads
-        return _Record(steps, len(self.alive), given) if self.complete else None
+        return _Record(steps, self.count, given) if self.complete else None
+
+    def _known(self, x: Tensor) -> int | None:
+        known, number = self.numbers.get(id(x), (None, 0))
+        return number if known is not None and known() is x else None
 
     def _number(self, x: Tensor) -> int:
-        if id(x) not in self.numbers:
-            self.numbers[id(x)] = len(self.alive)
-            self.alive.append(x)
-        return self.numbers[id(x)]
+        number = self._known(x)
+        if number is None:
+            number = self.count
+            self.numbers[id(x)] = ref(x), number
+            self.count += 1
+        return number
 
     def _whole(self, x: Tensor) -> _Whole:
-        self.complete &= id(x) in self.numbers
-        return _Whole(self.numbers.get(id(x), 0))
+        number = self._known(x)
+        self.complete &= number is not None
+        return _Whole(number or 0)
 
     def _address(self, x: Tensor) -> _Address:
         number, offset = self._whole(x).number, 0

@@ -85,7 +85,7 @@ def attend(
         elif attention_mask.dtype == torch.bool:
             mask = attention_mask
         else:
-            bias = dense_bias(attention_mask, module)
+            bias = dense_bias(attention_mask)
         if packed:
             mask = join(mask, documents(cu_seq_lens_q, cu_seq_lens_k, query, key), query, key)
     if position_bias is not None:

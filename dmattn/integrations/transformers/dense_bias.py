@@ -40,19 +40,19 @@ class _Shared:
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # _Shared by bias: a copy goes with its bias, which a model keeps for one pass
 
 
-def dense_bias(bias: Tensor, layer: nn.Module) -> Tensor:
+def dense_bias(bias: Tensor, layer: nn.Module | None = None) -> Tensor:
     """`bias`, or where it has pairs whose keys do not lie side by side, a copy in which they do; differentiable, values and gradients equal.
 
     Layers that are given the same tensor share one copy. It counts as stale once the bias was written to, and when a layer asks again: then
-    another pass has begun, before which a bias that outlives passes (a caller's own mask) may have changed in a way that no version counts,
-    as by ``.data``, by NumPy or in the replay of a CUDA graph. A bias of one layer is copied too: a forward pass alone reads it once per
-    entry of the batch.
+    another pass has begun, before which the bias may have changed in a way that no version counts, as by ``.data``. Without a `layer` the copy
+    is the call's own: that of a mask from the caller, who may change it between two models in such a way. A bias of one layer is copied too: a
+    forward pass alone reads it once per entry of the batch.
 
     An axis that is expanded stays so. No length is padded: odd ones keep the kernels for Hopper from taking the bias, copied or not.
     """
     if not _has_scattered_pairs(bias):
         return bias
-    if not _can_be_shared(bias):
+    if layer is None or not _can_be_shared(bias):
         return _copy(bias)
     shared = _shared.get(bias)
     stream = torch.cuda.current_stream(bias.device) if bias.is_cuda else None
@@ -72,8 +72,11 @@ def _has_scattered_pairs(bias: Any) -> bool:
 
 
 def _can_be_shared(bias: Tensor) -> bool:
-    """Whether it shows when a bias is written to, and no graph, mode or transform has to see the copy made: Inductor makes one of many."""
-    if not nothing_watches((bias,)) or forward_ad._current_level >= 0:
+    """Whether it shows when a bias is written to, and no graph, mode or transform has to see the copy made: Inductor makes one of many.
+
+    A CUDA graph of one layer must not read what that of another layer has copied.
+    """
+    if not nothing_watches((bias,)) or forward_ad._current_level >= 0 or (bias.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return not (bias.is_inference() or torch.is_inference_mode_enabled())
 
