@@ -189,14 +189,21 @@ def test_what_is_written_into_a_bias_counts(copies: list[StorageWeakRef]) -> Non
 
 
 def test_what_is_written_unseen_counts_in_the_next_pass(copies: list[StorageWeakRef]) -> None:
-    """A mask of the caller's own, which outlives passes; the layers of one pass still share a copy."""
-    mask = seen_by_heads(table_bias().detach())
+    """Of a bias that outlives passes; the layers of one pass still share a copy."""
+    bias = seen_by_heads(table_bias().detach())
     layers = [Layer(), Layer()]
     for _ in range(2):
-        mask.data.mul_(2)
+        bias.data.mul_(2)
         for layer in layers:
-            assert torch.equal(attend(layer, None, mask), attend(layer, None, mask.contiguous()))
+            assert torch.equal(attend(layer, bias), attend(layer, bias.contiguous()))
     assert len(copies) == 2
+
+
+def test_what_is_written_unseen_to_a_callers_mask_counts_at_once() -> None:
+    mask = seen_by_heads(table_bias().detach())
+    for _ in range(2):
+        mask.data.mul_(2)
+        assert torch.equal(attend(Layer(), None, mask), attend(Layer(), None, mask.contiguous()))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
