@@ -239,8 +239,11 @@ def test_cuda_graph_replays_on_new_inputs(case: Case, device: str) -> None:
 @needs_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_launches_on_the_tensors_own_device() -> None:
+    """Where they are repeated, too, on either device."""
     torch.cuda.set_device(0)
-    assert all(verdict.passed for verdict in check(CASES[1], torch.bfloat16, "cuda:1"))
+    for device in ("cuda:1", "cuda:0", "cuda:1", "cuda:0"):
+        assert all(verdict.passed for verdict in check(CASES[1], torch.bfloat16, device))
+        assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
