@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from .broadcast import per_query_head
 from .functional import run
 from .masks import IntervalMask, check_cumulative, sequence_of
+from .ops import nothing_watches
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]
@@ -54,6 +56,7 @@ def attention_varlen(
     dropout_p: float = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@torch.compiler.disable  # compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -80,7 +83,7 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf. Nothing waits for the device: a CUDA graph
-    or a compiled function serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well.
+    serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -103,8 +106,9 @@ def attention_varlen(
     value: memory of sequences * max_seqlen, as a bias of each sequence does itself. A mask of pairs or by query is there combined with the
     lengths into one of (sequences, heads, max_seqlen_q, max_seqlen_k).
 
-    What `cu_seqlens_q` and `cu_seqlens_k` hold cannot be checked without waiting: where they do not rise from 0 to the total, or a sequence is
-    longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments' own.
+    What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
+    sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
+    own. On a CPU that raises.
 
     Head dims, autocast, determinism and derivatives are as in :func:`dmattn.attention`.
 
@@ -293,3 +297,15 @@ def _check_lengths(
         if sequences * longest < total:
             expected = f"a length that {sequences} sequences of {total} tokens do not exceed"
             raise ValueError(f"dmattn: {name}: expected {expected}, received {longest}")
+    if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
+        _check_contents("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
+        _check_contents("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
+
+
+def _check_contents(name: str, ends: Tensor, total: int, limit: str, longest: int) -> None:
+    places = ends.tolist()
+    if places[0] != 0 or places[-1] != total or places != sorted(places):
+        raise ValueError(f"dmattn: {name}: expected lengths that rise from 0 to the {total} tokens, received {places}")
+    length = max(end - begin for begin, end in pairwise(places))
+    if length > longest:
+        raise ValueError(f"dmattn: {limit}: expected at least the longest sequence's {length} tokens, received {longest}")

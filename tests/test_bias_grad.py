@@ -15,6 +15,7 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 bias_grad = importlib.import_module("dmattn.kernels.bias_grad")
+replay = importlib.import_module("dmattn.kernels.replay")
 interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 PARTS = Case("parts", 33, 37, batch=6, heads=1, head_dim=128, bias="1hqk")  # by blocks: a side of 33 is more than one tile of the interpreter
@@ -57,5 +58,6 @@ def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.Mon
     assert torch.equal(split, again)
     assert summed[0] > 1
     monkeypatch.setattr(bias_grad, "PROGRAMS_PER_PROCESSOR", 0)
+    replay.forget()  # what the calls above launched
     torch.testing.assert_close(results(attention, inputs, PARTS.options)["d_bias"], split, rtol=1e-5, atol=1e-6)
     assert summed[-1] == 1

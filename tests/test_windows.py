@@ -16,6 +16,7 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 backward = importlib.import_module("dmattn.kernels.backward")  # the package has a function of this name
+replay = importlib.import_module("dmattn.kernels.replay")
 windows = importlib.import_module("dmattn.kernels.windows")
 interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
@@ -91,6 +92,7 @@ def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.Mon
     split, again = (results(attention, inputs, PARTS.options)["d_bias"] for _ in range(2))
     assert torch.equal(split, again)
     monkeypatch.setattr(windows, "SUMMING_PER_PROCESSOR", 0)
+    replay.forget()  # what the calls above launched
     torch.testing.assert_close(results(attention, inputs, PARTS.options)["d_bias"], split, rtol=1e-5, atol=1e-6)
 
 
@@ -102,5 +104,6 @@ def test_equals_the_kernels_by_blocks(lengths: tuple[int, int], bias: str | None
     inputs = case.inputs(torch.float32, device)
     whole = results(attention, inputs, case.options)
     monkeypatch.setattr(backward, "fits", lambda problem: False)
+    replay.forget()  # what the call above launched
     for name, by_blocks in results(attention, inputs, case.options).items():
         torch.testing.assert_close(whole[name], by_blocks, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
