@@ -45,7 +45,7 @@ help:
 	@echo "make gpu           the tests that need a GPU"
 	@echo "make memcheck      every kernel under NVIDIA's compute-sanitizer: memory out of bounds, then races in shared memory (minutes, a GPU)"
 	@echo "make lint          ruff and mypy"
-	@echo "make bench         equivalence, speed and memory of this machine, written to benchmarks/results/"
+	@echo "make bench         equivalence and speed of this machine, written to benchmarks/results/"
 
 demo: $(installed)
 	$(python) -m dmattn verify
