@@ -100,6 +100,23 @@ def write_json(path: Path, payload: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+def read_json(path: Path | None) -> dict[str, Any]:
+    """The result file that --plot draws from; ends the script where none is named."""
+    if path is None:
+        raise SystemExit("--plot draws from a result file; name it with --json")
+    return json.loads(path.read_text())
+
+
+def save_figure(figure: Any, target: Path) -> None:
+    """Write a figure of matplotlib, and say where."""
+    from matplotlib import pyplot
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    pyplot.close(figure)
+    print(target)
+
+
 def pick_device(name: str | None) -> torch.device:
     """The device asked for, or the GPU where there is one; ends the script where it is not there."""
     try:

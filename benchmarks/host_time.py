@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import harness
+from benchmarks.workloads import Workload
 from dmattn import attention
 from dmattn.report import show_table
 
@@ -29,27 +29,12 @@ CALLS, ROUNDS = 50, 9
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Small:
-    """A small problem."""
-
-    name: str
-    batch: int
-    heads: int
-    kv_heads: int
-    len_q: int
-    len_k: int
-    head_dim: int
-    causal: bool = False
-    bias: bool = False
-
-
 PROBLEMS = (
-    Small("causal_64", 1, 8, 8, 64, 64, 64, causal=True),
-    Small("shared_bias_128", 2, 8, 8, 128, 128, 64, bias=True),
-    Small("windows_49", 8, 4, 4, 49, 49, 32, bias=True),
-    Small("head_dim_128", 1, 8, 8, 256, 256, 128),
-    Small("one_query_4096", 1, 32, 8, 1, 4096, 64),
+    Workload("causal_64", 1, 8, 8, 64, 64, 64, causal=True),
+    Workload("shared_bias_128", 2, 8, 8, 128, 128, 64, bias="1hqk"),
+    Workload("windows_49", 8, 4, 4, 49, 49, 32, bias="1hqk"),
+    Workload("head_dim_128", 1, 8, 8, 256, 256, 128),
+    Workload("one_query_4096", 1, 32, 8, 1, 4096, 64),
 )
 
 
@@ -77,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(problem: Small, device: torch.device, calls: int, rounds: int) -> Record:
+def measure(problem: Workload, device: torch.device, calls: int, rounds: int) -> Record:
     """Microseconds of each step of both, in turns, so that what else the machine does meets both."""
-    query, key, value, bias = tensors(problem, device)
-    learned = [x.clone().requires_grad_() for x in (query, key, value)] + ([] if bias is None else [bias.clone().requires_grad_()])
-    learned_bias = None if bias is None else learned[3]
+    tensors = problem.tensors(torch.bfloat16, device)
+    learned = [tensors[name] for name in ("query", "key", "value", "bias")]
+    given = [None if x is None else x.detach() for x in learned]
+    leaves = [x for x in learned if x is not None]
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         return attention(query, key, value, bias=bias, causal=problem.causal)
@@ -92,12 +78,11 @@ def measure(problem: Small, device: torch.device, calls: int, rounds: int) -> Re
 
     steps: dict[str, dict[str, Callable[[], Any]]] = {}
     for name, attend in (("dmattn", ours), ("sdpa", sdpa)):
-        out = attend(*learned[:3], learned_bias)
-        d_out = torch.ones_like(out)
+        out = attend(*learned)
         steps[name] = {
-            "forward": lambda attend=attend: attend(query, key, value, bias),
-            "forward with a graph": lambda attend=attend: attend(*learned[:3], learned_bias),
-            "backward": lambda out=out, d_out=d_out: torch.autograd.grad(out, learned, d_out, retain_graph=True),
+            "forward": lambda attend=attend: attend(*given),
+            "forward with a graph": lambda attend=attend: attend(*learned),
+            "backward": lambda out=out: torch.autograd.grad(out, leaves, tensors["d_out"], retain_graph=True),
         }
     found: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps[name]} for name in steps}
     bound: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps[name]} for name in steps}
@@ -110,21 +95,10 @@ def measure(problem: Small, device: torch.device, calls: int, rounds: int) -> Re
                     bound[name][step].append(queued / done)
     return {
         "problem": problem.name,
-        "shape": [problem.batch, problem.heads, problem.kv_heads, problem.len_q, problem.len_k, problem.head_dim],
+        "shape": problem.shape,
         "microseconds": {name: {step: statistics.median(times) for step, times in each.items()} for name, each in found.items()},
         "device_bound": {name: {step: statistics.median(parts) < 0.9 for step, parts in each.items()} for name, each in bound.items()},
     }
-
-
-def tensors(problem: Small, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key, value, and the bias if there is one."""
-
-    def normal(heads: int, rows: int, cols: int, batch: int = problem.batch) -> Tensor:
-        return torch.randn(batch, heads, rows, cols, device=device, dtype=torch.bfloat16)
-
-    query = normal(problem.heads, problem.len_q, problem.head_dim)
-    key, value = (normal(problem.kv_heads, problem.len_k, problem.head_dim) for _ in range(2))
-    return query, key, value, normal(problem.heads, problem.len_q, problem.len_k, batch=1) if problem.bias else None
 
 
 def _round(call: Callable[[], Any], device: torch.device, calls: int) -> tuple[float, float]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import sys
@@ -266,17 +265,12 @@ def plot(result: Record, target: Path) -> None:
     where = result["environment"]
     device = f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}"
     figure.suptitle(f"Memory of a training step; N^b is the fit through the last {FITTED} lengths. {device}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    print(target)
+    harness.save_figure(figure, target)
 
 
 def _show(source: Path | None, target: Path) -> int:
     """Tables and plot of a result file."""
-    if source is None:
-        raise SystemExit("--plot draws from a result file; name it with --json")
-    result = json.loads(source.read_text())
+    result = harness.read_json(source)
     show(result)
     plot(result, target)
     return 0

@@ -9,7 +9,6 @@ an interrupted run leaves what it has.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -89,17 +88,12 @@ def plot(result: Record, target: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=9)
     where = result["environment"]
     figure.suptitle(f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    print(target)
+    harness.save_figure(figure, target)
 
 
 def _show(source: Path | None, target: Path) -> int:
     """Table and plot of a result file."""
-    if source is None:
-        raise SystemExit("--plot draws from a result file; name it with --json")
-    result = json.loads(source.read_text())
+    result = harness.read_json(source)
     show(result["workloads"], result["environment"]["dtype"])
     plot(result, target)
     return 0

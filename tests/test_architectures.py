@@ -113,7 +113,8 @@ def test_a_mask_of_four_axes(architecture: Architecture, kind: str, device: str)
     except (IndexError, RuntimeError) as refusal:
         pytest.skip(f"eager attention cannot: {refusal}")
     if device != "cpu":
-        model, keep, added, batch = model.to(device), keep.to(device), added.to(device), {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}  # fmt: skip
+        model, keep, added = model.to(device), keep.to(device), added.to(device)
+        batch = batch_of(architecture, "none", device) | no_cache(architecture)
         eager = train_step(model, batch | dict(attention_mask=added))
     with integration.using(model):
         ours = train_step(model, batch | dict(attention_mask=keep if kind == "bool" else added))

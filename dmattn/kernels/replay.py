@@ -2,8 +2,8 @@
 
 What a function of this package allocates, launches and asks of PyTorch follows from the shapes, strides, dtypes and alignments of its tensors,
 from its numbers and from the device, never from what the tensors hold. Finding it out again, and Triton's own search for a compiled kernel,
-take many times as long as launching. So the first call of a kind is recorded, which costs two to three times what it would, and those after it
-repeat the record. They do not ask Triton again: settings of Triton that are changed later reach them after :func:`forget`.
+take many times as long as launching. So the first call of a kind is recorded, which costs more than the call alone, and those after it repeat
+the record. They do not ask Triton again: settings of Triton that are changed later reach them after :func:`forget`.
 """
 
 from __future__ import annotations
