@@ -16,12 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launch import device_family
-from .layout import slice_pointer
-from .scores import LOG2E, by_key
+from .intervals import packed_intervals
+from .layout import Span, slice_pointer
+from .lists import room, visited_block, visits
+from .scores import LOG2E, Rules, by_key, rules_of
 from .sequence import next_step
 from .tiles import block_dim
+from .walk import key_range
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
 LAUNCH_REGISTERS = 168  # of each of the 12 warps, before the consumers take those that the producer leaves
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
@@ -82,7 +86,22 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 
 
+def walked_by_intervals(problem: Any, block_m: int, sub: int) -> tuple[Rules, TensorDescriptor]:
+    """(rules, what each block of `sub` keys has to say, as the copy engine takes it) for a walk over keys that have intervals.
+
+    The rules have no window: the intervals that the blocks tell leave out what it hides.
+    """
+    lists, packed = packed_intervals(problem, block_m, sub)
+    return rules_of(problem._replace(left=None, right=None), lists), tiled_vectors(packed)
+
+
+def tiled_vectors(packed: Tensor) -> TensorDescriptor:
+    """A contiguous tensor of 32-bit numbers whose last axis is copied as a whole."""
+    return TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 1, packed.shape[3]], _PACKED_LAYOUT)
+
+
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_PACKED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
 
 
@@ -100,6 +119,70 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)
     return made
+
+
+@gluon.jit
+def tile_range(rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """(begin, end, full_end, partial, full) of the loops over tiles of BLOCK_N keys at a query.
+
+    Where there are lists, a tile is made of the blocks of SUB keys that they name, `partial` and `full` in number: those of which no pair is
+    hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
+    """
+    if rules.lists is None:
+        begin, end, full_end = key_range(rules, seq, Span(row, 0, None), BLOCK_M, BLOCK_N)
+        return begin, end, full_end, 0, 0
+    else:
+        partial, full = visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
+        tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
+        full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
+        return 0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full
+
+
+@gluon.jit
+def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The first key of a block of SUB of a tile; before the first key of all where the tile is filled up."""
+    _, _, full_end, partial, full = walk
+    if rules.lists is None:
+        return step + block * SUB
+    else:
+        visit = (step - full_end) // SUB + block + partial + full
+        number = visited_block(rules.lists, seq, Span(row, 0, None), gl.maximum(visit, 0), partial, full, room(seq.len_k, SUB), BLOCK_M)
+        return gl.where(visit < 0, -1, number) * SUB
+
+
+@gluon.jit
+def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The first key of every block of a tile."""
+    starts = ()
+    for block in gl.static_range(BLOCK_N // SUB):
+        starts = starts + (listed_key(rules, seq, row, step, block, walk, BLOCK_M, BLOCK_N, SUB),)
+    return starts
+
+
+@gluon.jit
+def copy_blocks(t, batch, head, starts, full, chunks, first, BLOCKS: gl.constexpr, PANELS: gl.constexpr):
+    """Copy a tile that is made of blocks, and tell the barrier; `chunks` are shared memory by panels and blocks, `first` the tile's place."""
+    for panel in gl.static_range(PANELS):
+        for block in gl.static_range(BLOCKS):
+            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((first * PANELS + panel) * BLOCKS + block))
+
+
+@gluon.jit
+def key_vector(packed_tiles, stage, PART: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr):
+    """A part of what the blocks of a tile have to say (`packed_intervals`), a number a key, spread over the tile: [1, BLOCK_N]."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    tile = packed_tiles._reinterpret(gl.int32, [packed_tiles.shape[0] // BLOCKS, BLOCKS, PARTS * SUB], LAYOUT).index(stage)
+    vector = tile.slice(PART * SUB, SUB, dim=1).load(_by_blocks(BLOCK_N, SUB)).reshape([BLOCK_N])
+    return gl.convert_layout(vector, gl.SliceLayout(0, PAIRS))[None, :]
+
+
+@gluon.constexpr_function
+def _by_blocks(length, sub):
+    """The layout in registers of [length // sub, sub], row after row, that is a row of the products of a consumer."""
+    place = {bit: [bit // sub, bit % sub] for bit in (1 << i for i in range(length.bit_length() - 1))}
+    registers = [place[bit] for bit in place if bit not in (2, 4)]
+    return gl.DistributedLinearLayout(registers, [place[2], place[4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [length // sub, sub])
 
 
 @gluon.jit
@@ -174,11 +257,14 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     """Scores times LOG2E from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
-    :func:`interval_of` give.
+    :func:`interval_of` give. A bias of 32-bit integers is the bits of one that is multiplied already.
     """
     s *= rules.scale * LOG2E
     if rules.bias is not None:
-        s += bias.to(gl.float32) * LOG2E
+        if bias.dtype == gl.int32:
+            s += bias.to(gl.float32, bitcast=True)
+        else:
+            s += bias.to(gl.float32) * LOG2E
     if EDGE:
         kept, first, last = hiding
         if rules.mask is not None:

@@ -15,11 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
+    PANEL,
     PRODUCER_REGISTERS,
     barriers,
     bias_vector,
     copy,
-    interval_of,
+    copy_blocks,
+    key_vector,
+    listed_key,
+    listed_keys,
     load_vector,
     mask_of,
     of_pairs,
@@ -28,18 +32,21 @@ from .hopper import (
     ruled,
     serves,
     stage_of,
+    tile_range,
     tiled,
+    walked_by_intervals,
 )
-from .layout import Sequence, Span, slice_pointer, strided
+from .layout import Sequence, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
 from .sequence import place_sharing
 from .softmax import divisor2
-from .walk import key_lists, key_range, key_step
+from .walk import key_lists
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)  # tiles of keys, values and bias in shared memory
+KEYS_TOGETHER = 32  # as in hopper_forward.py
 
 
 def takes(problem: Any, d_out: Tensor) -> bool:
@@ -53,15 +60,23 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    packed = None
+    if problem.first is None:
+        sub = block_n
+        rules = rules_of(problem, key_lists(problem, 2 * block_m, block_n))
+    else:
+        sub = PANEL.value if of_pairs(problem.bias) else KEYS_TOGETHER
+        rules, packed = walked_by_intervals(problem, 2 * block_m, sub)
     launch(
         _query_gradients_kernel,
         triton.cdiv(len_q, 2 * block_m) * heads * batch,
         q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, block_n, dim),
-        v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        k=tiled(problem.key, sub, PANEL.value),
+        v=tiled(problem.value, sub, PANEL.value),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, sub),
+        packed=packed,
         d_out=tiled(d_out, block_m, dim),
-        rules=rules_of(problem, key_lists(problem, 2 * block_m, block_n)),
+        rules=rules,
         lse=strided(lse, heads),
         delta=strided(delta, heads),
         d_q=strided(d_query, heads),
@@ -71,6 +86,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         len_k=len_k,
         HEAD_DIM=head_dim,
         DIM=dim,
+        SUB=sub,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS,
@@ -79,26 +95,29 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ of 2 BLOCK_M queries of one (batch, head), from a grid of one axis.
 
-    q, k, v, d_out and bias (of pairs) are tensor descriptors; any other bias is read from rules.
+    q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py; any other bias is read from rules.
     """
     block, head, batch = place_sharing(rules.shared, len_q, heads, 2 * BLOCK_M)
     if rules.right is not None:  # the last queries see the most keys: they begin first
         block = gl.cdiv(len_q, 2 * BLOCK_M) - 1 - block
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
-    walk = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
+    walk = tile_range(rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = k_tiles
+    packed_tiles = k_tiles
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if packed is not None:
+        packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
     q_full = barriers(1, 1)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
@@ -108,13 +127,13 @@ def _query_gradients_kernel(
     for i in gl.static_range(2):
         copy(q, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         copy(d_out, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
-    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles)
+    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
     ready = (q_full, k_full, v_full, free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, EVEN_N)),
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, EVEN_N)),
-            (_produce, (k, v, bias, tiles, ready, rules, seq, head // groups, row, walk)),
+            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk, DIM, SUB)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -122,40 +141,48 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(k, v, bias, tiles, ready, rules, seq, kv_head, row, walk):
-    """Copy tiles of keys, values and bias to shared memory, as far ahead as there are free stages."""
-    _, _, k_tiles, v_tiles, bias_tiles = tiles
+def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk, DIM: gl.constexpr, SUB: gl.constexpr):
+    """Copy tiles of keys, values, bias and intervals to shared memory, as far ahead as there are free stages."""
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    PANELS: gl.constexpr = DIM // PANEL
+    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
+    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    begin, end, full_end = walk
+    begin, _, full_end, _, _ = walk
+    k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
+    v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
     for step in range(begin, full_end, BLOCK_N):
-        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
+        starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
         stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
         mbarrier.wait(free.index(stage), phase ^ 1)
-        if bias is None:
-            mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-        else:
-            mbarrier.expect(k_full.index(stage), k.block_type.nbytes + 2 * bias.block_type.nbytes)
-        copy(k, [seq.batch, kv_head, start, 0], k_full.index(stage), k_tiles.index(stage))
+        mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
+        copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+        if packed is not None:
+            entry = gl.where(rules.lists.batch == 0, 0, seq.batch)
+            head = seq.head // rules.lists.group
+            for block in gl.static_range(BLOCKS):
+                copy(packed, [entry, head, starts[block] // SUB, 0], k_full.index(stage), packed_tiles.index(stage * BLOCKS + block))
         if bias is not None:
             entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
             head = seq.head // rules.bias.group
-            copy(bias, [entry, head, row, start], k_full.index(stage), bias_tiles.index(2 * stage))
-            copy(bias, [entry, head, row + BLOCK_M, start], k_full.index(stage), bias_tiles.index(2 * stage + 1))
-        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-        copy(v, [seq.batch, kv_head, start, 0], v_full.index(stage), v_tiles.index(stage))
+            copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
+            copy(bias, [entry, head, row + BLOCK_M, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage + 1))
+        mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
+        copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
 
 
 @gluon.jit
 def _consume(
     tiles, ready, rules, lse, delta, d_q, seq, row, walk,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M of the program's queries, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, d_out_tiles, _, _, _ = tiles
+    q_tiles, d_out_tiles, _, _, _, _ = tiles
     q_full, _, _, _ = ready
-    begin, end, full_end = walk
+    begin, end, full_end, _, _ = walk
     own_row = row + which * BLOCK_M
     divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
     delta_rows = load_vector(delta, delta.row, seq, own_row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
@@ -165,26 +192,21 @@ def _consume(
     mbarrier.wait(q_full.index(0), 0)
     if rules.lists is None:
         open_begin, open_end = open_keys(rules, seq, own_row, begin, end, BLOCK_M, BLOCK_N)
-        if rules.mask is not None or rules.first is not None:  # then all keys are one tile
+        if rules.mask is not None:  # then all keys are one tile
             open_begin, open_end = begin, begin
         if rules.left is not None:
             for step in range(begin, open_begin, BLOCK_N):
-                dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
         for step in range(open_begin, open_end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, False)
-        if rules.right is not None or rules.mask is not None or rules.first is not None or not EVEN_N:
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, False)
+        if rules.right is not None or rules.mask is not None or not EVEN_N:
             for step in range(open_end, end, BLOCK_N):
-                dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
-    elif begin < full_end:
-        vectors = 0
-        if rules.first is not None:
-            vectors = _vectors(fixed, begin, which, PAIRS, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
+    else:
         for step in range(begin, end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, vectors, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
-        if rules.first is not None:
-            vectors = (vectors[0], vectors[1], 0, 0)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
         for step in range(end, full_end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, vectors, step, which, PAIRS, SUMS, DIM, EVEN_N, False)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, False)
     rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
     pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
@@ -193,42 +215,41 @@ def _consume(
 
 @gluon.jit
 def _tile(
-    fixed, dq, vectors, step, which: gl.constexpr,
-    PAIRS: gl.constexpr, SUMS: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr,
+    fixed, dq, step, which: gl.constexpr,
+    PAIRS: gl.constexpr, SUMS: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys added to dq, and the vectors of the next tile; `vectors` are as in hopper_forward.py."""
+    """One tile of keys added to dq."""
     factors, tiles, ready, rules, seq, row, walk = fixed
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
-    _, _, k_tiles, v_tiles, bias_tiles = tiles
+    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    begin, end, full_end = walk
-    if rules.first is None or rules.lists is None:
-        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
-        first, last = 0, 0
-        if EDGE:
-            first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
-    else:
-        start, bias, first, last = vectors
+    BY_KEY: gl.constexpr = rules.bias_rows is None and rules.bias_cols is not None
+    PARTS: gl.constexpr = 4 if BY_KEY else 2
+    start = 0  # where there are intervals, nothing needs it
+    if rules.first is None:
+        start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, BLOCK_N, SUB)
     row += which * BLOCK_M
-    stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
+    stage, phase = stage_of((step - walk[0]) // BLOCK_N, STAGES)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
     hiding = (1, 0, 0)
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), first, last)
+        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     k_tile = k_tiles.index(stage).reshape([BLOCK_N, DIM])
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    ahead = 0
-    if rules.first is None or rules.lists is None:
-        bias = bias_vector(rules, seq, row, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE)
+    if rules.first is not None and BY_KEY:
+        bias = key_vector(packed_tiles, stage, 2, BLOCK_N, SUB, PARTS, PAIRS)
     else:
-        ahead = _vectors(fixed, gl.minimum(step + BLOCK_N, full_end - BLOCK_N), which, PAIRS, EVEN_N, EDGE)
+        bias = bias_vector(rules, seq, row, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE)
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+    if EDGE and rules.first is not None:
+        first = key_vector(packed_tiles, stage, 0, BLOCK_N, SUB, PARTS, PAIRS)
+        hiding = (1, first, key_vector(packed_tiles, stage, 1, BLOCK_N, SUB, PARTS, PAIRS))
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s - divisor_rows[:, None])
@@ -237,16 +258,4 @@ def _tile(
     dq = warpgroup_mma(gl.convert_layout(ds.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), k_tile, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(free.index(stage), count=1)
-    return dq, ahead
-
-
-@gluon.jit
-def _vectors(fixed, step, which: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr):
-    """(first key, bias, first, last) of a tile: what is read from global memory for it, the bias if it is not of pairs."""
-    _, _, _, rules, seq, row, walk = fixed
-    _, end, full_end = walk
-    start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
-    first, last = 0, 0
-    if EDGE:
-        first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
-    return start, bias_vector(rules, seq, row + which * BLOCK_M, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE), first, last
+    return dq
