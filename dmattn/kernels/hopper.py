@@ -16,13 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launch import device_family
-from .intervals import packed_intervals
+from .intervals import by_key as varies_by_key
+from .intervals import middle_and_length, packed_keys
 from .layout import Span, slice_pointer
 from .lists import room, visited_block, visits
 from .scores import LOG2E, Rules, by_key, rules_of
 from .sequence import next_step
 from .tiles import block_dim
-from .walk import key_range
+from .walk import key_lists, key_range
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
@@ -86,17 +87,25 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 
 
-def walked_by_intervals(problem: Any, block_m: int, sub: int) -> tuple[Rules, TensorDescriptor]:
-    """(rules, what each block of `sub` keys has to say, as the copy engine takes it) for a walk over keys that have intervals.
+def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[Rules, TensorDescriptor | None, int]:
+    """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
 
-    The rules have no window: the intervals that the blocks tell leave out what it hides.
+    Where keys have intervals, tiles are made of blocks of `together` keys, or of PANEL beside a bias of pairs, which is copied with them. The rules
+    have no window then, for the intervals that are packed leave out what it hides.
     """
-    lists, packed = packed_intervals(problem, block_m, sub)
-    return rules_of(problem._replace(left=None, right=None), lists), tiled_vectors(packed)
+    if problem.first is None:
+        sub = block_n
+        rules = rules_of(problem, key_lists(problem, block_m, block_n))
+        packed = packed_keys(problem, block_m, sub)[1]
+    else:
+        sub = PANEL.value if of_pairs(problem.bias) else together
+        lists, packed = packed_keys(problem, block_m, sub)
+        rules = rules_of(problem._replace(left=None, right=None), lists)
+    return rules, None if packed is None else tiled_vectors(packed), sub
 
 
 def tiled_vectors(packed: Tensor) -> TensorDescriptor:
-    """A contiguous tensor of 32-bit numbers whose last axis is copied as a whole."""
+    """A contiguous tensor of 32-bit numbers of which the last axis is copied as a whole."""
     return TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 1, packed.shape[3]], _PACKED_LAYOUT)
 
 
@@ -168,11 +177,40 @@ def copy_blocks(t, batch, head, starts, full, chunks, first, BLOCKS: gl.constexp
 
 
 @gluon.jit
-def key_vector(packed_tiles, stage, PART: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr):
-    """A part of what the blocks of a tile have to say (`packed_intervals`), a number a key, spread over the tile: [1, BLOCK_N]."""
+def copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
+    """Copy what the blocks of a tile have to say, and tell the barrier."""
+    if rules.first is None:
+        owner = rules.bias
+    else:
+        owner = rules.lists
+    entry = gl.where(owner.batch == 0, 0, seq.batch)
+    for block in gl.static_range(BLOCKS):
+        copy(packed, [entry, seq.head // owner.group, starts[block] // SUB, 0], full, packed_tiles.index(stage * BLOCKS + block))
+
+
+@gluon.jit
+def packed_bias2(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """The bias of the keys of a tile times LOG2E, spread over it."""
+    if rules.first is None:
+        return _key_vector(packed_tiles, stage, 0, 1, BLOCK_N, SUB, PAIRS)
+    else:
+        return _key_vector(packed_tiles, stage, 2, 4, BLOCK_N, SUB, PAIRS)
+
+
+@gluon.jit
+def packed_intervals(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the intervals of the keys of a tile, spread over it."""
+    PARTS: gl.constexpr = 4 if rules.bias_rows is None and rules.bias_cols is not None else 2
+    middle2 = _key_vector(packed_tiles, stage, 0, PARTS, BLOCK_N, SUB, PAIRS)
+    return middle2, _key_vector(packed_tiles, stage, 1, PARTS, BLOCK_N, SUB, PAIRS)
+
+
+@gluon.jit
+def _key_vector(packed_tiles, stage, PART: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """One of the parts of what the blocks of a tile have to say, [1, BLOCK_N]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    tile = packed_tiles._reinterpret(gl.int32, [packed_tiles.shape[0] // BLOCKS, BLOCKS, PARTS * SUB], LAYOUT).index(stage)
+    tile = packed_tiles._reinterpret(gl.float32, [packed_tiles.shape[0] // BLOCKS, BLOCKS, PARTS * SUB], LAYOUT).index(stage)
     vector = tile.slice(PART * SUB, SUB, dim=1).load(_by_blocks(BLOCK_N, SUB)).reshape([BLOCK_N])
     return gl.convert_layout(vector, gl.SliceLayout(0, PAIRS))[None, :]
 
@@ -197,15 +235,10 @@ def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOU
 
 
 @gluon.jit
-def bias_vector(rules, seq, row, col, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, EVEN: gl.constexpr):
-    """The bias of a tile at a query and a key, queries down, that is not of pairs; 0 of one that is, and without a bias.
-
-    EVEN if no key of the tile is past the end.
-    """
-    if rules.bias is None or (rules.bias_rows is not None and rules.bias_cols is not None):
+def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
+    """The bias of a tile at a query, queries down, where it does not depend on the key; else 0."""
+    if rules.bias is None or rules.bias_cols is not None:
         return 0.0
-    elif rules.bias_cols is not None:
-        return load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(0, PAIRS), EVEN)[None, :]
     elif rules.bias_rows is not None:
         return load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
     else:
