@@ -22,7 +22,8 @@ from .sequence import next_step
 from .tiles import block_dim
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-LAUNCH_REGISTERS = 168  # of each of the 12 warps, before the consumers take those that the producer leaves
+CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
+LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -34,14 +35,14 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
 
     It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
-    and neither softcap nor dropout.
+    a positive scale (a larger product is a larger score then), and neither softcap nor dropout.
     """
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
     if device_family(query.device) != "sm_90" or not GLUON:
         return False
     if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
         return False
-    if problem.softcap is not None or problem.seed is not None:
+    if problem.softcap is not None or problem.seed is not None or not problem.scale > 0:
         return False
     by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
     if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):
@@ -49,6 +50,14 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     if bias is not None and bias.dtype == torch.float64:
         return False  # a vector of it takes too many registers
     return all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
+
+
+def consumers_of(length: int, dim: int) -> int:
+    """How many consumers share the 64s of a length in one program.
+
+    Three hide each other's waiting better than two, but have registers for head dims to 64 only, and should leave few of the last rows idle.
+    """
+    return 3 if dim == 64 and triton.cdiv(length, 192) * 192 <= 1.1 * triton.cdiv(length, 128) * 128 else 2
 
 
 def padded_dim(problem: Any) -> int:
@@ -171,14 +180,19 @@ def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, KEY
 
 @gluon.jit
 def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
-    """Scores times LOG2E from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+    """Scores from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+
+    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, natural
+    ones with a bias of pairs, and base 2 with any other, whose product with LOG2E is made once for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
     :func:`interval_of` give.
     """
-    s *= rules.scale * LOG2E
     if rules.bias is not None:
-        s += bias.to(gl.float32) * LOG2E
+        if rules.bias_rows is not None and rules.bias_cols is not None:
+            s = s * rules.scale + bias.to(gl.float32)
+        else:
+            s = s * (rules.scale * LOG2E) + bias.to(gl.float32) * LOG2E
     if EDGE:
         kept, first, last = hiding
         if rules.mask is not None:
@@ -193,6 +207,17 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         if rules.left is not None:
             s = gl.where(cols - rows >= offset - rules.left, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def exponent_factor(rules):
+    """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
+    if rules.bias is None:
+        return rules.scale * LOG2E
+    elif rules.bias_rows is not None and rules.bias_cols is not None:
+        return LOG2E
+    else:
+        return 1.0
 
 
 @gluon.jit

@@ -82,7 +82,7 @@ def key_gradients(
         DIM=dim,
         EVEN_M=len_q % block_m == 0,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        maxnreg=LAUNCH_REGISTERS[2],
     )
 
 

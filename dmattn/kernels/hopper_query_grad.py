@@ -19,6 +19,7 @@ from .hopper import (
     barriers,
     bias_vector,
     copy,
+    exponent_factor,
     interval_of,
     load_vector,
     mask_of,
@@ -73,7 +74,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         DIM=dim,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        maxnreg=LAUNCH_REGISTERS[2],
     )
 
 
@@ -231,7 +232,7 @@ def _tile(
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    p = gl.exp2(s - divisor_rows[:, None])
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     ds = p * (d_p - delta_rows[:, None])
     dq = warpgroup_mma(gl.convert_layout(ds.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), k_tile, dq, is_async=True)
