@@ -15,19 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import device_family
-from .intervals import by_key as varies_by_key
 from .intervals import middle_and_length, packed_keys
+from .launch import device_family
 from .layout import Span, slice_pointer
 from .lists import room, visited_block, visits
-from .scores import LOG2E, Rules, by_key, rules_of
+from .scores import LOG2E, Rules, rules_of
 from .sequence import next_step
 from .tiles import block_dim
 from .walk import key_lists, key_range
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
+LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
-LAUNCH_REGISTERS = 168  # of each of the 12 warps, before the consumers take those that the producer leaves
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -39,14 +39,16 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
 
     It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
-    and neither softcap nor dropout.
+    a positive scale (a larger product is a larger score then), and neither softcap nor dropout.
     """
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
     if device_family(query.device) != "sm_90" or not GLUON:
         return False
     if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
         return False
-    if problem.softcap is not None or problem.seed is not None:
+    if problem.first is not None and query.shape[2] > 1 << 22:
+        return False  # twice a place is not exact in float32
+    if problem.softcap is not None or problem.seed is not None or not problem.scale > 0:
         return False
     by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
     if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):
@@ -54,6 +56,14 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     if bias is not None and bias.dtype == torch.float64:
         return False  # a vector of it takes too many registers
     return all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
+
+
+def consumers_of(length: int, dim: int) -> int:
+    """How many consumers share the 64s of a length in one program.
+
+    Three hide each other's waiting better than two, but have registers for head dims to 64 only, and should leave few of the last rows idle.
+    """
+    return 3 if dim == 64 and triton.cdiv(length, 192) * 192 <= 1.1 * triton.cdiv(length, 128) * 128 else 2
 
 
 def padded_dim(problem: Any) -> int:
@@ -90,8 +100,8 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
 def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[Rules, TensorDescriptor | None, int]:
     """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
 
-    Where keys have intervals, tiles are made of blocks of `together` keys, or of PANEL beside a bias of pairs, which is copied with them. The rules
-    have no window then, for the intervals that are packed leave out what it hides.
+    Where keys have intervals, tiles are made of blocks of `together` keys, or of PANEL beside a bias of pairs, which is copied with them. The
+    rules have no window then, for the intervals that are packed leave out what it hides.
     """
     if problem.first is None:
         sub = block_n
@@ -164,7 +174,7 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     """The first key of every block of a tile."""
     starts = ()
     for block in gl.static_range(BLOCK_N // SUB):
-        starts = starts + (listed_key(rules, seq, row, step, block, walk, BLOCK_M, BLOCK_N, SUB),)
+        starts += (listed_key(rules, seq, row, step, block, walk, BLOCK_M, BLOCK_N, SUB),)
     return starts
 
 
@@ -236,13 +246,14 @@ def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOU
 
 @gluon.jit
 def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
-    """The bias of a tile at a query, queries down, where it does not depend on the key; else 0."""
+    """The bias of a tile at a query times LOG2E, queries down, where it does not depend on the key; else 0."""
     if rules.bias is None or rules.bias_cols is not None:
         return 0.0
     elif rules.bias_rows is not None:
-        return load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        return bias.to(gl.float32) * LOG2E
     else:
-        return gl.load(slice_pointer(rules.bias, seq))
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
 
 
 @gluon.jit
@@ -271,39 +282,53 @@ def mask_of(rules, seq, rows, cols, row, col):
 
 
 @gluon.jit
-def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr, EVEN: gl.constexpr):
-    """(first, last) of the interval of queries of each key of a tile, spread over it; (0, 0) without intervals. A key past the end has none.
+def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    middle2, length = middle_and_length(first, last, seq.len_q)
+    return middle2[:, None], length[:, None]
 
-    EVEN if none is past the end.
+
+@gluon.jit
+def _in_interval(s, rows, middle2, length):
+    """Scores of a tile, -inf where a query is not in the interval of a key.
+
+    In PTX, for Triton would compare all pairs first, and keep what it found until the scores are there.
     """
-    if rules.first is None:
-        return 0, 0
-    else:
-        LAYOUT: gl.constexpr = gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS)
-        first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, LAYOUT, EVEN)
-        last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, LAYOUT, EVEN)
-        return by_key(first, KEYS_DOWN), by_key(last, KEYS_DOWN)
+    CODE: gl.constexpr = """{
+        .reg .f32 distance;
+        .reg .pred inside;
+        sub.f32 distance, $2, $3;
+        abs.f32 distance, distance;
+        setp.lt.f32 inside, distance, $4;
+        selp.f32 $0, $1, 0fff800000, inside;
+    }"""
+    arguments = [s, (2 * rows).to(gl.float32), middle2, length]
+    return gl.inline_asm_elementwise(CODE, "=f,f,f,f,f", arguments, dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
-    """Scores times LOG2E from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+    """Scores from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+
+    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, natural
+    ones with a bias of pairs, and base 2 with any other, whose product with LOG2E is made once for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
-    :func:`interval_of` give. A bias of 32-bit integers is the bits of one that is multiplied already.
+    :func:`interval_of` give. A bias that is not of pairs comes times LOG2E.
     """
-    s *= rules.scale * LOG2E
     if rules.bias is not None:
-        if bias.dtype == gl.int32:
-            s += bias.to(gl.float32, bitcast=True)
+        if rules.bias_rows is not None and rules.bias_cols is not None:
+            s = s * rules.scale + bias.to(gl.float32)
         else:
-            s += bias.to(gl.float32) * LOG2E
+            s = s * (rules.scale * LOG2E) + bias
     if EDGE:
-        kept, first, last = hiding
+        kept, middle2, length = hiding
         if rules.mask is not None:
             s = gl.where(kept != 0, s, float("-inf"))
         if rules.first is not None:
-            s = gl.where((first <= rows) & (rows < last), s, float("-inf"))
+            s = _in_interval(s, rows, middle2, length)
         if rules.first is None and (rules.mask is None or rules.mask_cols is None):  # which hide what is past the keys' end themselves
             s = gl.where(cols < seq.len_k, s, float("-inf"))
         offset = seq.len_k - seq.len_q
@@ -312,6 +337,17 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         if rules.left is not None:
             s = gl.where(cols - rows >= offset - rules.left, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def exponent_factor(rules):
+    """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
+    if rules.bias is None:
+        return rules.scale * LOG2E
+    elif rules.bias_rows is not None and rules.bias_cols is not None:
+        return LOG2E
+    else:
+        return 1.0
 
 
 @gluon.jit

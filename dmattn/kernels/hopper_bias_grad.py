@@ -18,6 +18,7 @@ from .hopper import (
     PRODUCER_REGISTERS,
     barriers,
     copy,
+    exponent_factor,
     load_vector,
     padded_dim,
     ruled,
@@ -68,7 +69,7 @@ def shared_gradient(
         STAGES=2,
         LATE_STAGES=2 if dim == 64 else 1,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        maxnreg=LAUNCH_REGISTERS[2],
     )
 
 
@@ -207,7 +208,7 @@ def _member(
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
     s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), (1, 0, 0), rules, seq, rows, cols, EDGE)
-    p = gl.exp2(s - divisor2(lse_rows)[:, None])
+    p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(late_free.index(late), count=1)
     return p * (d_p - delta_rows[:, None])

@@ -21,10 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import (
     CONSUMER_REGISTERS,
+    CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     barriers,
+    consumers_of,
     copy,
+    exponent_factor,
     load_vector,
     mask_of,
     of_pairs,
@@ -38,7 +41,7 @@ from .hopper import (
 )
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
-from .scores import rules_of
+from .scores import LOG2E, rules_of
 from .sequence import next_step, place_sharing
 from .softmax import divisor2
 from .walk import query_lists, query_range, query_step
@@ -66,12 +69,13 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    lists = query_lists(problem, block_m, 2 * block_n)
+    consumers = consumers_of(len_k, dim) if problem.mask is None and not of_pairs(problem.bias) else 2
+    lists = query_lists(problem, block_m, consumers * block_n)
     if d_bias is not None and lists is not None:
         d_bias.zero_()  # what no list names
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, 2 * block_n) * kv_heads * batch,
+        triton.cdiv(len_k, consumers * block_n) * kv_heads * batch,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
@@ -92,93 +96,109 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
+        CONSUMERS=consumers,
         EVEN_M=len_q % block_m == 0,
-        EVEN_N=len_k % (2 * block_n) == 0,
+        EVEN_N=len_k % (consumers * block_n) == 0,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        maxnreg=LAUNCH_REGISTERS[consumers],
     )
 
 
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: 2 BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+    """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
 
     q, k, v, d_out, bias and mask (of pairs) and d_bias are tensor descriptors; any other bias or mask is read from rules.
     """
-    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, 2 * BLOCK_N)
+    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
-    col = block * (2 * BLOCK_N)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [2, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [2, 1, 1, BLOCK_N, DIM], v.layout)
+    col = block * (CONSUMERS * BLOCK_N)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
     bias_tiles = q_tiles
     mask_tiles = q_tiles
     d_bias_tiles = q_tiles
     if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if mask is not None:
-        mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
+        mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
     if d_bias is not None:
-        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
     d_out_full = barriers(STAGES, 1)
-    free = barriers(STAGES, 2)
+    free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    mbarrier.expect(kv_full.index(0), 2 * k.block_type.nbytes + 2 * v.block_type.nbytes)
-    for i in gl.static_range(2):
+    mbarrier.expect(kv_full.index(0), CONSUMERS * k.block_type.nbytes + CONSUMERS * v.block_type.nbytes)
+    for i in gl.static_range(CONSUMERS):
         copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
     tiles = (q_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
     own = (k_tiles, v_tiles, kv_full)
     results = (d_k, d_v, key_sums, d_bias)
-    gl.warp_specialize(
-        [
-            (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
-            (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M, EVEN_N)),
-            (_produce, (q, bias, mask, d_out, tiles, ready, rules, seq, groups, col)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
+                (_produce, (q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
+                (_produce, (q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
+        )
 
 
 @gluon.jit
-def _produce(q, bias, mask, d_out, tiles, ready, rules, seq, groups, col):
+def _produce(q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
     q_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
     q_full, d_out_full, free = ready
+    k_tiles, _, _ = own
+    CONSUMERS: gl.constexpr = k_tiles.shape[0]
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, 2 * BLOCK_N)
+        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, CONSUMERS * BLOCK_N)
         for position in range(begin, full_end, BLOCK_M):
-            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(free.index(stage), phase ^ 1)
             if bias is None:
                 mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
             else:
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + 2 * bias.block_type.nbytes)
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + CONSUMERS * bias.block_type.nbytes)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 bias_head = head // rules.bias.group
-                copy(bias, [entry, bias_head, start, col], q_full.index(stage), bias_tiles.index(2 * stage))
-                copy(bias, [entry, bias_head, start, col + BLOCK_N], q_full.index(stage), bias_tiles.index(2 * stage + 1))
+                for i in gl.static_range(CONSUMERS):
+                    copy(bias, [entry, bias_head, start, col + i * BLOCK_N], q_full.index(stage), bias_tiles.index(CONSUMERS * stage + i))
             if mask is None:
                 mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
             elif position < end:
-                mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes + 2 * mask.block_type.nbytes)
+                mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes + CONSUMERS * mask.block_type.nbytes)
                 entry = gl.where(rules.mask.batch == 0, 0, seq.batch)
                 mask_head = head // rules.mask.group
-                copy(mask, [entry, mask_head, start, col], d_out_full.index(stage), mask_tiles.index(2 * stage))
-                copy(mask, [entry, mask_head, start, col + BLOCK_N], d_out_full.index(stage), mask_tiles.index(2 * stage + 1))
+                for i in gl.static_range(CONSUMERS):
+                    copy(mask, [entry, mask_head, start, col + i * BLOCK_N], d_out_full.index(stage), mask_tiles.index(CONSUMERS * stage + i))
             else:
                 mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
             copy(d_out, [seq.batch, head, start, 0], d_out_full.index(stage), d_out_tiles.index(stage))
@@ -188,14 +208,16 @@ def _produce(q, bias, mask, d_out, tiles, ready, rules, seq, groups, col):
 @gluon.jit
 def _consume(
     tiles, ready, own, rules, lse, delta, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of BLOCK_N of the program's keys, the first or the second."""
+    """The gradients of BLOCK_N of the program's keys, in place `which`."""
+    k_tiles, v_tiles, kv_full = own
+    CONSUMERS: gl.constexpr = k_tiles.shape[0]
+    DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     _, _, _, _, d_bias_tiles = tiles
-    k_tiles, v_tiles, kv_full = own
     d_k, d_v, key_sums, d_bias = results
     owner = Span(col, 0, None)
     col += which * BLOCK_N
@@ -210,41 +232,41 @@ def _consume(
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         per_key = (bias_by_key(rules, this, col, PAIRS), 0, 0)
-        begin, end, full_end = query_range(rules, this, owner, BLOCK_M, 2 * BLOCK_N)
+        begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:
             open_begin, open_end = open_queries(rules, this, col, begin, end)
             if rules.right is not None or not EVEN_N:
                 for start in range(begin, open_begin, BLOCK_M):
                     dk, dv, sums = tile(
-                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
                         start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
                     )  # fmt: skip
                     step += 1
             for start in range(open_begin, open_end, BLOCK_M):
                 dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
                     start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
                 )  # fmt: skip
                 step += 1
             if rules.left is not None:
                 for start in range(open_end, end, BLOCK_M):
                     dk, dv, sums = tile(
-                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
                         start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
                     )  # fmt: skip
                     step += 1
         else:
             for position in range(begin, end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
                 dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
                     start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
                 )  # fmt: skip
                 step += 1
             for position in range(end, full_end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, 2 * BLOCK_N)
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
                 dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which),
+                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
                     start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
                 )  # fmt: skip
                 step += 1
@@ -266,9 +288,9 @@ def _consume(
 
 
 @gluon.jit
-def _place(step, which: gl.constexpr):
+def _place(step, which: gl.constexpr, CONSUMERS: gl.constexpr):
     """Where a consumer's tiles of bias and mask are at a step, and where its tile of dBias."""
-    return step % STAGES * 2 + which, which
+    return step % STAGES * CONSUMERS + which, which
 
 
 @gluon.jit
@@ -310,7 +332,7 @@ def tile(
     bias = _bias_of(by_key, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, (kept, first, last), rules, seq, start + rows, col + cols, EDGE)
-    p = gl.exp2(s - divisor2(lse_rows)[None, :])
+    p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
     if not EARLY:
@@ -363,21 +385,23 @@ def store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.
 
 @gluon.jit
 def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
-    """The bias of a block of keys, [BLOCK_N, 1], where it does not depend on the query; else 0."""
+    """The bias of a block of keys times LOG2E, [BLOCK_N, 1], where it does not depend on the query; else 0."""
     if rules.bias is None or rules.bias_rows is not None:
         return 0.0
     elif rules.bias_cols is None:
-        return gl.load(slice_pointer(rules.bias, seq))
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
     else:
-        return load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
+        return bias.to(gl.float32) * LOG2E
 
 
 @gluon.jit
 def _bias_of(by_key, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
-    """The bias of one tile, keys down: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
+    """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     if rules.bias is None or rules.bias_rows is None:
         return by_key
     elif rules.bias_cols is not None:
         return bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:
-        return load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), False)[None, :]
+        bias = load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), False)[None, :]
+        return bias.to(gl.float32) * LOG2E

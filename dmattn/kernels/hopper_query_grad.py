@@ -21,32 +21,33 @@ from .hopper import (
     bias_vector,
     copy,
     copy_blocks,
-    key_vector,
+    copy_packed,
+    exponent_factor,
+    key_walk,
     listed_key,
     listed_keys,
     load_vector,
     mask_of,
     of_pairs,
     open_keys,
+    packed_bias2,
+    packed_intervals,
     padded_dim,
     ruled,
     serves,
     stage_of,
     tile_range,
     tiled,
-    walked_by_intervals,
 )
 from .layout import Sequence, slice_pointer, strided
 from .replay import launch
-from .scores import rules_of
 from .sequence import place_sharing
 from .softmax import divisor2
-from .walk import key_lists
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)  # tiles of keys, values and bias in shared memory
-KEYS_TOGETHER = 32  # as in hopper_forward.py
+TOGETHER = 16  # as in hopper_forward.py
 
 
 def takes(problem: Any, d_out: Tensor) -> bool:
@@ -60,13 +61,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    packed = None
-    if problem.first is None:
-        sub = block_n
-        rules = rules_of(problem, key_lists(problem, 2 * block_m, block_n))
-    else:
-        sub = PANEL.value if of_pairs(problem.bias) else KEYS_TOGETHER
-        rules, packed = walked_by_intervals(problem, 2 * block_m, sub)
+    rules, packed, sub = key_walk(problem, 2 * block_m, block_n, TOGETHER)
     launch(
         _query_gradients_kernel,
         triton.cdiv(len_q, 2 * block_m) * heads * batch,
@@ -86,27 +81,27 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         len_k=len_k,
         HEAD_DIM=head_dim,
         DIM=dim,
-        SUB=sub,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS,
+        maxnreg=LAUNCH_REGISTERS[2],
     )
 
 
 @gluon.jit
 def _query_gradients_kernel(
     q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ of 2 BLOCK_M queries of one (batch, head), from a grid of one axis.
 
-    q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py; any other bias is read from rules.
+    q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
     block, head, batch = place_sharing(rules.shared, len_q, heads, 2 * BLOCK_M)
     if rules.right is not None:  # the last queries see the most keys: they begin first
         block = gl.cdiv(len_q, 2 * BLOCK_M) - 1 - block
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
+    SUB: gl.constexpr = k.block_shape[2]
     walk = tile_range(rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
@@ -133,7 +128,7 @@ def _query_gradients_kernel(
         [
             (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
             (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk, DIM, SUB)),
+            (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -141,17 +136,18 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk, DIM: gl.constexpr, SUB: gl.constexpr):
-    """Copy tiles of keys, values, bias and intervals to shared memory, as far ahead as there are free stages."""
-    BLOCKS: gl.constexpr = BLOCK_N // SUB
-    PANELS: gl.constexpr = DIM // PANEL
-    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
+def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
+    """Copy tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
     _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    begin, _, full_end, _, _ = walk
+    PANELS: gl.constexpr = k_tiles.shape[4] // PANEL
+    SUB: gl.constexpr = k.block_shape[2]
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
     v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
+    begin, _, full_end, _, _ = walk
     for step in range(begin, full_end, BLOCK_N):
         starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
         stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
@@ -159,11 +155,8 @@ def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk, D
         mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
         copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
         if packed is not None:
-            entry = gl.where(rules.lists.batch == 0, 0, seq.batch)
-            head = seq.head // rules.lists.group
-            for block in gl.static_range(BLOCKS):
-                copy(packed, [entry, head, starts[block] // SUB, 0], k_full.index(stage), packed_tiles.index(stage * BLOCKS + block))
-        if bias is not None:
+            copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+        if bias is not None:  # whose columns are one block
             entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
             head = seq.head // rules.bias.group
             copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
@@ -196,17 +189,17 @@ def _consume(
             open_begin, open_end = begin, begin
         if rules.left is not None:
             for step in range(begin, open_begin, BLOCK_N):
-                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
         for step in range(open_begin, open_end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, False)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
         if rules.right is not None or rules.mask is not None or not EVEN_N:
             for step in range(open_end, end, BLOCK_N):
-                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
     else:
         for step in range(begin, end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, True)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
         for step in range(end, full_end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, DIM, SUB, EVEN_N, False)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
     rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
     pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
@@ -214,17 +207,13 @@ def _consume(
 
 
 @gluon.jit
-def _tile(
-    fixed, dq, step, which: gl.constexpr,
-    PAIRS: gl.constexpr, SUMS: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr,
-):  # fmt: skip
+def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, SUB: gl.constexpr, EDGE: gl.constexpr):
     """One tile of keys added to dq."""
     factors, tiles, ready, rules, seq, row, walk = fixed
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
     _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    BY_KEY: gl.constexpr = rules.bias_rows is None and rules.bias_cols is not None
-    PARTS: gl.constexpr = 4 if BY_KEY else 2
+    DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
         start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, BLOCK_N, SUB)
@@ -241,18 +230,18 @@ def _tile(
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if rules.first is not None and BY_KEY:
-        bias = key_vector(packed_tiles, stage, 2, BLOCK_N, SUB, PARTS, PAIRS)
-    else:
-        bias = bias_vector(rules, seq, row, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE)
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+    elif rules.bias_cols is not None:
+        bias = packed_bias2(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
+    else:
+        bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:
-        first = key_vector(packed_tiles, stage, 0, BLOCK_N, SUB, PARTS, PAIRS)
-        hiding = (1, first, key_vector(packed_tiles, stage, 1, BLOCK_N, SUB, PARTS, PAIRS))
+        middle2, length = packed_intervals(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
+        hiding = (1, middle2, length)
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    p = gl.exp2(s - divisor_rows[:, None])
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     ds = p * (d_p - delta_rows[:, None])
     dq = warpgroup_mma(gl.convert_layout(ds.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), k_tile, dq, is_async=True)

@@ -1,6 +1,7 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
-What a tile has to know of each of its keys, its interval and its bias, is also packed here by blocks of keys, for kernels that copy it with them.
+What a tile has to know of each of its keys, its interval and its bias, is also packed here by blocks of keys, for kernels that copy it with
+them.
 """
 
 from typing import Any
@@ -28,8 +29,8 @@ def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None
     """(lists as of `interval_lists`, what each block of keys has to say) of a problem; None without intervals, and where no key has any.
 
     The latter is int32, (B or 1, H or Hk or 1, blocks, BLOCK_N times 1, 2 or 4). With intervals, the middle of each key's times two and its
-    length come first, of what the window leaves of it, as the bits of float32: for them to be exact there may be 2 ** 22 queries. With a bias of
-    keys alone follows that times LOG2E, likewise, and with both there is as much room again, which nothing is written to.
+    length come first, of what the window leaves of it, as the bits of float32: for them to be exact there may be 2 ** 22 queries. With a
+    bias of keys alone follows that times LOG2E, likewise, and with both there is as much room again, which nothing is written to.
     """
     bias = problem.bias if by_key(problem.bias) else None
     given = [x for x in (problem.first, problem.last, bias) if x is not None]

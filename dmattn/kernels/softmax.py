@@ -14,12 +14,15 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum):
-    """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum)."""
+def softmax_step(s, row_max, row_sum, factor):
+    """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum).
+
+    Scores times `factor`, which is positive, are exponents of 2.
+    """
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - pivot[:, None])
-    alpha = tl.exp2(row_max - pivot)
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max) * factor
+    p = tl.exp2(s * factor - pivot[:, None])
+    alpha = tl.exp2(row_max * factor - pivot)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
