@@ -37,7 +37,7 @@ from .hopper import (
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
 from .scores import LOG2E, rules_of
-from .sequence import place_sharing
+from .sequence import place_queries
 from .softmax import softmax_step
 from .walk import key_lists, key_range, key_step
 
@@ -48,7 +48,7 @@ FEWER_KEYS, MORE_STAGES = 64, 3
 
 
 def takes(problem: Any) -> bool:
-    """Whether `forward` takes a problem. Of head dims to 64 it takes long ones where whole tiles are visited; forward.py is faster with others."""
+    """Whether `forward` takes a problem. Of head dims to 64 it takes long ones without masks and windows; forward.py is faster with others."""
     narrow = problem.mask is None and problem.first is None and problem.left is None and problem.right is None and problem.key.shape[2] >= 2048
     return serves(problem, (64, 128) if narrow and (problem.bias is None or of_pairs(problem.bias)) else (128,))
 
@@ -98,9 +98,7 @@ def _forward_kernel(
 
     q, k, v and bias (of pairs) are tensor descriptors; any other bias is read from rules.
     """
-    block, head, batch = place_sharing(rules.shared, len_q, heads, CONSUMERS * BLOCK_M)
-    if rules.right is not None:  # the last queries see the most keys: they begin first
-        block = gl.cdiv(len_q, CONSUMERS * BLOCK_M) - 1 - block
+    block, head, batch = place_queries(rules, len_q, heads, CONSUMERS * BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (CONSUMERS * BLOCK_M)
     walk = key_range(rules, seq, Span(row, 0, None), CONSUMERS * BLOCK_M, BLOCK_N)

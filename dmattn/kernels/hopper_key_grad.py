@@ -42,7 +42,7 @@ from .hopper import (
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
-from .sequence import next_step, place_sharing
+from .sequence import next_step, place_keys
 from .softmax import divisor2
 from .walk import query_lists, query_range, query_step
 
@@ -114,7 +114,7 @@ def _key_gradients_kernel(
 
     q, k, v, d_out, bias and mask (of pairs) and d_bias are tensor descriptors; any other bias or mask is read from rules.
     """
-    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, CONSUMERS * BLOCK_N)
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     col = block * (CONSUMERS * BLOCK_N)
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], k.layout)

@@ -34,7 +34,7 @@ from .hopper import (
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
-from .sequence import place_sharing
+from .sequence import place_queries
 from .softmax import divisor2
 from .walk import key_lists, key_range, key_step
 
@@ -87,9 +87,7 @@ def _query_gradients_kernel(
 
     q, k, v, d_out and bias (of pairs) are tensor descriptors; any other bias is read from rules.
     """
-    block, head, batch = place_sharing(rules.shared, len_q, heads, 2 * BLOCK_M)
-    if rules.right is not None:  # the last queries see the most keys: they begin first
-        block = gl.cdiv(len_q, 2 * BLOCK_M) - 1 - block
+    block, head, batch = place_queries(rules, len_q, heads, 2 * BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
     walk = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
