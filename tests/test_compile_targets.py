@@ -53,7 +53,7 @@ def test_kernels_compile_without_excess(target):
     kernels = {row["kernel"] for row in rows}
     expected = {"_forward_kernel", "_delta_kernel", "_key_gradients_kernel", "_query_gradients_kernel", "_shared_gradient_kernel"}
     expected |= {"_window_forward_kernel", "_window_gradients_kernel", "_sum_parts_kernel"}
-    expected |= {"_block_bounds_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
+    expected |= {"_summary_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     expected |= {"_split_kernel", "_merge_splits_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it

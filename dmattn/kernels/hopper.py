@@ -15,15 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .intervals import middle_and_length, packed_keys
 from .launch import device_family
-from .layout import slice_pointer
-from .scores import LOG2E, by_key
+from .layout import Span, slice_pointer
+from .lists import room, visited_block, visits
+from .scores import LOG2E, Rules, rules_of
 from .sequence import next_step
 from .tiles import block_dim
+from .walk import key_lists, key_range
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
+PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -42,6 +46,8 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
         return False
     if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
         return False
+    if problem.first is not None and query.shape[2] > 1 << 22:
+        return False  # twice a place is not exact in float32
     if problem.softcap is not None or problem.seed is not None or not problem.scale > 0:
         return False
     by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
@@ -91,7 +97,30 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 
 
+def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[Rules, TensorDescriptor | None, int]:
+    """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
+
+    Where keys have intervals, tiles are made of blocks of `together` keys, or of PANEL beside a bias of pairs, which is copied with them. The
+    rules have no window then, for the intervals that are packed leave out what it hides.
+    """
+    if problem.first is None:
+        sub = block_n
+        rules = rules_of(problem, key_lists(problem, block_m, block_n))
+        packed = packed_keys(problem, block_m, sub)[1]
+    else:
+        sub = PANEL.value if of_pairs(problem.bias) else together
+        lists, packed = packed_keys(problem, block_m, sub)
+        rules = rules_of(problem._replace(left=None, right=None), lists)
+    return rules, None if packed is None else tiled_vectors(packed), sub
+
+
+def tiled_vectors(packed: Tensor) -> TensorDescriptor:
+    """A contiguous tensor of 32-bit numbers of which the last axis is copied as a whole."""
+    return TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 1, packed.shape[3]], _PACKED_LAYOUT)
+
+
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_PACKED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
 
 
@@ -112,6 +141,99 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def tile_range(rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """(begin, end, full_end, partial, full) of the loops over tiles of BLOCK_N keys at a query.
+
+    Where there are lists, a tile is made of the blocks of SUB keys that they name, `partial` and `full` in number: those of which no pair is
+    hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
+    """
+    if rules.lists is None:
+        begin, end, full_end = key_range(rules, seq, Span(row, 0, None), BLOCK_M, BLOCK_N)
+        return begin, end, full_end, 0, 0
+    else:
+        partial, full = visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
+        tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
+        full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
+        return 0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full
+
+
+@gluon.jit
+def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The first key of a block of SUB of a tile; before the first key of all where the tile is filled up."""
+    _, _, full_end, partial, full = walk
+    if rules.lists is None:
+        return step + block * SUB
+    else:
+        visit = (step - full_end) // SUB + block + partial + full
+        number = visited_block(rules.lists, seq, Span(row, 0, None), gl.maximum(visit, 0), partial, full, room(seq.len_k, SUB), BLOCK_M)
+        return gl.where(visit < 0, -1, number) * SUB
+
+
+@gluon.jit
+def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The first key of every block of a tile."""
+    starts = ()
+    for block in gl.static_range(BLOCK_N // SUB):
+        starts += (listed_key(rules, seq, row, step, block, walk, BLOCK_M, BLOCK_N, SUB),)
+    return starts
+
+
+@gluon.jit
+def copy_blocks(t, batch, head, starts, full, chunks, first, BLOCKS: gl.constexpr, PANELS: gl.constexpr):
+    """Copy a tile that is made of blocks, and tell the barrier; `chunks` are shared memory by panels and blocks, `first` the tile's place."""
+    for panel in gl.static_range(PANELS):
+        for block in gl.static_range(BLOCKS):
+            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((first * PANELS + panel) * BLOCKS + block))
+
+
+@gluon.jit
+def copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
+    """Copy what the blocks of a tile have to say, and tell the barrier."""
+    if rules.first is None:
+        owner = rules.bias
+    else:
+        owner = rules.lists
+    entry = gl.where(owner.batch == 0, 0, seq.batch)
+    for block in gl.static_range(BLOCKS):
+        copy(packed, [entry, seq.head // owner.group, starts[block] // SUB, 0], full, packed_tiles.index(stage * BLOCKS + block))
+
+
+@gluon.jit
+def packed_bias2(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """The bias of the keys of a tile times LOG2E, spread over it."""
+    if rules.first is None:
+        return _key_vector(packed_tiles, stage, 0, 1, BLOCK_N, SUB, PAIRS)
+    else:
+        return _key_vector(packed_tiles, stage, 2, 4, BLOCK_N, SUB, PAIRS)
+
+
+@gluon.jit
+def packed_intervals(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the intervals of the keys of a tile, spread over it."""
+    PARTS: gl.constexpr = 4 if rules.bias_rows is None and rules.bias_cols is not None else 2
+    middle2 = _key_vector(packed_tiles, stage, 0, PARTS, BLOCK_N, SUB, PAIRS)
+    return middle2, _key_vector(packed_tiles, stage, 1, PARTS, BLOCK_N, SUB, PAIRS)
+
+
+@gluon.jit
+def _key_vector(packed_tiles, stage, PART: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """One of the parts of what the blocks of a tile have to say, [1, BLOCK_N]."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    tile = packed_tiles._reinterpret(gl.float32, [packed_tiles.shape[0] // BLOCKS, BLOCKS, PARTS * SUB], LAYOUT).index(stage)
+    vector = tile.slice(PART * SUB, SUB, dim=1).load(_by_blocks(BLOCK_N, SUB)).reshape([BLOCK_N])
+    return gl.convert_layout(vector, gl.SliceLayout(0, PAIRS))[None, :]
+
+
+@gluon.constexpr_function
+def _by_blocks(length, sub):
+    """The layout in registers of [length // sub, sub], row after row, that is a row of the products of a consumer."""
+    place = {bit: [bit // sub, bit % sub] for bit in (1 << i for i in range(length.bit_length() - 1))}
+    registers = [place[bit] for bit in place if bit not in (2, 4)]
+    return gl.DistributedLinearLayout(registers, [place[2], place[4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [length // sub, sub])
+
+
+@gluon.jit
 def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, EVEN: gl.constexpr):
     """[BLOCK] from `start` on of a tensor's one axis with this stride; `other` from `length` on, of which there is nothing if EVEN."""
     index = gl.arange(0, BLOCK, LAYOUT)
@@ -123,19 +245,15 @@ def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOU
 
 
 @gluon.jit
-def bias_vector(rules, seq, row, col, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, EVEN: gl.constexpr):
-    """The bias of a tile at a query and a key, queries down, that is not of pairs; 0 of one that is, and without a bias.
-
-    EVEN if no key of the tile is past the end.
-    """
-    if rules.bias is None or (rules.bias_rows is not None and rules.bias_cols is not None):
+def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
+    """The bias of a tile at a query times LOG2E, queries down, where it does not depend on the key; else 0."""
+    if rules.bias is None or rules.bias_cols is not None:
         return 0.0
-    elif rules.bias_cols is not None:
-        return load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(0, PAIRS), EVEN)[None, :]
     elif rules.bias_rows is not None:
-        return load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        return bias.to(gl.float32) * LOG2E
     else:
-        return gl.load(slice_pointer(rules.bias, seq))
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
 
 
 @gluon.jit
@@ -164,18 +282,30 @@ def mask_of(rules, seq, rows, cols, row, col):
 
 
 @gluon.jit
-def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr, EVEN: gl.constexpr):
-    """(first, last) of the interval of queries of each key of a tile, spread over it; (0, 0) without intervals. A key past the end has none.
+def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    middle2, length = middle_and_length(first, last, seq.len_q)
+    return middle2[:, None], length[:, None]
 
-    EVEN if none is past the end.
+
+@gluon.jit
+def _in_interval(s, rows, middle2, length):
+    """Scores of a tile, -inf where a query is not in the interval of a key.
+
+    In PTX, for Triton would compare all pairs first, and keep what it found until the scores are there.
     """
-    if rules.first is None:
-        return 0, 0
-    else:
-        LAYOUT: gl.constexpr = gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS)
-        first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, LAYOUT, EVEN)
-        last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, LAYOUT, EVEN)
-        return by_key(first, KEYS_DOWN), by_key(last, KEYS_DOWN)
+    CODE: gl.constexpr = """{
+        .reg .f32 distance;
+        .reg .pred inside;
+        sub.f32 distance, $2, $3;
+        abs.f32 distance, distance;
+        setp.lt.f32 inside, distance, $4;
+        selp.f32 $0, $1, 0fff800000, inside;
+    }"""
+    arguments = [s, (2 * rows).to(gl.float32), middle2, length]
+    return gl.inline_asm_elementwise(CODE, "=f,f,f,f,f", arguments, dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -186,19 +316,19 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     ones with a bias of pairs, and base 2 with any other, whose product with LOG2E is made once for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
-    :func:`interval_of` give.
+    :func:`interval_of` give. A bias that is not of pairs comes times LOG2E.
     """
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
             s = s * rules.scale + bias.to(gl.float32)
         else:
-            s = s * (rules.scale * LOG2E) + bias.to(gl.float32) * LOG2E
+            s = s * (rules.scale * LOG2E) + bias
     if EDGE:
-        kept, first, last = hiding
+        kept, middle2, length = hiding
         if rules.mask is not None:
             s = gl.where(kept != 0, s, float("-inf"))
         if rules.first is not None:
-            s = gl.where((first <= rows) & (rows < last), s, float("-inf"))
+            s = _in_interval(s, rows, middle2, length)
         if rules.first is None and (rules.mask is None or rules.mask_cols is None):  # which hide what is past the keys' end themselves
             s = gl.where(cols < seq.len_k, s, float("-inf"))
         offset = seq.len_k - seq.len_q

@@ -41,7 +41,7 @@ from .hopper import (
 )
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
-from .scores import rules_of
+from .scores import LOG2E, rules_of
 from .sequence import next_step, place_keys
 from .softmax import divisor2
 from .walk import query_lists, query_range, query_step
@@ -69,7 +69,8 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    consumers = consumers_of(len_k, dim) if problem.mask is None and not of_pairs(problem.bias) else 2
+    open_walk = problem.mask is None and problem.left is None and problem.right is None
+    consumers = consumers_of(len_k, dim) if problem.bias is None and open_walk else 2
     lists = query_lists(problem, block_m, consumers * block_n)
     if d_bias is not None and lists is not None:
         d_bias.zero_()  # what no list names
@@ -385,21 +386,23 @@ def store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.
 
 @gluon.jit
 def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
-    """The bias of a block of keys, [BLOCK_N, 1], where it does not depend on the query; else 0."""
+    """The bias of a block of keys times LOG2E, [BLOCK_N, 1], where it does not depend on the query; else 0."""
     if rules.bias is None or rules.bias_rows is not None:
         return 0.0
     elif rules.bias_cols is None:
-        return gl.load(slice_pointer(rules.bias, seq))
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
     else:
-        return load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
+        return bias.to(gl.float32) * LOG2E
 
 
 @gluon.jit
 def _bias_of(by_key, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
-    """The bias of one tile, keys down: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
+    """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     if rules.bias is None or rules.bias_rows is None:
         return by_key
     elif rules.bias_cols is not None:
         return bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:
-        return load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), False)[None, :]
+        bias = load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), False)[None, :]
+        return bias.to(gl.float32) * LOG2E

@@ -178,8 +178,8 @@ def _consume(
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
-        first, last = interval_of(rules, this, col, BLOCK_N, PAIRS, True, False)
-        per_key = (bias_by_key(rules, this, col, PAIRS), first, last)
+        middle2, length = interval_of(rules, this, col, BLOCK_N, PAIRS)
+        per_key = (bias_by_key(rules, this, col, PAIRS), middle2, length)
         begin, end, last_to_begin, first_to_end = _range(rules, bounds, this, col)
         open_begin, open_end = open_queries(rules, this, col, begin, end)
         open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(last_to_begin, seq.len_q), BLOCK_M))

@@ -15,32 +15,39 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
+    PANEL,
     PRODUCER_REGISTERS,
     barriers,
     bias_vector,
     copy,
+    copy_blocks,
+    copy_packed,
     exponent_factor,
-    interval_of,
+    key_walk,
+    listed_key,
+    listed_keys,
     load_vector,
     mask_of,
     of_pairs,
     open_keys,
+    packed_bias2,
+    packed_intervals,
     padded_dim,
     ruled,
     serves,
     stage_of,
+    tile_range,
     tiled,
 )
-from .layout import Sequence, Span, slice_pointer, strided
+from .layout import Sequence, slice_pointer, strided
 from .replay import launch
-from .scores import rules_of
 from .sequence import place_queries
 from .softmax import divisor2
-from .walk import key_lists, key_range, key_step
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(2)  # tiles of keys, values and bias in shared memory
+TOGETHER = 16  # as in hopper_forward.py
 
 
 def takes(problem: Any, d_out: Tensor) -> bool:
@@ -54,15 +61,17 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    rules, packed, sub = key_walk(problem, 2 * block_m, block_n, TOGETHER)
     launch(
         _query_gradients_kernel,
         triton.cdiv(len_q, 2 * block_m) * heads * batch,
         q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, block_n, dim),
-        v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        k=tiled(problem.key, sub, PANEL.value),
+        v=tiled(problem.value, sub, PANEL.value),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, sub),
+        packed=packed,
         d_out=tiled(d_out, block_m, dim),
-        rules=rules_of(problem, key_lists(problem, 2 * block_m, block_n)),
+        rules=rules,
         lse=strided(lse, heads),
         delta=strided(delta, heads),
         d_q=strided(d_query, heads),
@@ -80,24 +89,28 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
+    q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ of 2 BLOCK_M queries of one (batch, head), from a grid of one axis.
 
-    q, k, v, d_out and bias (of pairs) are tensor descriptors; any other bias is read from rules.
+    q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
     block, head, batch = place_queries(rules, len_q, heads, 2 * BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
-    walk = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
+    SUB: gl.constexpr = k.block_shape[2]
+    walk = tile_range(rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = k_tiles
+    packed_tiles = k_tiles
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if packed is not None:
+        packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
     q_full = barriers(1, 1)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
@@ -107,13 +120,13 @@ def _query_gradients_kernel(
     for i in gl.static_range(2):
         copy(q, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         copy(d_out, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
-    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles)
+    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
     ready = (q_full, k_full, v_full, free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, EVEN_N)),
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, EVEN_N)),
-            (_produce, (k, v, bias, tiles, ready, rules, seq, head // groups, row, walk)),
+            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -121,40 +134,46 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(k, v, bias, tiles, ready, rules, seq, kv_head, row, walk):
-    """Copy tiles of keys, values and bias to shared memory, as far ahead as there are free stages."""
-    _, _, k_tiles, v_tiles, bias_tiles = tiles
+def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
+    """Copy tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    begin, end, full_end = walk
+    PANELS: gl.constexpr = k_tiles.shape[4] // PANEL
+    SUB: gl.constexpr = k.block_shape[2]
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
+    k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
+    v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
+    begin, _, full_end, _, _ = walk
     for step in range(begin, full_end, BLOCK_N):
-        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
+        starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
         stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
         mbarrier.wait(free.index(stage), phase ^ 1)
-        if bias is None:
-            mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-        else:
-            mbarrier.expect(k_full.index(stage), k.block_type.nbytes + 2 * bias.block_type.nbytes)
-        copy(k, [seq.batch, kv_head, start, 0], k_full.index(stage), k_tiles.index(stage))
-        if bias is not None:
+        mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
+        copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+        if packed is not None:
+            copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+        if bias is not None:  # whose columns are one block
             entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
             head = seq.head // rules.bias.group
-            copy(bias, [entry, head, row, start], k_full.index(stage), bias_tiles.index(2 * stage))
-            copy(bias, [entry, head, row + BLOCK_M, start], k_full.index(stage), bias_tiles.index(2 * stage + 1))
-        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-        copy(v, [seq.batch, kv_head, start, 0], v_full.index(stage), v_tiles.index(stage))
+            copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
+            copy(bias, [entry, head, row + BLOCK_M, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage + 1))
+        mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
+        copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
 
 
 @gluon.jit
 def _consume(
     tiles, ready, rules, lse, delta, d_q, seq, row, walk,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """dQ of BLOCK_M of the program's queries, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, d_out_tiles, _, _, _ = tiles
+    q_tiles, d_out_tiles, _, _, _, _ = tiles
     q_full, _, _, _ = ready
-    begin, end, full_end = walk
+    begin, end, full_end, _, _ = walk
     own_row = row + which * BLOCK_M
     divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
     delta_rows = load_vector(delta, delta.row, seq, own_row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
@@ -164,26 +183,21 @@ def _consume(
     mbarrier.wait(q_full.index(0), 0)
     if rules.lists is None:
         open_begin, open_end = open_keys(rules, seq, own_row, begin, end, BLOCK_M, BLOCK_N)
-        if rules.mask is not None or rules.first is not None:  # then all keys are one tile
+        if rules.mask is not None:  # then all keys are one tile
             open_begin, open_end = begin, begin
         if rules.left is not None:
             for step in range(begin, open_begin, BLOCK_N):
-                dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
         for step in range(open_begin, open_end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, False)
-        if rules.right is not None or rules.mask is not None or rules.first is not None or not EVEN_N:
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
+        if rules.right is not None or rules.mask is not None or not EVEN_N:
             for step in range(open_end, end, BLOCK_N):
-                dq, vectors = _tile(fixed, dq, 0, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
-    elif begin < full_end:
-        vectors = 0
-        if rules.first is not None:
-            vectors = _vectors(fixed, begin, which, PAIRS, EVEN_N, True)
+                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
+    else:
         for step in range(begin, end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, vectors, step, which, PAIRS, SUMS, DIM, EVEN_N, True)
-        if rules.first is not None:
-            vectors = (vectors[0], vectors[1], 0, 0)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
         for step in range(end, full_end, BLOCK_N):
-            dq, vectors = _tile(fixed, dq, vectors, step, which, PAIRS, SUMS, DIM, EVEN_N, False)
+            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
     rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
     pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
@@ -191,43 +205,38 @@ def _consume(
 
 
 @gluon.jit
-def _tile(
-    fixed, dq, vectors, step, which: gl.constexpr,
-    PAIRS: gl.constexpr, SUMS: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr,
-):  # fmt: skip
-    """One tile of keys added to dq, and the vectors of the next tile; `vectors` are as in hopper_forward.py."""
+def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, SUB: gl.constexpr, EDGE: gl.constexpr):
+    """One tile of keys added to dq."""
     factors, tiles, ready, rules, seq, row, walk = fixed
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
-    _, _, k_tiles, v_tiles, bias_tiles = tiles
+    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
-    begin, end, full_end = walk
-    if rules.first is None or rules.lists is None:
-        start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
-        first, last = 0, 0
-        if EDGE:
-            first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
-    else:
-        start, bias, first, last = vectors
+    DIM: gl.constexpr = k_tiles.shape[4]
+    start = 0  # where there are intervals, nothing needs it
+    if rules.first is None:
+        start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, BLOCK_N, SUB)
     row += which * BLOCK_M
-    stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
+    stage, phase = stage_of((step - walk[0]) // BLOCK_N, STAGES)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
     hiding = (1, 0, 0)
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), first, last)
+        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     k_tile = k_tiles.index(stage).reshape([BLOCK_N, DIM])
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    ahead = 0
-    if rules.first is None or rules.lists is None:
-        bias = bias_vector(rules, seq, row, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE)
-    else:
-        ahead = _vectors(fixed, gl.minimum(step + BLOCK_N, full_end - BLOCK_N), which, PAIRS, EVEN_N, EDGE)
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+    elif rules.bias_cols is not None:
+        bias = packed_bias2(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
+    else:
+        bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
+    if EDGE and rules.first is not None:
+        middle2, length = packed_intervals(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
+        hiding = (1, middle2, length)
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
@@ -236,16 +245,4 @@ def _tile(
     dq = warpgroup_mma(gl.convert_layout(ds.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), k_tile, dq, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     mbarrier.arrive(free.index(stage), count=1)
-    return dq, ahead
-
-
-@gluon.jit
-def _vectors(fixed, step, which: gl.constexpr, PAIRS: gl.constexpr, EVEN_N: gl.constexpr, EDGE: gl.constexpr):
-    """(first key, bias, first, last) of a tile: what is read from global memory for it, the bias if it is not of pairs."""
-    _, _, _, rules, seq, row, walk = fixed
-    _, end, full_end = walk
-    start = key_step(rules, seq, Span(row, 0, None), step, end, full_end, 2 * BLOCK_M, BLOCK_N)
-    first, last = 0, 0
-    if EDGE:
-        first, last = interval_of(rules, seq, start, BLOCK_N, PAIRS, False, EVEN_N)
-    return start, bias_vector(rules, seq, row + which * BLOCK_M, start, BLOCK_M, BLOCK_N, PAIRS, EVEN_N or not EDGE), first, last
+    return dq

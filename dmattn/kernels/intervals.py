@@ -1,4 +1,8 @@
-"""Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend."""
+"""Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
+
+What a tile has to know of each of its keys, its interval and its bias, is also packed here by blocks of keys, for kernels that copy it with
+them.
+"""
 
 from typing import Any
 
@@ -8,16 +12,45 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .lists import append, close, empty_lists, list_pointer, room
 from .replay import launch
+from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
+
+CHUNK = tl.constexpr(512)  # blocks that a program looks at together when it makes a list
 
 
 def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
+    return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
+
+
+def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None]:
+    """(lists as of `interval_lists`, what each block of keys has to say) of a problem; None without intervals, and where no key has any.
+
+    The latter is int32, (B or 1, H or Hk or 1, blocks, BLOCK_N times 1, 2 or 4). With intervals, the middle of each key's times two and its
+    length come first, of what the window leaves of it, as the bits of float32: for them to be exact there may be 2 ** 22 queries. With a
+    bias of keys alone follows that times LOG2E, likewise, and with both there is as much room again, which nothing is written to.
+    """
+    bias = problem.bias if by_key(problem.bias) else None
+    given = [x for x in (problem.first, problem.last, bias) if x is not None]
+    if not given:
+        return None, None
+    batch, heads = torch.broadcast_shapes(*(x.shape[:2] for x in given))
+    parts = (0 if problem.first is None else 2) + (0 if bias is None else 2 if len(given) > 1 else 1)
+    packed = given[0].new_empty((batch, heads, triton.cdiv(problem.key.shape[2], block_n), parts * block_n), dtype=torch.int32)
+    bounds = _summary(problem, block_n, packed)
+    return (None if bounds is None else _lists(problem, bounds, block_m, block_n)), packed
+
+
+def by_key(bias: Tensor | None) -> bool:
+    """Whether a bias differs by key, and by that alone of query and key."""
+    return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
+
+
+def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     blocks_m = triton.cdiv(len_q, block_m)
-    bounds = block_bounds(problem, block_n)
     batch, heads, blocks_n = bounds.shape[:3]
     lists = empty_lists(bounds, batch, heads, blocks_m, blocks_n)
     if not bounds.numel():
@@ -34,7 +67,7 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
         len_k=len_k,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        num_warps=1,
+        num_warps=4,
     )
     return lists
 
@@ -45,18 +78,36 @@ def block_bounds(problem: Any, block_n: int) -> Tensor:
     A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
     intervals are left out of the former pair, and leave nothing of the latter. int32.
     """
-    first, last = torch.broadcast_tensors(problem.first, problem.last)
-    batch, heads, len_k = first.shape
+    return _summary(problem, block_n, None)
+
+
+def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
+    """`block_bounds`, or None without intervals; and where there is any, `packed` is filled as :func:`packed_keys` has it."""
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    first, last, bias, bounds = problem.first, problem.last, None, None
+    if packed is None:
+        first, last = torch.broadcast_tensors(first, last)
+        batch, heads = first.shape[:2]
+    else:
+        batch, heads = packed.shape[:2]
+        bias = problem.bias[:, :, 0].expand(batch, heads, len_k) if by_key(problem.bias) else None
+        first, last = (None if x is None else x.expand(batch, heads, len_k) for x in (first, last))
     blocks = triton.cdiv(len_k, block_n)
-    bounds = first.new_empty((batch, heads, blocks, 4))
-    if bounds.numel():
+    if first is not None:
+        bounds = first.new_empty((batch, heads, blocks, 4))
+    if batch * heads * blocks:
         launch(
-            _block_bounds_kernel,
+            _summary_kernel,
             batch * heads * blocks,
             first=strided(first, heads),
             last=strided(last, heads),
+            bias=strided(bias, heads),
             bounds=strided(bounds, heads),
+            packed=strided(packed, heads),
+            left=problem.left,
+            right=problem.right,
             heads=heads,
+            len_q=len_q,
             len_k=len_k,
             BLOCK_N=block_n,
             num_warps=1,
@@ -74,19 +125,44 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _block_bounds_kernel(first, last, bounds, heads, len_k, BLOCK_N: tl.constexpr):
-    """One program: the bounds of one block of keys of one (batch, head)."""
+def _summary_kernel(first, last, bias, bounds, packed, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr):
+    """One program: the bounds of one block of keys of one (batch, head), and the block packed, each where it is wanted."""
     block, head, batch = place(len_k, heads, BLOCK_N)
-    seq = Sequence(batch, head, 0, len_k)
+    seq = Sequence(batch, head, len_q, len_k)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
-    first_cols = load_rows(first, seq, cols, LARGEST)
-    last_cols = load_rows(last, seq, cols, 0)
-    alive = first_cols < last_cols
-    pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
-    tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
-    tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))
-    tl.store(pointer + 2 * bounds.col, tl.max(tl.where(alive, first_cols, LARGEST)))
-    tl.store(pointer + 3 * bounds.col, tl.min(tl.where(alive, last_cols, 0)))
+    index = tl.arange(0, BLOCK_N)
+    if first is not None:
+        first_cols = load_rows(first, seq, cols, LARGEST)
+        last_cols = load_rows(last, seq, cols, 0)
+        alive = first_cols < last_cols
+        pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
+        tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
+        tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))
+        tl.store(pointer + 2 * bounds.col, tl.max(tl.where(alive, first_cols, LARGEST)))
+        tl.store(pointer + 3 * bounds.col, tl.min(tl.where(alive, last_cols, 0)))
+        if packed is not None:
+            if right is not None:
+                first_cols = tl.maximum(first_cols, block * BLOCK_N + index - (len_k - len_q + right))
+            if left is not None:
+                last_cols = tl.minimum(last_cols, block * BLOCK_N + index - (len_k - len_q - left) + 1)
+            middle2, length = middle_and_length(first_cols, last_cols, len_q)
+            pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + index
+            tl.store(pointers, middle2.to(tl.int32, bitcast=True))
+            tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True))
+    if bias is not None:
+        pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + index
+        if first is not None:
+            pointers += 2 * BLOCK_N
+        bias2 = load_rows(bias, seq, cols, 0.0).to(tl.float32) * LOG2E
+        tl.store(pointers, bias2.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def middle_and_length(first, last, len_q):
+    """(twice the middle, length) of intervals of queries, in float32: those within have |2 i - middle2| < length."""
+    first = tl.minimum(first, len_q)
+    last = tl.minimum(last, len_q)
+    return (first + last - 1).to(tl.float32), (last - first).to(tl.float32)
 
 
 @triton.jit
