@@ -13,7 +13,7 @@ from .pairs_kept import kept_factor
 from .reorder import reordered
 from .replay import launch, replayed
 from .scores import rules_of, scores
-from .sequence import place_sharing
+from .sequence import place_queries
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options, pick
 from .walk import key_lists, key_range, key_step
@@ -58,7 +58,7 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
-    block, head, batch = place_sharing(rules.shared, len_q, heads, BLOCK_M)
+    block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)

@@ -2,8 +2,9 @@
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer issues Q K^T of one tile together with P V of the tile before; the others use the time of its
-softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024, https://arxiv.org/abs/2407.08608). Rules on
-pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes through forward.py.
+softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024, https://arxiv.org/abs/2407.08608). Where all
+blocks of queries have the same work, there is one program for each processor, whose producer begins the next block while the consumers end
+theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes through forward.py.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -45,7 +47,7 @@ from .hopper import (
 from .layout import Sequence, slice_pointer, strided
 from .replay import launch
 from .scores import LOG2E
-from .sequence import place_sharing
+from .sequence import place_work
 from .softmax import softmax_step
 
 # NVIDIA H200, 2026-11-21: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload with head dim 128.
@@ -56,10 +58,7 @@ TOGETHER = 32  # keys of the blocks that a tile is made of where keys have inter
 
 
 def takes(problem: Any) -> bool:
-    """Whether `forward` takes a problem.
-
-    Of head dims to 64 it takes long ones where whole tiles are visited; forward.py is faster with others.
-    """
+    """Whether `forward` takes a problem. Of head dims to 64 it takes long ones without masks and windows; forward.py is faster with others."""
     narrow = problem.mask is None and problem.first is None and problem.left is None and problem.right is None and problem.key.shape[2] >= 2048
     return serves(problem, (64, 128) if narrow and (problem.bias is None or of_pairs(problem.bias)) else (128,))
 
@@ -73,9 +72,11 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     pairs = of_pairs(problem.bias)
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
     rules, packed, sub = key_walk(problem, consumers * block_m, block_n, TOGETHER)
+    works = triton.cdiv(len_q, consumers * block_m) * heads * batch
+    even = problem.mask is None and problem.first is None and problem.left is None and problem.right is None
     launch(
         _forward_kernel,
-        triton.cdiv(len_q, consumers * block_m) * heads * batch,
+        min(works, processors(problem.query.device)) if even else works,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -86,6 +87,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         lse=strided(lse, heads),
         heads=heads,
         groups=heads // kv_heads,
+        works=works,
         len_q=len_q,
         len_k=len_k,
         VALUE_DIM=value_dim,
@@ -102,22 +104,16 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, packed, rules, out, lse, heads, groups, len_q, len_k,
+    q, k, v, bias, packed, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: out and lse of CONSUMERS times BLOCK_M queries of one (batch, head), from a grid of one axis.
+    """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs) and packed (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from rules. A tile
     of BLOCK_N keys is copied by blocks.
     """
-    block, head, batch = place_sharing(rules.shared, len_q, heads, CONSUMERS * BLOCK_M)
-    if rules.right is not None:  # the last queries see the most keys: they begin first
-        block = gl.cdiv(len_q, CONSUMERS * BLOCK_M) - 1 - block
-    seq = Sequence(batch, head, len_q, len_k)
-    row = block * (CONSUMERS * BLOCK_M)
     SUB: gl.constexpr = k.block_shape[2]
-    walk = tile_range(rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
@@ -128,23 +124,22 @@ def _forward_kernel(
     if packed is not None:
         packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
     q_full = barriers(1, 1)
+    q_free = barriers(1, CONSUMERS)
     k_full = barriers(STAGES, 1)
     k_free = barriers(STAGES, CONSUMERS)
     v_full = barriers(STAGES, 1)
     v_free = barriers(STAGES, CONSUMERS)
     turns = barriers(CONSUMERS, 1)
     fence_async_shared()
-    mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
-    for i in gl.static_range(CONSUMERS):
-        copy(q, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
-    ready = (q_full, k_full, k_free, v_full, v_free, turns)
+    ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
+    lengths = (works, heads, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -152,10 +147,10 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, out, lse, seq, row, walk, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -163,10 +158,11 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
-    """Copy tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
+    """Copy queries, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    _, k_full, k_free, v_full, v_free, _ = ready
+    q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
+    works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
@@ -177,82 +173,110 @@ def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
     BIAS_BYTES: gl.constexpr = 0 if bias is None else CONSUMERS * bias.block_type.nbytes
     k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
     v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
-    begin, _, full_end, _, _ = walk
-    for step in range(begin, full_end, BLOCK_N):
-        starts = listed_keys(rules, seq, row, step, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
-        copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
-        if packed is not None:
-            copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
-        if bias is not None:
-            entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
-            head = seq.head // rules.bias.group
-            bias_chunks = bias_tiles._reinterpret(bias.dtype, [STAGES * CONSUMERS * BLOCKS, 1, 1, BLOCK_M, SUB], bias.layout)
-            for block in gl.static_range(BLOCKS):
-                for i in gl.static_range(CONSUMERS):
-                    chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
-                    copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], k_full.index(stage), chunk)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
-        copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+    turn = 0  # tiles so far
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
+        kv_head = seq.head // groups
+        mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
+        for i in gl.static_range(CONSUMERS):
+            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+        begin, _, full_end, _, _ = walk
+        for step in range(begin, full_end, BLOCK_N):
+            starts = listed_keys(rules, seq, row, step, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            stage, phase = stage_of(turn, STAGES)
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
+            copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+            if packed is not None:
+                copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+            if bias is not None:
+                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+                head = seq.head // rules.bias.group
+                bias_chunks = bias_tiles._reinterpret(bias.dtype, [STAGES * CONSUMERS * BLOCKS, 1, 1, BLOCK_M, SUB], bias.layout)
+                for block in gl.static_range(BLOCKS):
+                    for i in gl.static_range(CONSUMERS):
+                        chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
+                        copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], k_full.index(stage), chunk)
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
+            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+            turn += 1
+
+
+@gluon.jit
+def _work(number, rules, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """(sequence, first query, walk over its keys) of a block of queries by its number."""
+    works, heads, len_q, len_k = lengths
+    block, head, batch = place_work(number, works, rules, len_q, heads, CONSUMERS * BLOCK_M)
+    seq = Sequence(batch, head, len_q, len_k)
+    row = block * (CONSUMERS * BLOCK_M)
+    return seq, row, tile_range(rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, out, lse, seq, row, walk,
+    tiles, ready, rules, lengths, out, lse,
     which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """Out and lse of BLOCK_M of the program's queries, in place `which`."""
+    """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     q_tiles, _, v_tiles, _, _ = tiles
     STAGES: gl.constexpr = v_tiles.shape[0]
     BLOCK_N: gl.constexpr = v_tiles.shape[3]
     DIM: gl.constexpr = v_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, _, _, v_full, _, _ = ready
-    begin, end, full_end, _, _ = walk
-    fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
-    acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
-    weights = gl.full([BLOCK_M, BLOCK_N], 0.0, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2))
-    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
-    row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
-    sums = (acc, weights, row_max, row_sum, 0)
-    mbarrier.wait(q_full.index(0), 0)  # also where there is no key: no program may end before what it copies has arrived
-    if begin < full_end:
-        after = begin + BLOCK_N
-        sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, True, True)
-        if rules.lists is None:
-            open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, after, end, BLOCK_M, BLOCK_N)
-            if rules.left is not None:
-                for step in range(after, open_begin, BLOCK_N):
+    q_full, q_free, _, _, v_full, v_free, _ = ready
+    works, _, _, _ = lengths
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
+    turn = 0  # tiles so far
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
+        begin, end, full_end, _, _ = walk
+        fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
+        acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
+        weights = gl.full([BLOCK_M, BLOCK_N], 0.0, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2))
+        row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
+        row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        sums = (acc, weights, row_max, row_sum, turn)
+        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        if begin < full_end:
+            after = begin + BLOCK_N
+            sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, True, True)
+            if rules.lists is None:
+                open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, after, end, BLOCK_M, BLOCK_N)
+                if rules.left is not None:
+                    for step in range(after, open_begin, BLOCK_N):
+                        sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
+                for step in range(open_begin, open_end, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
+                if rules.right is not None or not EVEN_N:
+                    for step in range(open_end, end, BLOCK_N):
+                        sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
+            else:
+                for step in range(after, end, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-            for step in range(open_begin, open_end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
-            if rules.right is not None or not EVEN_N:
-                for step in range(open_end, end, BLOCK_N):
-                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
+                for step in range(end, full_end, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
+            acc, weights, row_max, row_sum, turn = sums
+            mbarrier.arrive(q_free.index(0), count=1)
+            last, phase = stage_of(turn - 1, STAGES)
+            mbarrier.wait(v_full.index(last), phase)
+            acc = warpgroup_mma(weights, v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(v_free.index(last), count=1)
         else:
-            for step in range(after, end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-            for step in range(end, full_end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
-        acc, weights, row_max, row_sum, turn = sums
-        last, phase = stage_of(turn - 1, STAGES)
-        mbarrier.wait(v_full.index(last), phase)
-        acc = warpgroup_mma(weights, v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-    divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
-    row += which * BLOCK_M
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max * exponent_factor(rules) + gl.log2(divisor)) / LOG2E)
-    gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-    pointers = slice_pointer(out, seq) + (rows.to(gl.int64) * out.row)[:, None] + (dims * out.col)[None, :]
-    gl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < VALUE_DIM)[None, :])
+            mbarrier.arrive(q_free.index(0), count=1)
+        divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
+        row += which * BLOCK_M
+        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
+        lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max * exponent_factor(rules) + gl.log2(divisor)) / LOG2E)
+        gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
+        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
+        dims = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+        pointers = slice_pointer(out, seq) + (rows.to(gl.int64) * out.row)[:, None] + (dims * out.col)[None, :]
+        gl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < VALUE_DIM)[None, :])
 
 
 @gluon.jit
@@ -267,7 +291,7 @@ def _tile(
     q_tile, tiles, ready, rules, seq, row, walk = fixed
     acc, weights, row_max, row_sum, turn = sums
     q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    _, k_full, k_free, v_full, v_free, turns = ready
+    _, _, k_full, k_free, v_full, v_free, turns = ready
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]

@@ -45,7 +45,7 @@ from .hopper import (
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .replay import launch
 from .scores import LOG2E, rules_of
-from .sequence import next_step, place, place_sharing
+from .sequence import next_step, place, place_keys
 from .softmax import divisor2
 from .walk import query_lists, query_range, query_step
 
@@ -72,7 +72,8 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    consumers = consumers_of(len_k, dim) if problem.mask is None and not of_pairs(problem.bias) else 2
+    open_walk = problem.mask is None and problem.left is None and problem.right is None
+    consumers = consumers_of(len_k, dim) if problem.bias is None and open_walk else 2
     lists = query_lists(problem, block_m, consumers * block_n)
     if d_bias is not None and lists is not None:
         d_bias.zero_()  # what no list names
@@ -145,7 +146,7 @@ def _key_gradients_kernel(
     q, k, v, d_out, bias and mask (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias or mask is read from
     rules.
     """
-    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, CONSUMERS * BLOCK_N)
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     col = block * (CONSUMERS * BLOCK_N)
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], k.layout)

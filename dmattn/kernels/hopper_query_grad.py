@@ -41,7 +41,7 @@ from .hopper import (
 )
 from .layout import Sequence, slice_pointer, strided
 from .replay import launch
-from .sequence import place_sharing
+from .sequence import place_queries
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -96,9 +96,7 @@ def _query_gradients_kernel(
 
     q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
-    block, head, batch = place_sharing(rules.shared, len_q, heads, 2 * BLOCK_M)
-    if rules.right is not None:  # the last queries see the most keys: they begin first
-        block = gl.cdiv(len_q, 2 * BLOCK_M) - 1 - block
+    block, head, batch = place_queries(rules, len_q, heads, 2 * BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     row = block * (2 * BLOCK_M)
     SUB: gl.constexpr = k.block_shape[2]

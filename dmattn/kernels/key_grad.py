@@ -10,7 +10,7 @@ from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .replay import launch
 from .scores import rules_of, through_softcap
-from .sequence import place_sharing
+from .sequence import place_keys
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 from .walk import query_lists, query_range, query_step
@@ -66,7 +66,7 @@ def _key_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
-    block, kv_head, batch = place_sharing(rules.shared, len_k, heads // groups, BLOCK_N)
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     if rules.first is not None:  # heads fastest: where keys stand in lifetime order, the long work of every head comes first
         together = tl.num_programs(0) // tl.cdiv(len_k, BLOCK_N)
         block = tl.program_id(0) // together

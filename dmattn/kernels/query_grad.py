@@ -10,7 +10,7 @@ from . import hopper_query_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .replay import launch
 from .scores import rules_of, through_softcap
-from .sequence import place_sharing
+from .sequence import place_queries
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 from .walk import key_lists, key_range, key_step
@@ -56,7 +56,7 @@ def _query_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias if not STORED."""
-    block, head, batch = place_sharing(rules.shared, len_q, heads, BLOCK_M)
+    block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(2147483647)
-TOGETHER = tl.constexpr(8)  # batch entries side by side: few enough that their keys and values stay in the L2 cache as well
+TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
 
 
 @triton.jit
@@ -16,17 +16,46 @@ def place(length, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def place_sharing(shared, length, heads, BLOCK: tl.constexpr):
-    """:func:`place`; but where batch entries share a bias, TOGETHER of them work on a block side by side, and its tiles are read once."""
-    if shared is None:
-        return place(length, heads, BLOCK)
-    else:
-        program = tl.program_id(0)
-        blocks = tl.cdiv(length, BLOCK)
+def place_queries(rules, length, heads, BLOCK: tl.constexpr):
+    """:func:`place` of a block of queries, as :func:`place_keys`; under a causal mask the last ones see the most keys, and begin first."""
+    return place_work(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
+
+
+@triton.jit
+def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
+    """:func:`place_queries` of a program with that number of so many."""
+    block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
+    if rules.right is not None:
+        block = tl.cdiv(length, BLOCK) - 1 - block
+    return block, head, batch
+
+
+@triton.jit
+def place_keys(rules, length, heads, BLOCK: tl.constexpr):
+    """:func:`place` of a block of keys; but TOGETHER sequences work on a block side by side in two cases.
+
+    Where batch entries share a bias, its tiles are read once then. Under a causal mask the long work of all of them comes first, and short work
+    is left to end with, when processors wait for the last program.
+    """
+    return _place(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
+
+
+@triton.jit
+def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(length, BLOCK)
+    if rules.shared is not None:
         begin = program // (blocks * heads * TOGETHER) * TOGETHER
         rest = program - begin * blocks * heads
-        together = tl.minimum(tl.num_programs(0) // (blocks * heads) - begin, TOGETHER)
+        together = tl.minimum(programs // (blocks * heads) - begin, TOGETHER)
         return rest // together % blocks, rest // together // blocks, begin + rest % together
+    elif rules.right is not None:
+        begin = program // (blocks * TOGETHER) * TOGETHER
+        rest = program - begin * blocks
+        together = tl.minimum(programs // blocks - begin, TOGETHER)
+        sequence = begin + rest % together
+        return rest // together, sequence % heads, sequence // heads
+    else:
+        return program % blocks, program // blocks % heads, program // blocks // heads
 
 
 @triton.jit
