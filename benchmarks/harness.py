@@ -68,9 +68,9 @@ class Passes:
         out = self.function(*self.inputs)
         return (out, *torch.autograd.grad(out, self.differentiated, self.d_out))
 
-    def beyond_vector(self, extra: int | None) -> int | None:
-        """Bytes that :func:`peak_extra_bytes` found, less the vector that every attention may keep."""
-        return None if extra is None else max(0, extra - self.row_vector)
+    def beyond_vectors(self, extra: int | None, passes: int = 1) -> int | None:
+        """Bytes that :func:`peak_extra_bytes` found, less the vector that every attention may have for each of the passes in it."""
+        return None if extra is None else max(0, extra - passes * self.row_vector)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Workloads: for each one of benchmarks/workloads.py the extra memory of the forward pass, of the backward pass, both as benchmarks/speed.py
 records them, and of a training step, which is both in one, with nothing freed but what autograd and Python let go of. Extra memory is the peak
-beyond inputs, incoming gradient, results and one float32 vector per query; what is prepared once, as FlexAttention's block mask, is left out.
+beyond inputs, incoming gradient, results and one float32 vector per query and pass; so a step may take two: lse, which is kept for the backward
+pass, and delta, which that makes. What is prepared once, as FlexAttention's block mask, is left out.
 `dmattn.attention` promises that it stays below 5 % of what the pass is given: query, key, value, bias and mask; in a training step the incoming
 gradient too, in the backward pass also out.
 
@@ -284,20 +285,19 @@ def _contend(contender: Record, passes: harness.Passes, steps: Sequence[str], in
     """Measure the steps into `contender`, each pass after a warm-up."""
 
     def record(extra: int | None, *others: Tensor) -> Record:
-        extra = passes.beyond_vector(extra)
         return {"extra_bytes": extra, "extra_fraction": None if extra is None else extra / (inputs + harness.tensor_bytes(others))}
 
     passes.forward()
     extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
-    contender["forward"] = record(extra)
+    contender["forward"] = record(passes.beyond_vectors(extra))
     if "backward" not in steps:
         return
     passes.backward(out)
     extra, gradients = harness.peak_extra_bytes(partial(passes.backward, out), device)
-    contender["backward"] = record(extra, passes.d_out, out)
+    contender["backward"] = record(passes.beyond_vectors(extra), passes.d_out, out)
     del out, gradients
     extra, _ = harness.peak_extra_bytes(passes.step, device)
-    contender[STEP] = record(extra, passes.d_out)
+    contender[STEP] = record(passes.beyond_vectors(extra, len(PASSES)), passes.d_out)
 
 
 def _training_step(growth: Growth, name: str, workload: Workload, dtype: str, device: torch.device, *, warm_up: bool) -> Record:
@@ -316,7 +316,7 @@ def _training_step(growth: Growth, name: str, workload: Workload, dtype: str, de
         given, returned = harness.tensor_bytes(tensors.values()), harness.tensor_bytes(results)
         if extra is None:
             return {"peak_bytes": None, "extra_bytes": None}
-        return {"peak_bytes": given + prepared + extra + returned, "extra_bytes": passes.beyond_vector(prepared + extra)}
+        return {"peak_bytes": given + prepared + extra + returned, "extra_bytes": passes.beyond_vectors(prepared + extra, len(PASSES))}
     except Exception as error:
         return {"error": f"{harness.reason(error)}, {reached}"}
 

@@ -178,7 +178,7 @@ def _contend(
     passes.forward()
     extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
     timing = harness.measure(passes.forward, device)
-    contender["forward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=False))
+    contender["forward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=False))
     if repeat:
         contender["forward"]["repeatable"] = torch.equal(out, passes.forward()[0])
     if workload.inference:
@@ -190,7 +190,7 @@ def _contend(
     backward()
     extra, gradients = harness.peak_extra_bytes(backward, device)
     timing = harness.measure(backward, device)
-    contender["backward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=True))
+    contender["backward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=True))
     if repeat:
         contender["backward"]["repeatable"] = all(torch.equal(x, y) for x, y in zip(gradients, backward(), strict=True))
     return [out.detach(), *gradients]

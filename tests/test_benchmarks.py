@@ -292,7 +292,18 @@ def test_memory_counts_inputs_masks_and_results_in_the_peak_and_masks_in_the_ext
     found = memory._training_step(growth, "dmattn", growth.at(16), "fp32", torch.device("cpu"), warm_up=True)
     query, key, bias, row_vector = 4 * 16 * 16 * 4, 2 * 16 * 16 * 4, 2 * 16 * 4, 4 * 4 * 16
     given, returned = 2 * query + 2 * key + bias, 2 * query + 2 * key + bias
-    assert found == {"peak_bytes": given + 700 + 2000 + returned, "extra_bytes": 2700 - row_vector}
+    assert found == {"peak_bytes": given + 700 + 2000 + returned, "extra_bytes": 2700 - 2 * row_vector}
+
+
+def test_memory_allows_a_vector_for_each_pass(memory, monkeypatch):
+    """With an allocator that is made up: each pass takes 2000 bytes, and so does the step of both."""
+    monkeypatch.setattr(memory.harness, "peak_extra_bytes", lambda function, device: (2000, function()))
+    workload = memory.GROWTHS[0].tiny().at(16)
+    found = memory.measure(workload, "fp32", torch.device("cpu"), ())
+    inputs, row_vector, out = found["input_bytes"], 4 * 4 * 16, 4 * 16 * 16 * 4
+    for step, vectors, given in (("forward", 1, inputs), ("backward", 1, inputs + 2 * out), ("step", 2, inputs + out)):
+        extra = 2000 - vectors * row_vector
+        assert found["contenders"]["dmattn"][step] == {"extra_bytes": extra, "extra_fraction": extra / given}, step
 
 
 def test_memory_grows_a_contender_until_it_runs_out_of_memory(memory, monkeypatch):
