@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     gc.freeze()  # what the imports left need not be looked through at each release of memory
     start = time.perf_counter()
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
     target = options.json or harness.result_file("dynamic_mask", device)
@@ -353,7 +353,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=170.0, metavar="SECONDS", help="after which no peer is begun (170)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/dynamic_mask_<GPU>.json, and none on a CPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and a plot of what the result file holds")
     return parser.parse_args(arguments)

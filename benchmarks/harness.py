@@ -125,6 +125,14 @@ def pick_device(name: str | None) -> torch.device:
         refuse(str(error))
 
 
+def device_for(name: str | None, tiny: bool) -> torch.device:
+    """The same; ends the script, too, where full sizes would be left to a CPU, which takes hours for them or has none of what is measured."""
+    device = pick_device(name)
+    if device.type != "cuda" and not tiny:
+        refuse(f"full sizes need a CUDA device, and this is {device}; --tiny tries the code on it")
+    return device
+
+
 def refuse(sentence: str) -> NoReturn:
     """End the script with a sentence about what it cannot do, and exit code 2, as for a bad option."""
     print(f"{Path(sys.argv[0]).name}: error: {sentence}", file=sys.stderr)

@@ -105,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         return _show(options.json, options.plot)
     start = time.perf_counter()
-    device = harness.pick_device(options.device)
-    if device.type != "cuda" and not options.tiny:
-        harness.refuse("the peak of memory is known on a CUDA device alone, found none; --tiny tries the code on a CPU, without memory")
+    device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     target = options.json or harness.result_file("memory", device)
     result: Record = {"environment": {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}, "workloads": [], "growth": []}
@@ -391,7 +389,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too, without figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and plot of what the result file holds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/memory_<GPU>.json, and none on a CPU")
     return parser.parse_args(arguments)

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         plot(json.loads(options.json.read_text()), options.plot)
         return 0
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     where = {**harness.environment(device), "transformers": transformers.__version__, "dtype": "bf16"}
     print(harness.describe(where), flush=True)
     records: list[Record] = []
@@ -268,7 +268,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS, metavar="NAME", help="by default all")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument("--tiny", action="store_true", help="small models, for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="small models, for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there; with --plot, read it from there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot of the --json file instead of measuring")
     options = parser.parse_args(arguments)

@@ -91,19 +91,30 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines wi
         ("memory.py", ["--peers", "flax"], ["--peers", "flax", "sdpa_efficient"]),
         ("memory.py", ["--lengths", "1024", "4k"], ["--lengths", "4k", "at least 1"]),
         ("memory.py", ["--lengths", "0"], ["--lengths", "0", "at least 1"]),
-        ("memory.py", ["--device", "cpu"], ["memory", "CUDA device", "--tiny"]),
         pytest.param("forward_equivalence.py", ["--device", "cuda"], ["--device", "cuda", "expected cpu"], marks=no_gpu),
     ],
 )
 def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments, named, monkeypatch, capsys):
-    """In this process: another would import PyTorch for seconds, and other tests start every script."""
+    said = refusal(script, arguments, monkeypatch, capsys)
+    assert all(word in said for word in named)
+
+
+@pytest.mark.parametrize("script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "transformers_models.py"])
+def test_full_sizes_are_not_left_to_a_cpu(script, monkeypatch, capsys):
+    if script == "transformers_models.py":
+        pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    said = refusal(script, ["--device", "cpu"], monkeypatch, capsys)
+    assert all(word in said for word in (script, "CUDA device", "cpu", "--tiny"))
+
+
+def refusal(script: str, arguments: list[str], monkeypatch, capsys) -> str:
+    """What a script says that ends with exit code 2. In this process: another would import PyTorch for seconds, and other tests start each."""
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *arguments])
     monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert all(word in said for word in named)
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @no_gpu
@@ -181,6 +192,7 @@ def test_host_time_measures_every_step_of_both(tmp_path):
             assert set(times) == {"forward", "forward with a graph", "backward"}
             assert all(time > 0 for time in times.values())
     assert any("windows_49" in line for line in printed)
+    assert any("the computation included" in line for line in printed)
 
 
 def test_speed_plots_a_result_file(tmp_path):
