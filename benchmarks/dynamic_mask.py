@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, or draw what was measured; the exit code is 0 when ours ran at all points, the same each time."""
     options = _options(arguments)
     if options.plot is not None:
-        result = json.loads((options.json or _recorded()).read_text())
+        result = harness.read_json(options.json)
         show(result["points"], result["environment"]["dtype"])
         plot(result, options.plot)
         return 0
@@ -335,14 +334,6 @@ def _difference(x: Tensor, expected: Tensor) -> float:
     """Largest difference from ours, relative to the largest entry of ours: far above a rounding, someone computes something else."""
     scale = expected.abs().max().float().item()
     return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
-
-
-def _recorded() -> Path:
-    """The one result file there is."""
-    found = sorted((harness.ROOT / "benchmarks" / "results").glob("dynamic_mask_*.json"))
-    if len(found) != 1:
-        raise SystemExit(f"--plot draws from one result file; name it with --json (found {len(found)} in benchmarks/results)")
-    return found[0]
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
