@@ -233,16 +233,19 @@ def plot(result: Record, target: Path) -> None:
         axes.legend()
     environment = result["environment"]
     figure.suptitle(f"{environment['device']}, transformers {environment['transformers']}, bf16, commit {environment['commit']}", fontsize=9)
-    figure.savefig(target, dpi=110)
+    harness.save_figure(figure, target)
 
 
 def _set(network: nn.Module, implementation: str) -> None:
-    if implementation != OURS:
-        network.set_attn_implementation(implementation)
-    elif isinstance(network, transformers.DogeForCausalLM):
-        doge.enable(network)
-    else:
-        integration.enable(network)
+    """In every model inside, too: before Transformers 5.23 its own method leaves the encoder and the decoder of a T5 as they were."""
+    if implementation == OURS:
+        (doge if isinstance(network, transformers.DogeForCausalLM) else integration).enable(network)
+        return
+    models = [module for module in network.modules() if isinstance(module, transformers.PreTrainedModel)]
+    for inner in models:
+        inner.set_attn_implementation(implementation)
+    if any(inner.config._attn_implementation != implementation for inner in models):
+        raise ValueError(f"{type(network).__name__} does not take {implementation}")
 
 
 def _ratio(record: Record, name: str, of: Callable[[Record], float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import runpy
@@ -391,6 +392,27 @@ def test_memory_plots_a_result_file(tmp_path):
     assert "N^1.00" in rows["dmattn"]
     assert "N^2.00" in rows["eager"]
     assert "0.8 / 0.0" in rows["dmattn"]
+
+
+def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch):
+    """As with Transformers before 5.23, whose T5 hands it to neither stack, and with a model that only warns."""
+    transformers = pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    script = importlib.import_module("benchmarks.transformers_models")
+    network = script.MODELS[0].build(torch.device("cpu"), tiny=True)
+    stacks = (network.encoder, network.decoder)
+    for stack in stacks:
+        stack.config = copy.deepcopy(stack.config)
+
+    def set_one(model, name):
+        model.config._attn_implementation_internal = name
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", set_one)
+    script._set(network, "sdpa")
+    assert [stack.config._attn_implementation for stack in stacks] == ["sdpa", "sdpa"]
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", lambda model, name: None)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration does not take flex_attention"):
+        script._set(network, "flex_attention")
 
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):
