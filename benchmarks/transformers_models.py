@@ -230,7 +230,7 @@ def plot(result: Record, target: Path) -> None:
             axes.bar(places, [(h or 0) / b if b else 0 for h, b in zip(heights, base, strict=True)], width=0.8 / len(names), label=name)
         axes.set_xticks([place + 0.3 for place in range(len(records))], [record["model"] for record in records], rotation=30, ha="right")
         axes.set_ylabel(f"{title}, relative to {OURS}")
-        axes.legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     environment = result["environment"]
     figure.suptitle(f"{environment['device']}, transformers {environment['transformers']}, bf16, commit {environment['commit']}", fontsize=9)
     harness.save_figure(figure, target)
