@@ -8,6 +8,7 @@ one consumer makes probabilities, the other multiplies: products that outlive a 
 from typing import Any
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import (
     CONSUMER_REGISTERS,
@@ -38,11 +40,12 @@ from .hopper import (
     store,
     tiled,
     tiled_mask,
+    tiled_vectors,
 )
-from .layout import Sequence, Span, slice_pointer, strided
+from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .replay import launch
 from .scores import LOG2E, rules_of
-from .sequence import next_step, place_keys
+from .sequence import next_step, place, place_keys
 from .softmax import divisor2
 from .walk import query_lists, query_range, query_step
 
@@ -85,8 +88,7 @@ def key_gradients(
         d_out=tiled(d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem, lists),
-        lse=strided(lse, heads),
-        delta=strided(delta, heads),
+        packed=packed_rows(lse, delta),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
@@ -98,22 +100,51 @@ def key_gradients(
         VALUE_DIM=value_dim,
         DIM=dim,
         CONSUMERS=consumers,
-        EVEN_M=len_q % block_m == 0,
         EVEN_N=len_k % (consumers * block_n) == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
 
 
+def packed_rows(lse: Tensor, delta: Tensor) -> TensorDescriptor:
+    """For each block of queries what scores are lessened by (`divisor2`), then delta, as the copy engine takes them."""
+    batch, heads, len_q = lse.shape
+    blocks = triton.cdiv(len_q, BLOCK_M.value)
+    packed = lse.new_empty((batch, heads, blocks, 2 * BLOCK_M.value))
+    launch(
+        _packed_rows_kernel,
+        blocks * heads * batch,
+        lse=strided(lse, heads),
+        delta=strided(delta, heads),
+        packed=strided(packed, heads),
+        heads=heads,
+        len_q=len_q,
+        BLOCK_M=BLOCK_M.value,
+        num_warps=1,
+    )
+    return tiled_vectors(packed)
+
+
+@triton.jit
+def _packed_rows_kernel(lse, delta, packed, heads, len_q, BLOCK_M: tl.constexpr):
+    """One program: one block of queries of one (batch, head). A query past the end has no probabilities."""
+    block, head, batch = place(len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, 0)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M), len_q)
+    pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + tl.arange(0, BLOCK_M)
+    tl.store(pointers, divisor2(load_rows(lse, seq, rows, float("-inf"))))
+    tl.store(pointers + BLOCK_M, load_rows(delta, seq, rows, 0.0))
+
+
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+    q, k, v, bias, mask, d_out, d_bias, rules, packed, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
 
-    q, k, v, d_out, bias and mask (of pairs) and d_bias are tensor descriptors; any other bias or mask is read from rules.
+    q, k, v, d_out, bias and mask (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias or mask is read from
+    rules.
     """
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
@@ -122,6 +153,7 @@ def _key_gradients_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES, 1, 1, 1, 2 * BLOCK_M], packed.layout)
     bias_tiles = q_tiles
     mask_tiles = q_tiles
     d_bias_tiles = q_tiles
@@ -140,16 +172,16 @@ def _key_gradients_kernel(
     for i in gl.static_range(CONSUMERS):
         copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
-    tiles = (q_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
+    tiles = (q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
     own = (k_tiles, v_tiles, kv_full)
     results = (d_k, d_v, key_sums, d_bias)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
-                (_produce, (q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_produce, (q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -157,10 +189,10 @@ def _key_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, lse, delta, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_M, EVEN_N)),
-                (_produce, (q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_produce, (q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -168,12 +200,13 @@ def _key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
+def _produce(q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
+    q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
     q_full, d_out_full, free = ready
     k_tiles, _, _ = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else CONSUMERS * bias.block_type.nbytes
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
@@ -182,11 +215,9 @@ def _produce(q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
             start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            if bias is None:
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
-            else:
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + CONSUMERS * bias.block_type.nbytes)
+            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + packed.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
+            copy(packed, [seq.batch, head, start // BLOCK_M, 0], q_full.index(stage), packed_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 bias_head = head // rules.bias.group
@@ -208,8 +239,8 @@ def _produce(q, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
 
 @gluon.jit
 def _consume(
-    tiles, ready, own, rules, lse, delta, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_M: gl.constexpr, EVEN_N: gl.constexpr,
+    tiles, ready, own, rules, results, seq, groups, col,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
     k_tiles, v_tiles, kv_full = own
@@ -218,7 +249,7 @@ def _consume(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    _, _, _, _, d_bias_tiles = tiles
+    _, _, _, _, _, d_bias_tiles = tiles
     d_k, d_v, key_sums, d_bias = results
     owner = Span(col, 0, None)
     col += which * BLOCK_N
@@ -226,7 +257,7 @@ def _consume(
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile, v_tile, tiles, ready, rules, lse, delta, results)
+    fixed = (k_tile, v_tile, tiles, ready, rules, results)
     mbarrier.wait(kv_full.index(0), 0)
     step = 0
     for head in range(seq.head, seq.head + groups):
@@ -240,20 +271,20 @@ def _consume(
                 for start in range(begin, open_begin, BLOCK_M):
                     dk, dv, sums = tile(
                         fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                        start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                        start, col, PAIRS, FACTOR, DIM, True,
                     )  # fmt: skip
                     step += 1
             for start in range(open_begin, open_end, BLOCK_M):
                 dk, dv, sums = tile(
                     fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
+                    start, col, PAIRS, FACTOR, DIM, False,
                 )  # fmt: skip
                 step += 1
             if rules.left is not None:
                 for start in range(open_end, end, BLOCK_M):
                     dk, dv, sums = tile(
                         fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                        start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                        start, col, PAIRS, FACTOR, DIM, True,
                     )  # fmt: skip
                     step += 1
         else:
@@ -261,14 +292,14 @@ def _consume(
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
                 dk, dv, sums = tile(
                     fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, EVEN_M, True,
+                    start, col, PAIRS, FACTOR, DIM, True,
                 )  # fmt: skip
                 step += 1
             for position in range(end, full_end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
                 dk, dv, sums = tile(
                     fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, EVEN_M, False,
+                    start, col, PAIRS, FACTOR, DIM, False,
                 )  # fmt: skip
                 step += 1
         if d_bias is not None and rules.lists is None:
@@ -297,7 +328,7 @@ def _place(step, which: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def tile(
     fixed, seq, per_key, dk, dv, sums, turn, place, start, col,
-    PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr, EDGE: gl.constexpr,
+    PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums).
 
@@ -305,8 +336,8 @@ def tile(
     are; `per_key` are the bias and the intervals of keys that do not depend on the query.
     """
     by_key, first, last = per_key
-    k_tile, v_tile, tiles, ready, rules, lse, delta, results = fixed
-    q_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
+    k_tile, v_tile, tiles, ready, rules, results = fixed
+    q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
     q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
     stage, phase = turn
@@ -316,11 +347,6 @@ def tile(
     kept = 1
     if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, col)
-    lse_rows = load_vector(lse, lse.row, seq, start, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
-    # Waiting for delta costs 7 % where it is read late, but registers to keep it in are there only where nothing else of a tile is kept.
-    EARLY: gl.constexpr = DIM == 128 and rules.mask is None and rules.first is None and (rules.bias_rows is None or rules.bias_cols is None)
-    if EARLY:
-        delta_rows = load_vector(delta, delta.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
     mbarrier.wait(q_full.index(stage), phase)
     q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
@@ -331,13 +357,14 @@ def tile(
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     bias = _bias_of(by_key, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
+    row_vectors = packed_tiles._reinterpret(gl.float32, [2 * packed_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    divisor_rows = row_vectors.index(2 * stage).load(gl.SliceLayout(0, PAIRS))
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, (kept, first, last), rules, seq, start + rows, col + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[None, :])
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
-    if not EARLY:
-        delta_rows = load_vector(delta, delta.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN_M)
+    delta_rows = row_vectors.index(2 * stage + 1).load(gl.SliceLayout(0, PAIRS))
     d_p = warpgroup_mma_wait(0 if d_v is None else 1, [d_p])
     ds = p * (d_p - delta_rows[None, :])
     if d_k is not None:

@@ -26,7 +26,7 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_key_grad import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_rows, tile
+from .hopper_key_grad import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_rows, tile
 from .intervals import block_bounds
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
@@ -68,8 +68,7 @@ def key_gradients(
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
-        lse=strided(lse, heads),
-        delta=strided(delta, heads),
+        packed=packed_rows(lse, delta),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(key_sums, heads),
@@ -80,7 +79,6 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
-        EVEN_M=len_q % block_m == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
@@ -88,13 +86,13 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, lse, delta, d_k, d_v, key_sums, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr,
+    q, k, v, bias, d_out, d_bias, rules, bounds, packed, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias (of pairs) and d_bias are tensor descriptors; any other bias is read from rules. Heads are fastest in the grid: where
-    keys stand in lifetime order, the long work of every head comes first.
+    q, k, v, d_out, bias (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias is read from rules. Heads are
+    fastest in the grid: where keys stand in lifetime order, the long work of every head comes first.
     """
     together = gl.num_programs(0) // gl.cdiv(len_k, BLOCK_N)
     col = gl.program_id(0) // together * BLOCK_N
@@ -105,6 +103,7 @@ def _key_gradients_kernel(
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES, 1, 1, 1, 2 * BLOCK_M], packed.layout)
     bias_tiles = q_tiles
     d_bias_tiles = q_tiles
     if bias is not None:
@@ -120,15 +119,15 @@ def _key_gradients_kernel(
     mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
     copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
     copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
-    tiles = (q_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
+    tiles = (q_tiles, packed_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
     own = (k_tile, v_tile, kv_full, given)
     results = (d_k, d_v, key_sums, d_bias)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, EVEN_M)),
-            (_consume, (tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, EVEN_M)),
-            (_produce, (q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
+            (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
+            (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM)),
+            (_produce, (q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -136,9 +135,10 @@ def _key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
+def _produce(q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, bias_tiles, _, d_out_tiles, _ = tiles
+    q_tiles, packed_tiles, bias_tiles, _, d_out_tiles, _ = tiles
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else bias.block_type.nbytes
     q_full, d_out_full, free = ready
     step = 0
     for head in range(seq.head, seq.head + groups):
@@ -146,11 +146,9 @@ def _produce(q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
         for start in range(begin, end, BLOCK_M):
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            if bias is None:
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
-            else:
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + bias.block_type.nbytes)
+            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + packed.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
+            copy(packed, [seq.batch, head, start // BLOCK_M, 0], q_full.index(stage), packed_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 copy(bias, [entry, head // rules.bias.group, start, col], q_full.index(stage), bias_tiles.index(stage))
@@ -161,8 +159,8 @@ def _produce(q, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
 
 @gluon.jit
 def _consume(
-    tiles, ready, own, rules, bounds, lse, delta, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_M: gl.constexpr,
+    tiles, ready, own, rules, bounds, results, seq, groups, col,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """What every second tile of queries gives to the gradients of the program's keys, and from the first consumer, the gradients."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
@@ -172,7 +170,7 @@ def _consume(
     d_k, d_v, key_sums, d_bias = results
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, lse, delta, results)
+    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, results)
     mbarrier.wait(kv_full.index(0), 0)
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
@@ -190,15 +188,15 @@ def _consume(
         for start in range(mine, gl.minimum(open_begin, end), 2 * BLOCK_M):
             step = before + (start - begin) // BLOCK_M
             turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, True)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         for start in range(open_begin, gl.minimum(open_end, end), 2 * BLOCK_M):
             step = before + (start - begin) // BLOCK_M
             turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, False)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, False)
         for start in range(open_end, end, 2 * BLOCK_M):
             step = before + (start - begin) // BLOCK_M
             turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, EVEN_M, True)
+            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if key_sums is not None:
             cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
@@ -227,7 +225,7 @@ def _consume(
 def _exchange(tiles, DIM: gl.constexpr):
     """The memory of the tiles of queries as two float32 tiles of sums."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_tiles, _, _, _, _ = tiles
+    q_tiles, _, _, _, _, _ = tiles
     return q_tiles._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
 
 
