@@ -110,28 +110,59 @@ def _key_gradients_kernel(
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
-    kv_full = barriers(1, 1)
-    q_full = barriers(STAGES, 1)
-    d_out_full = barriers(STAGES, 1)
-    free = barriers(STAGES, 1)
-    given = barriers(2, 1)
-    fence_async_shared()
-    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
-    copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
-    copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
-    tiles = (q_tiles, packed_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
-    ready = (q_full, d_out_full, free)
-    own = (k_tile, v_tile, kv_full, given)
-    results = (d_k, d_v, key_sums, d_bias)
-    gl.warp_specialize(
-        [
-            (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
-            (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM)),
-            (_produce, (q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if _is_dead(rules, bounds, seq, groups, col):
+        _store_zeros((d_k, d_v, key_sums), seq, groups, col, HEAD_DIM, VALUE_DIM, DIM)
+    else:
+        kv_full = barriers(1, 1)
+        q_full = barriers(STAGES, 1)
+        d_out_full = barriers(STAGES, 1)
+        free = barriers(STAGES, 1)
+        given = barriers(2, 1)
+        fence_async_shared()
+        mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
+        copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
+        copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
+        tiles = (q_tiles, packed_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
+        ready = (q_full, d_out_full, free)
+        own = (k_tile, v_tile, kv_full, given)
+        results = (d_k, d_v, key_sums, d_bias)
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM)),
+                (_produce, (q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _is_dead(rules, bounds, seq, groups, col):
+    """Whether no query of any head attends a block of keys."""
+    live = False
+    for head in range(seq.head, seq.head + groups):
+        begin, end, _last_to_begin, _first_to_end = _range(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
+        live = live | (begin < end)
+    return not live
+
+
+@gluon.jit
+def _store_zeros(results, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr):
+    """The gradients of a block of keys that no query attends."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    d_k, d_v, key_sums = results
+    zeros = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    if d_k is not None:
+        store_rows(d_k, seq, col, zeros, HEAD_DIM, DIM, SUMS)
+    if d_v is not None:
+        store_rows(d_v, seq, col, zeros, VALUE_DIM, DIM, SUMS)
+    if key_sums is not None:
+        cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
+        for head in range(seq.head, seq.head + groups):
+            pointers = slice_pointer(key_sums, Sequence(seq.batch, head, seq.len_q, seq.len_k)) + cols.to(gl.int64) * key_sums.col
+            for part in gl.static_range(2):
+                gl.store(pointers + part * key_sums.row, gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS)), mask=cols < seq.len_k)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: query_grad.py says what is made, this how.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
-to shared memory ahead of them. While one consumer makes probabilities, the other multiplies.
+to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
-STAGES = gl.constexpr(2)  # tiles of keys, values and bias in shared memory
+STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
 TOGETHER = 16  # as in hopper_forward.py
 
 
@@ -171,7 +171,7 @@ def _consume(
     """dQ of BLOCK_M of the program's queries, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, d_out_tiles, _, _, _, _ = tiles
+    q_tiles, d_out_tiles, k_tiles, _, _, _ = tiles
     q_full, _, _, _ = ready
     begin, end, full_end, _, _ = walk
     own_row = row + which * BLOCK_M
@@ -180,24 +180,30 @@ def _consume(
     factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tiles.index(which).reshape([BLOCK_M, DIM]), divisor_rows, delta_rows)
     fixed = (factors, tiles, ready, rules, seq, row, walk)
     dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
-    mbarrier.wait(q_full.index(0), 0)
-    if rules.lists is None:
-        open_begin, open_end = open_keys(rules, seq, own_row, begin, end, BLOCK_M, BLOCK_N)
-        if rules.mask is not None:  # then all keys are one tile
-            open_begin, open_end = begin, begin
-        if rules.left is not None:
-            for step in range(begin, open_begin, BLOCK_N):
-                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
-        for step in range(open_begin, open_end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
-        if rules.right is not None or rules.mask is not None or not EVEN_N:
-            for step in range(open_end, end, BLOCK_N):
-                dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
-    else:
-        for step in range(begin, end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, True)
-        for step in range(end, full_end, BLOCK_N):
-            dq = _tile(fixed, dq, step, which, PAIRS, SUMS, SUB, False)
+    ds = gl.full([BLOCK_M, BLOCK_N], 0.0, k_tiles.dtype, gl.DotOperandLayout(0, SUMS, 2))
+    sums = (dq, ds, 0)
+    mbarrier.wait(q_full.index(0), 0)  # also where there is no key: no program may end before what it copies has arrived
+    if begin < full_end:
+        after = begin + BLOCK_N
+        sums = _tile(fixed, sums, begin, which, PAIRS, SUMS, SUB, True, True)
+        if rules.lists is None:
+            open_begin, open_end = open_keys(rules, seq, own_row, after, end, BLOCK_M, BLOCK_N)
+            if rules.left is not None:
+                for step in range(after, open_begin, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+            for step in range(open_begin, open_end, BLOCK_N):
+                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
+            if rules.right is not None or not EVEN_N:
+                for step in range(open_end, end, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+        else:
+            for step in range(after, end, BLOCK_N):
+                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+            for step in range(end, full_end, BLOCK_N):
+                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
+        dq, ds, turn = sums
+        dq = warpgroup_mma(ds, k_tiles.index((turn - 1) % STAGES).reshape([BLOCK_N, DIM]), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, [dq])
     rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
     pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
@@ -205,10 +211,17 @@ def _consume(
 
 
 @gluon.jit
-def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, SUB: gl.constexpr, EDGE: gl.constexpr):
-    """One tile of keys added to dq."""
+def _tile(
+    fixed, sums, step, which: gl.constexpr,
+    PAIRS: gl.constexpr, SUMS: gl.constexpr, SUB: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """dS of one tile of keys, while the tile before, if it is not the FIRST, is added to dq with its dS.
+
+    `sums` are (dq so far, dS of the last tile, how many tiles there were).
+    """
     factors, tiles, ready, rules, seq, row, walk = fixed
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
+    dq, ds, turn = sums
     _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, k_full, v_full, free = ready
     DIM: gl.constexpr = k_tiles.shape[4]
@@ -216,7 +229,8 @@ def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.co
     if rules.first is None:
         start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, BLOCK_N, SUB)
     row += which * BLOCK_M
-    stage, phase = stage_of((step - walk[0]) // BLOCK_N, STAGES)
+    stage, phase = stage_of(turn, STAGES)
+    before = (turn - 1) % STAGES
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
     hiding = (1, 0, 0)
@@ -224,10 +238,11 @@ def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.co
         hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
-    k_tile = k_tiles.index(stage).reshape([BLOCK_N, DIM])
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not FIRST:
+        dq = warpgroup_mma(ds, k_tiles.index(before).reshape([BLOCK_N, DIM]), dq, is_async=True)
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     elif rules.bias_cols is not None:
@@ -237,12 +252,12 @@ def _tile(fixed, dq, step, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.co
     if EDGE and rules.first is not None:
         middle2, length = packed_intervals(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
         hiding = (1, middle2, length)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(1 if FIRST else 2, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
-    d_p = warpgroup_mma_wait(0, [d_p])
-    ds = p * (d_p - delta_rows[:, None])
-    dq = warpgroup_mma(gl.convert_layout(ds.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), k_tile, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(free.index(stage), count=1)
-    return dq
+    d_p = warpgroup_mma_wait(0 if FIRST else 1, [d_p])
+    d_s = p * (d_p - delta_rows[:, None])
+    if not FIRST:
+        dq = warpgroup_mma_wait(0, [dq])
+        mbarrier.arrive(free.index(before), count=1)
+    return dq, gl.convert_layout(d_s.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), turn + 1
