@@ -45,7 +45,7 @@ help:
 	@echo "make gpu           the tests that need a GPU"
 	@echo "make memcheck      every kernel under NVIDIA's compute-sanitizer: memory out of bounds, then races in shared memory (minutes, a GPU)"
 	@echo "make lint          ruff and mypy"
-	@echo "make bench         equivalence and speed of this machine, written to benchmarks/results/"
+	@echo "make bench         speed and equivalence of this machine's GPU, written to benchmarks/results/"
 
 demo: $(installed)
 	$(python) -m dmattn verify
@@ -77,7 +77,7 @@ lint: $(installed)
 	$(python) -m mypy
 
 bench: $(installed)
-	$(python) benchmarks/forward_equivalence.py --json benchmarks/results/forward_equivalence.json
-	$(python) benchmarks/backward_equivalence.py --json benchmarks/results/backward_equivalence.json
 	$(python) benchmarks/speed.py
+	$(python) benchmarks/forward_equivalence.py
+	$(python) benchmarks/backward_equivalence.py
 	$(python) benchmarks/dynamic_mask.py

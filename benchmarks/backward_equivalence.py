@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import compare
 
 if __name__ == "__main__":
-    raise SystemExit(compare.main("Backward: largest errors against float64", compare.BACKWARD))
+    raise SystemExit(compare.main("backward_equivalence", "Backward: largest errors against float64", compare.BACKWARD))

@@ -28,9 +28,9 @@ COLUMNS = ("case", "dtype", "tensor", "error", "relative", "budget", "eager", *P
 SHORT = {"d_query": "dQ", "d_key": "dK", "d_value": "dV", "d_bias": "dBias"}
 
 
-def main(title: str, names: Sequence[str], arguments: Sequence[str] | None = None) -> int:
-    """Compare the tensors in `names` over all cases; the exit code is 0 when every case passed."""
-    options = _options(title, arguments)
+def main(benchmark: str, title: str, names: Sequence[str], arguments: Sequence[str] | None = None) -> int:
+    """Compare the tensors in `names` over all cases; the exit code is 0 when every case passed. `benchmark` names the result file."""
+    options = _options(benchmark, title, arguments)
     device, cases = options.device, options.cases
     dtypes = options.dtype or (["bf16"] if device.type == "cuda" else ["fp32"])
     where = harness.environment(device)
@@ -43,8 +43,10 @@ def main(title: str, names: Sequence[str], arguments: Sequence[str] | None = Non
             print(f"{record['case']} {record['dtype']}: {problem}")
     passed = sum(record["passed"] for record in compared)
     failed = len(compared) - passed
-    if options.json:
-        harness.write_json(options.json, {"environment": where, "title": title, "cases": compared, "passed": passed, "failed": failed})
+    target = options.json or harness.result_file(benchmark, device)
+    if target is not None:
+        harness.write_json(target, {"environment": where, "title": title, "cases": compared, "passed": passed, "failed": failed})
+        print(target)
     print(f"{passed} passed, {failed} failed")
     return 0 if passed and not failed else 1
 
@@ -124,7 +126,7 @@ def _rows(record: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _options(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options(benchmark: str, title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"{title}, of dmattn, eager PyTorch, SDPA and FlexAttention.")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), help="by default bf16 on a GPU and fp32 on a CPU")
@@ -138,7 +140,7 @@ def _options(title: str, arguments: Sequence[str] | None) -> argparse.Namespace:
         help="comma-separated, of %(default)s; FlexAttention compiles every case on a GPU",
     )
     parser.add_argument("--budget", type=float, default=1.0, metavar="FACTOR", help="scale the budget, to see how near to it the errors are")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"by default benchmarks/results/{benchmark}_<GPU>.json, and none on a CPU")
     options = parser.parse_args(arguments)
     options.device = harness.pick_device(options.device)
     cases = [

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -108,13 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for, or draw what was measured; the exit code is 0 when ours ran at all points, the same each time."""
     options = _options(arguments)
     if options.plot is not None:
-        result = json.loads((options.json or _recorded()).read_text())
+        result = harness.read_json(options.json)
         show(result["points"], result["environment"]["dtype"])
         plot(result, options.plot)
         return 0
     gc.freeze()  # what the imports left need not be looked through at each release of memory
     start = time.perf_counter()
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
     target = options.json or harness.result_file("dynamic_mask", device)
@@ -337,14 +336,6 @@ def _difference(x: Tensor, expected: Tensor) -> float:
     return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
 
 
-def _recorded() -> Path:
-    """The one result file there is."""
-    found = sorted((harness.ROOT / "benchmarks" / "results").glob("dynamic_mask_*.json"))
-    if len(found) != 1:
-        raise SystemExit(f"--plot draws from one result file; name it with --json (found {len(found)} in benchmarks/results)")
-    return found[0]
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = ", ".join(point.name for point in POINTS)
     parser = argparse.ArgumentParser(description="Dynamic mask attention beside FlexAttention, SDPA and dense attention.")
@@ -353,7 +344,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=170.0, metavar="SECONDS", help="after which no peer is begun (170)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/dynamic_mask_<GPU>.json, and none on a CPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and a plot of what the result file holds")
     return parser.parse_args(arguments)

@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import compare
 
 if __name__ == "__main__":
-    raise SystemExit(compare.main("Forward: largest errors against float64", compare.FORWARD))
+    raise SystemExit(compare.main("forward_equivalence", "Forward: largest errors against float64", compare.FORWARD))

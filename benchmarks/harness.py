@@ -68,9 +68,9 @@ class Passes:
         out = self.function(*self.inputs)
         return (out, *torch.autograd.grad(out, self.differentiated, self.d_out))
 
-    def beyond_vector(self, extra: int | None) -> int | None:
-        """Bytes that :func:`peak_extra_bytes` found, less the vector that every attention may keep."""
-        return None if extra is None else max(0, extra - self.row_vector)
+    def beyond_vectors(self, extra: int | None, passes: int = 1) -> int | None:
+        """Bytes that :func:`peak_extra_bytes` found, less the vector that every attention may have for each of the passes in it."""
+        return None if extra is None else max(0, extra - passes * self.row_vector)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -123,6 +123,14 @@ def pick_device(name: str | None) -> torch.device:
         return report.pick_device(name)
     except ValueError as error:
         refuse(str(error))
+
+
+def device_for(name: str | None, tiny: bool) -> torch.device:
+    """The same; ends the script, too, where full sizes would be left to a CPU, which takes hours for them or has none of what is measured."""
+    device = pick_device(name)
+    if device.type != "cuda" and not tiny:
+        refuse(f"full sizes need a CUDA device, and this is {device}; --tiny tries the code on it")
+    return device
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -1,7 +1,8 @@
 """What a call costs on the host: small problems, whose kernels take less time than launching them, beside SDPA's. ``--help`` for options.
 
 A time is the median over rounds of calls, each round from an idle device to an idle device, divided by the calls of a round. ``device_bound``
-says that the kernels took longer than the host, so that the number is theirs.
+says that the kernels took longer than the host, so that the number is theirs. On a CPU a call returns when all is computed, so that no number
+would be the host's own.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument("--tiny", action="store_true", help="few calls, for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="few calls, for trying the code; on a CPU their times are those of the computation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     options = parser.parse_args(arguments)
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     where = harness.environment(device)
     print(harness.describe(where), flush=True)
     calls, rounds = (2, 2) if options.tiny else (CALLS, ROUNDS)
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for record in records
         for step in record["microseconds"]["dmattn"]
     ]
-    show_table(("problem", "step", "dmattn", "sdpa"), rows, "Microseconds a call")
+    title = "Microseconds a call" if device.type == "cuda" else "Microseconds a call, the computation included"
+    show_table(("problem", "step", "dmattn", "sdpa"), rows, title)
     if options.json is not None:
         harness.write_json(options.json, {"environment": where, "calls": calls, "rounds": rounds, "problems": records})
         print(options.json)

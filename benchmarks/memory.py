@@ -2,7 +2,8 @@
 
 Workloads: for each one of benchmarks/workloads.py the extra memory of the forward pass, of the backward pass, both as benchmarks/speed.py
 records them, and of a training step, which is both in one, with nothing freed but what autograd and Python let go of. Extra memory is the peak
-beyond inputs, incoming gradient, results and one float32 vector per query; what is prepared once, as FlexAttention's block mask, is left out.
+beyond inputs, incoming gradient, results and one float32 vector per query and pass; so a step may take two: lse, which is kept for the backward
+pass, and delta, which that makes. What is prepared once, as FlexAttention's block mask, is left out.
 `dmattn.attention` promises that it stays below 5 % of what the pass is given: query, key, value, bias and mask; in a training step the incoming
 gradient too, in the backward pass also out.
 
@@ -104,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         return _show(options.json, options.plot)
     start = time.perf_counter()
-    device = harness.pick_device(options.device)
-    if device.type != "cuda" and not options.tiny:
-        harness.refuse("the peak of memory is known on a CUDA device alone, found none; --tiny tries the code on a CPU, without memory")
+    device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     target = options.json or harness.result_file("memory", device)
     result: Record = {"environment": {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}, "workloads": [], "growth": []}
@@ -284,20 +283,19 @@ def _contend(contender: Record, passes: harness.Passes, steps: Sequence[str], in
     """Measure the steps into `contender`, each pass after a warm-up."""
 
     def record(extra: int | None, *others: Tensor) -> Record:
-        extra = passes.beyond_vector(extra)
         return {"extra_bytes": extra, "extra_fraction": None if extra is None else extra / (inputs + harness.tensor_bytes(others))}
 
     passes.forward()
     extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
-    contender["forward"] = record(extra)
+    contender["forward"] = record(passes.beyond_vectors(extra))
     if "backward" not in steps:
         return
     passes.backward(out)
     extra, gradients = harness.peak_extra_bytes(partial(passes.backward, out), device)
-    contender["backward"] = record(extra, passes.d_out, out)
+    contender["backward"] = record(passes.beyond_vectors(extra), passes.d_out, out)
     del out, gradients
     extra, _ = harness.peak_extra_bytes(passes.step, device)
-    contender[STEP] = record(extra, passes.d_out)
+    contender[STEP] = record(passes.beyond_vectors(extra, len(PASSES)), passes.d_out)
 
 
 def _training_step(growth: Growth, name: str, workload: Workload, dtype: str, device: torch.device, *, warm_up: bool) -> Record:
@@ -316,7 +314,7 @@ def _training_step(growth: Growth, name: str, workload: Workload, dtype: str, de
         given, returned = harness.tensor_bytes(tensors.values()), harness.tensor_bytes(results)
         if extra is None:
             return {"peak_bytes": None, "extra_bytes": None}
-        return {"peak_bytes": given + prepared + extra + returned, "extra_bytes": passes.beyond_vector(prepared + extra)}
+        return {"peak_bytes": given + prepared + extra + returned, "extra_bytes": passes.beyond_vectors(prepared + extra, len(PASSES))}
     except Exception as error:
         return {"error": f"{harness.reason(error)}, {reached}"}
 
@@ -391,7 +389,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too, without figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and plot of what the result file holds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/memory_<GPU>.json, and none on a CPU")
     return parser.parse_args(arguments)

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.plot is not None:
         return _show(options.json, options.plot)
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     where = {**harness.environment(device), "dtype": dtype}
     target = options.json or harness.result_file("speed", device)
@@ -178,7 +178,7 @@ def _contend(
     passes.forward()
     extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
     timing = harness.measure(passes.forward, device)
-    contender["forward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=False))
+    contender["forward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=False))
     if repeat:
         contender["forward"]["repeatable"] = torch.equal(out, passes.forward()[0])
     if workload.inference:
@@ -190,7 +190,7 @@ def _contend(
     backward()
     extra, gradients = harness.peak_extra_bytes(backward, device)
     timing = harness.measure(backward, device)
-    contender["backward"] = _record(timing, passes.beyond_vector(extra), workload.flops(backward=True))
+    contender["backward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=True))
     if repeat:
         contender["backward"]["repeatable"] = all(torch.equal(x, y) for x, y in zip(gradients, backward(), strict=True))
     return [out.detach(), *gradients]
@@ -229,7 +229,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/speed_<GPU>.json, and none on a CPU")
     return parser.parse_args(arguments)

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         plot(json.loads(options.json.read_text()), options.plot)
         return 0
-    device = harness.pick_device(options.device)
+    device = harness.device_for(options.device, options.tiny)
     where = {**harness.environment(device), "transformers": transformers.__version__, "dtype": "bf16"}
     print(harness.describe(where), flush=True)
     records: list[Record] = []
@@ -230,19 +230,22 @@ def plot(result: Record, target: Path) -> None:
             axes.bar(places, [(h or 0) / b if b else 0 for h, b in zip(heights, base, strict=True)], width=0.8 / len(names), label=name)
         axes.set_xticks([place + 0.3 for place in range(len(records))], [record["model"] for record in records], rotation=30, ha="right")
         axes.set_ylabel(f"{title}, relative to {OURS}")
-        axes.legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
     environment = result["environment"]
     figure.suptitle(f"{environment['device']}, transformers {environment['transformers']}, bf16, commit {environment['commit']}", fontsize=9)
-    figure.savefig(target, dpi=110)
+    harness.save_figure(figure, target)
 
 
 def _set(network: nn.Module, implementation: str) -> None:
-    if implementation != OURS:
-        network.set_attn_implementation(implementation)
-    elif isinstance(network, transformers.DogeForCausalLM):
-        doge.enable(network)
-    else:
-        integration.enable(network)
+    """In every model inside, too: before Transformers 5.23 its own method leaves the encoder and the decoder of a T5 as they were."""
+    if implementation == OURS:
+        (doge if isinstance(network, transformers.DogeForCausalLM) else integration).enable(network)
+        return
+    models = [module for module in network.modules() if isinstance(module, transformers.PreTrainedModel)]
+    for inner in models:
+        inner.set_attn_implementation(implementation)
+    if any(inner.config._attn_implementation != implementation for inner in models):
+        raise ValueError(f"{type(network).__name__} does not take {implementation}")
 
 
 def _ratio(record: Record, name: str, of: Callable[[Record], float]) -> str:
@@ -268,7 +271,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS, metavar="NAME", help="by default all")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument("--tiny", action="store_true", help="small models, for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="small models, for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there; with --plot, read it from there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot of the --json file instead of measuring")
     options = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import runpy
@@ -91,19 +92,30 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines wi
         ("memory.py", ["--peers", "flax"], ["--peers", "flax", "sdpa_efficient"]),
         ("memory.py", ["--lengths", "1024", "4k"], ["--lengths", "4k", "at least 1"]),
         ("memory.py", ["--lengths", "0"], ["--lengths", "0", "at least 1"]),
-        ("memory.py", ["--device", "cpu"], ["memory", "CUDA device", "--tiny"]),
         pytest.param("forward_equivalence.py", ["--device", "cuda"], ["--device", "cuda", "expected cpu"], marks=no_gpu),
     ],
 )
 def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments, named, monkeypatch, capsys):
-    """In this process: another would import PyTorch for seconds, and other tests start every script."""
+    said = refusal(script, arguments, monkeypatch, capsys)
+    assert all(word in said for word in named)
+
+
+@pytest.mark.parametrize("script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "transformers_models.py"])
+def test_full_sizes_are_not_left_to_a_cpu(script, monkeypatch, capsys):
+    if script == "transformers_models.py":
+        pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    said = refusal(script, ["--device", "cpu"], monkeypatch, capsys)
+    assert all(word in said for word in (script, "CUDA device", "cpu", "--tiny"))
+
+
+def refusal(script: str, arguments: list[str], monkeypatch, capsys) -> str:
+    """What a script says that ends with exit code 2. In this process: another would import PyTorch for seconds, and other tests start each."""
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *arguments])
     monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert all(word in said for word in named)
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @no_gpu
@@ -181,6 +193,7 @@ def test_host_time_measures_every_step_of_both(tmp_path):
             assert set(times) == {"forward", "forward with a graph", "backward"}
             assert all(time > 0 for time in times.values())
     assert any("windows_49" in line for line in printed)
+    assert any("the computation included" in line for line in printed)
 
 
 def test_speed_plots_a_result_file(tmp_path):
@@ -292,7 +305,18 @@ def test_memory_counts_inputs_masks_and_results_in_the_peak_and_masks_in_the_ext
     found = memory._training_step(growth, "dmattn", growth.at(16), "fp32", torch.device("cpu"), warm_up=True)
     query, key, bias, row_vector = 4 * 16 * 16 * 4, 2 * 16 * 16 * 4, 2 * 16 * 4, 4 * 4 * 16
     given, returned = 2 * query + 2 * key + bias, 2 * query + 2 * key + bias
-    assert found == {"peak_bytes": given + 700 + 2000 + returned, "extra_bytes": 2700 - row_vector}
+    assert found == {"peak_bytes": given + 700 + 2000 + returned, "extra_bytes": 2700 - 2 * row_vector}
+
+
+def test_memory_allows_a_vector_for_each_pass(memory, monkeypatch):
+    """With an allocator that is made up: each pass takes 2000 bytes, and so does the step of both."""
+    monkeypatch.setattr(memory.harness, "peak_extra_bytes", lambda function, device: (2000, function()))
+    workload = memory.GROWTHS[0].tiny().at(16)
+    found = memory.measure(workload, "fp32", torch.device("cpu"), ())
+    inputs, row_vector, out = found["input_bytes"], 4 * 4 * 16, 4 * 16 * 16 * 4
+    for step, vectors, given in (("forward", 1, inputs), ("backward", 1, inputs + 2 * out), ("step", 2, inputs + out)):
+        extra = 2000 - vectors * row_vector
+        assert found["contenders"]["dmattn"][step] == {"extra_bytes": extra, "extra_fraction": extra / given}, step
 
 
 def test_memory_grows_a_contender_until_it_runs_out_of_memory(memory, monkeypatch):
@@ -368,6 +392,27 @@ def test_memory_plots_a_result_file(tmp_path):
     assert "N^1.00" in rows["dmattn"]
     assert "N^2.00" in rows["eager"]
     assert "0.8 / 0.0" in rows["dmattn"]
+
+
+def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch):
+    """As with Transformers before 5.23, whose T5 hands it to neither stack, and with a model that only warns."""
+    transformers = pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    script = importlib.import_module("benchmarks.transformers_models")
+    network = script.MODELS[0].build(torch.device("cpu"), tiny=True)
+    stacks = (network.encoder, network.decoder)
+    for stack in stacks:
+        stack.config = copy.deepcopy(stack.config)
+
+    def set_one(model, name):
+        model.config._attn_implementation_internal = name
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", set_one)
+    script._set(network, "sdpa")
+    assert [stack.config._attn_implementation for stack in stacks] == ["sdpa", "sdpa"]
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", lambda model, name: None)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration does not take flex_attention"):
+        script._set(network, "flex_attention")
 
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):

@@ -30,6 +30,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from transformers.models.doge import modeling_doge  # noqa: E402
 
 from dmattn.integrations import doge  # noqa: E402
+from dmattn.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
@@ -241,6 +242,20 @@ def test_parameters_stay_the_same_objects_and_disable_returns_to_eager() -> None
 
 def attentions(model: nn.Module) -> set[type[nn.Module]]:
     return {type(layer.self_attn) for layer in model.model.layers}
+
+
+def test_a_report_says_that_dynamic_masks_serve_an_enabled_model() -> None:
+    """Layer by layer; a DynamicMaskAttention of one's own counts alike."""
+    model = model_of()
+    assert integration.report(model) == [("DogeAttention", 2, "routed")]
+    doge.enable(model.model.layers[0])
+    assert integration.report(model) == [("DogeAttention", 1, "dynamic mask"), ("DogeAttention", 1, "routed")]
+    doge.enable(model)
+    assert integration.report(model) == integration.report(pickle.loads(pickle.dumps(model))) == [("DogeAttention", 2, "dynamic mask")]
+    doge.disable(model)
+    assert integration.report(model) == [("DogeAttention", 2, "routed")]
+    own = DynamicMaskAttention(hidden_size=8, num_heads=2, keep=4)
+    assert integration.report(own) == [("DynamicMaskAttention", 1, "dynamic mask")]
 
 
 def test_a_part_enabled_first_is_disabled_with_the_whole() -> None:

@@ -15,6 +15,8 @@ CASES = [
     Case("capped-causal", 4, 3, heads=2, head_dim=2, bias="b1qk", softcap=2.0, causal=True),
     Case("masked-empty-rows", 4, 4, heads=2, kv_heads=2, head_dim=2, mask="bhqk", keep="random-empty-rows", bias="bg1k"),
     Case("intervals-window", 4, 5, heads=1, head_dim=2, intervals="random", window=(2, 3), bias="1hq1"),
+    Case("intervals-window-of-pairs", 5, 6, heads=2, kv_heads=1, head_dim=2, intervals="random", window=(3, 1), bias="1hqk"),
+    Case("documents-causal", 9, heads=2, head_dim=2, intervals="documents", causal=True, bias="bg1k"),
 ]
 
 
@@ -55,6 +57,21 @@ def test_chunks_of_rows_give_the_whole(case: Case, monkeypatch: pytest.MonkeyPat
     parts = results(dmattn.attention, inputs, case.options)
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_of_packed_sequences_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth sequence has no keys, and its rows go with either neighbour; the sixth is longer than a chunk."""
+    computed = []
+    attend = chunked.attend
+    monkeypatch.setattr(
+        chunked, "attend", lambda chunk, *rest: computed.append((chunk.query.shape[2], chunk.key.shape[2])) or attend(chunk, *rest)
+    )
+    monkeypatch.setattr(chunked, "PACKED_ROWS", 4)
+    monkeypatch.setattr(chunked, "MIN_ROWS", 2)
+    ends_q, ends_k = (torch.tensor(lengths).cumsum(0) for lengths in ([0, 3, 1, 2, 3, 2, 6], [0, 3, 1, 4, 0, 2, 6]))
+    query, key, value = (torch.randn(int(ends[-1]), 2, 4, generator=torch.Generator().manual_seed(0)) for ends in (ends_q, ends_k, ends_k))
+    dmattn.attention_varlen(query, key, value, ends_q, ends_k, max_seqlen_q=6, max_seqlen_k=6, causal=True)
+    assert computed == [(4, 4), (4, 4), (3, 2), (4, 4), (2, 6)]
 
 
 def test_dtype_is_that_asked_for() -> None:

@@ -177,9 +177,10 @@ def test_a_leaf_is_not_kept_by_its_copy(copies: list[StorageWeakRef]) -> None:
     assert copies[0].expired()
 
 
-def test_what_is_written_into_a_bias_counts(copies: list[StorageWeakRef]) -> None:
-    """Between two layers of one pass, into the bias or into the tensor that it is a view of."""
-    with torch.no_grad():
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_is_written_into_a_bias_counts(context: Callable, copies: list[StorageWeakRef]) -> None:
+    """Between two layers of one pass, into the bias or into the tensor that it is a view of; where no version tells of it, each layer copies."""
+    with context():
         table = table_bias()
         bias = seen_by_heads(table)
         for change in (lambda: None, lambda: bias.mul_(2), lambda: table.mul_(2)):

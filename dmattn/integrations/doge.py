@@ -90,6 +90,8 @@ class _Attention(DynamicMaskAttention):
     `original` and `implementation` are what :func:`disable` returns to; the original is in a tuple, where it is no child of the layer.
     """
 
+    dmattn_stock = DogeAttention  # the class under which dmattn.integrations.transformers.report counts the layer
+
     def __init__(self, attention: DogeAttention, implementation: str | None) -> None:
         super().__init__(
             hidden_size=attention.config.hidden_size,

@@ -183,7 +183,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, step, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            starts = listed_keys(rules, seq, row, _backwards(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
@@ -215,6 +215,19 @@ def _work(number, rules, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
+def _backwards(rules, walk, step, BLOCK_N: gl.constexpr):
+    """The step of :func:`listed_key` at a step of the loops; at the other, if asked with that. Where there are lists, they are the same.
+
+    Else the last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here.
+    """
+    begin, _, full_end, _, _ = walk
+    if rules.lists is not None:
+        return step
+    else:
+        return 2 * begin + (full_end - 1 - begin) // BLOCK_N * BLOCK_N - step
+
+
+@gluon.jit
 def _consume(
     tiles, ready, rules, lengths, out, lse,
     which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
@@ -229,6 +242,8 @@ def _consume(
     q_full, q_free, _, _, v_full, v_free, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
+    WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
+    FIRST_HIDES: gl.constexpr = WINDOW or not EVEN_N or rules.mask is not None or rules.first is not None
     turn = 0  # tiles so far
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
@@ -242,16 +257,18 @@ def _consume(
         mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
         if begin < full_end:
             after = begin + BLOCK_N
-            sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, True, True)
+            sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, FIRST_HIDES, True)
             if rules.lists is None:
-                open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, after, end, BLOCK_M, BLOCK_N)
-                if rules.left is not None:
-                    for step in range(after, open_begin, BLOCK_N):
+                open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, begin, end, BLOCK_M, BLOCK_N)
+                open_step = gl.maximum(_backwards(rules, walk, open_end, BLOCK_N) + BLOCK_N, after)
+                left_step = gl.maximum(_backwards(rules, walk, open_begin, BLOCK_N) + BLOCK_N, after)
+                if rules.right is not None:
+                    for step in range(after, open_step, BLOCK_N):
                         sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-                for step in range(open_begin, open_end, BLOCK_N):
+                for step in range(open_step, left_step, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
-                if rules.right is not None or not EVEN_N:
-                    for step in range(open_end, end, BLOCK_N):
+                if rules.left is not None:
+                    for step in range(left_step, full_end, BLOCK_N):
                         sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
             else:
                 for step in range(after, end, BLOCK_N):
@@ -298,7 +315,7 @@ def _tile(
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, row, step, 0, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        start = listed_key(rules, seq, row, _backwards(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
     row += which * BLOCK_M
     stage, phase = stage_of(turn, STAGES)
     before, phase_before = stage_of(turn - 1, STAGES)

@@ -3,6 +3,9 @@
 A relative position bias is an embedding's output (Q, K, H) seen as (1, H, Q, K), so its keys lie H elements apart. The kernels then fetch a
 sector of memory for every element, in the forward pass and in each of the three backward kernels, again for each entry of the batch and each
 layer, and those for Hopper take no such tensor at all. A copy costs less than what a single one of these kernels loses.
+
+Under `torch.inference_mode` each layer makes a copy of its own. Tensors made there have no version, so what is written into a bias between two
+layers would go unseen, and the second would get the old values. `torch.no_grad`, under which Transformers generates, keeps to one copy.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ...module import DynamicMaskAttention
 from .attention import attend
 from .families import Family, family_of, mask_for_patched
 from .interface import class_uses_interface
@@ -25,7 +26,7 @@ __all__ = ["Coverage", "patch", "patched", "report", "unpatch"]
 NAME = "dmattn_patched"  # the implementation of a patched model's configuration, where it decides which mask its layers receive
 _BEFORE = "_dmattn_implementation_before"
 
-State = Literal["routed", "patched", "patchable", "not covered"]
+State = Literal["routed", "patched", "patchable", "dynamic mask", "not covered"]
 
 
 class Coverage(NamedTuple):
@@ -35,7 +36,8 @@ class Coverage(NamedTuple):
         attention: the name of the class.
         layers: how many of them the model holds.
         state: "routed" through Transformers' attention interface, which :func:`enable` sets to dmattn; "patched"; "patchable" by
-            :func:`patch`; or "not covered": they compute attention by themselves, whatever is enabled or patched.
+            :func:`patch`; "dynamic mask": they are a :class:`dmattn.DynamicMaskAttention`, as :func:`dmattn.integrations.doge.enable` makes
+            of Doge's; or "not covered": they compute attention by themselves, whatever is enabled or patched.
     """
 
     attention: str
@@ -144,6 +146,8 @@ def _state(module: Any) -> State | None:
         return None
     if isinstance(module, _Patched):
         return "patched"
+    if isinstance(module, DynamicMaskAttention):
+        return "dynamic mask"
     if _family(module) is not None:
         return "patchable"
     if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module):
