@@ -124,11 +124,28 @@ def test_half_precision(device: str, half: torch.dtype, changes: dict) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "size", [dict(len_q=2048, keep=256), dict(len_q=300, len_k=2048, keep=512), dict(len_q=1, len_k=4096, keep=100)], ids=str
 )
-def test_larger_on_a_gpu(size: dict, scores: str) -> None:
-    assert not failures("cuda", torch.bfloat16, scores=scores, head_dim=64, batch=1, **size)
+def test_larger_on_a_gpu(size: dict, head_dim: int, scores: str) -> None:
+    assert not failures("cuda", torch.bfloat16, scores=scores, head_dim=head_dim, batch=1, **size)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dict(len_q=1000, keep=100),
+        dict(len_q=777, keep=500, scores="walk", bias_dtype=torch.float32),
+        dict(len_q=700, len_k=300, keep=70, padding=True),
+        dict(len_q=130, keep=7, value_dim=72),
+    ],
+    ids=str,
+)
+def test_odd_lengths_on_a_gpu(problem: dict) -> None:
+    """Tiles of listed blocks that do not come out even, and a last block that the keys do not fill."""
+    assert not failures("cuda", torch.bfloat16, head_dim=128, **problem)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
