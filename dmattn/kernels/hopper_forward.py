@@ -183,7 +183,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, _backwards(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
@@ -215,16 +215,17 @@ def _work(number, rules, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
-def _backwards(rules, walk, step, BLOCK_N: gl.constexpr):
-    """The step of :func:`listed_key` at a step of the loops; at the other, if asked with that. Where there are lists, they are the same.
+def _step_of(rules, walk, start, BLOCK_N: gl.constexpr):
+    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same.
 
-    Else the last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here.
+    The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
+    beside a bias of pairs, which is read faster in the order of memory.
     """
     begin, _, full_end, _, _ = walk
-    if rules.lists is not None:
-        return step
+    if rules.lists is not None or (rules.bias_rows is not None and rules.bias_cols is not None):
+        return start
     else:
-        return 2 * begin + (full_end - 1 - begin) // BLOCK_N * BLOCK_N - step
+        return 2 * begin + (full_end - 1 - begin) // BLOCK_N * BLOCK_N - start
 
 
 @gluon.jit
@@ -243,7 +244,10 @@ def _consume(
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
+    BACKWARDS: gl.constexpr = rules.bias_rows is None or rules.bias_cols is None  # as `_step_of` has it
     FIRST_HIDES: gl.constexpr = WINDOW or not EVEN_N or rules.mask is not None or rules.first is not None
+    HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
+    HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else rules.right is not None or not EVEN_N
     turn = 0  # tiles so far
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
@@ -260,15 +264,20 @@ def _consume(
             sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, FIRST_HIDES, True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, begin, end, BLOCK_M, BLOCK_N)
-                open_step = gl.maximum(_backwards(rules, walk, open_end, BLOCK_N) + BLOCK_N, after)
-                left_step = gl.maximum(_backwards(rules, walk, open_begin, BLOCK_N) + BLOCK_N, after)
-                if rules.right is not None:
-                    for step in range(after, open_step, BLOCK_N):
+                if BACKWARDS:
+                    open_begin, open_end = (
+                        _step_of(rules, walk, open_end, BLOCK_N) + BLOCK_N,
+                        _step_of(rules, walk, open_begin, BLOCK_N) + BLOCK_N,
+                    )
+                open_begin = gl.maximum(open_begin, after)
+                open_end = gl.maximum(open_end, after)
+                if HIDES_BEFORE:
+                    for step in range(after, open_begin, BLOCK_N):
                         sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-                for step in range(open_step, left_step, BLOCK_N):
+                for step in range(open_begin, open_end, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
-                if rules.left is not None:
-                    for step in range(left_step, full_end, BLOCK_N):
+                if HIDES_AFTER:
+                    for step in range(open_end, full_end, BLOCK_N):
                         sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
             else:
                 for step in range(after, end, BLOCK_N):
@@ -315,7 +324,7 @@ def _tile(
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, row, _backwards(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        start = listed_key(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
     row += which * BLOCK_M
     stage, phase = stage_of(turn, STAGES)
     before, phase_before = stage_of(turn - 1, STAGES)
