@@ -252,6 +252,7 @@ HOPPER = (
     Case("hopper-intervals-dense-bias-head-dim-64-704x304", 704, 304, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="the same at head dim 64"),
     Case("hopper-padding-intervals-shared-bias-391", 391, batch=3, heads=2, head_dim=128, intervals="padding", bias="1hqk", reason="dBias by the portable kernel"),
     Case("hopper-documents-window-bias-by-head-700", 700, batch=3, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="1h1k", window=(90, 10), reason="intervals of a batch entry packed beside the bias of a head"),
+    Case("hopper-intervals-by-group-bias-by-head-300", 300, heads=4, kv_heads=2, head_dim=128, intervals="random", bias="1h1k", reason="intervals of a group packed beside the bias of each of its heads"),
     Case("hopper-padding-query-bias-causal-513x700", 513, 700, heads=2, head_dim=96, intervals="padding", bias="bhq1", causal=True, reason="intervals packed alone, inside a window"),
     Case("hopper-intervals-many-blocks-130x33500", 130, 33500, batch=1, heads=2, kv_heads=1, head_dim=128, intervals="random-per-head", bias="b11k", reason="more blocks of 32 and of 16 keys than a list names"),
     Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias packed by the blocks of a mask's lists"),

@@ -36,7 +36,7 @@ def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
     if not given:
         return None, None
-    batch, heads = torch.broadcast_shapes(*(x.shape[:2] for x in given))
+    batch, heads = (max(sizes) for sizes in zip(*(x.shape[:2] for x in given), strict=True))
     parts = (0 if problem.first is None else 2) + (0 if bias is None else 2 if len(given) > 1 else 1)
     packed = given[0].new_empty((batch, heads, triton.cdiv(problem.key.shape[2], block_n), parts * block_n), dtype=torch.int32)
     bounds = _summary(problem, block_n, packed)
@@ -86,12 +86,10 @@ def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     first, last, bias, bounds = problem.first, problem.last, None, None
     if packed is None:
-        first, last = torch.broadcast_tensors(first, last)
-        batch, heads = first.shape[:2]
+        batch, heads = (max(sizes) for sizes in zip(first.shape[:2], last.shape[:2], strict=True))
     else:
         batch, heads = packed.shape[:2]
-        bias = problem.bias[:, :, 0].expand(batch, heads, len_k) if by_key(problem.bias) else None
-        first, last = (None if x is None else x.expand(batch, heads, len_k) for x in (first, last))
+        bias = problem.bias[:, :, 0] if by_key(problem.bias) else None
     blocks = triton.cdiv(len_k, block_n)
     if first is not None:
         bounds = first.new_empty((batch, heads, blocks, 4))
