@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA
+from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
 from dmattn import IntervalMask, attention
@@ -131,10 +131,15 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_head_dims_to_64_are_for_the_backward_pass_alone() -> None:
+def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
     assert not hopper_forward.takes(one)
     assert not hopper_query_grad.takes(one, one.query)
+    long = problem(head_dim=64, length=2048)
+    assert hopper_forward.takes(long)
+    assert not hopper_forward.takes(long._replace(right=0))
+    assert not hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
+    assert hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert hopper_query_grad.takes(problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)), one.query)
     assert hopper_key_grad.takes(one, one.query, None)
 
@@ -144,6 +149,36 @@ def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
     one = problem()
     assert not hopper_key_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape), None)
     assert not hopper_bias_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40])
+def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
+    one = problem(scale=scale)
+    assert not hopper_forward.takes(one)
+    assert not hopper_query_grad.takes(one, one.query)
+    assert not hopper_key_grad.takes(one, one.query, None)
+
+
+@pytest.mark.parametrize(("length", "head_dim", "consumers"), [(4096, 64, 3), (190, 64, 3), (400, 64, 2), (4096, 128, 2)])
+def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim: int, consumers: int) -> None:
+    assert hopper.consumers_of(length, head_dim) == consumers
+
+
+@needs_cuda
+@pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "by-key"])
+def test_scores_below_all_of_float32_are_hidden(pairs: bool) -> None:
+    """A bias of the lowest number everywhere, as float masks have it, is below it in base 2."""
+    query, key, value = (tensor(1, 2, LENGTH, 128, device="cuda").requires_grad_() for _ in range(3))
+    bias = torch.zeros(1, 1, LENGTH if pairs else 1, LENGTH, dtype=torch.bfloat16, device="cuda")
+    hidden = slice(3, 70) if pairs else slice(None)
+    bias[:, :, hidden] = torch.finfo(torch.bfloat16).min
+    out, lse = attention(query, key, value, bias=bias, return_lse=True)
+    (out.sum() + lse.where(lse.isfinite(), 0.0).sum()).backward()
+    assert (out[:, :, hidden] == 0).all()
+    assert (lse[:, :, hidden] == float("-inf")).all()
+    assert out.isfinite().all()
+    assert all(x.grad.isfinite().all() for x in (query, key, value))
 
 
 def test_other_devices_and_older_compilers_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .intervals import middle_and_length, packed_keys
+from .intervals import middle_and_length, of_keys, packed_keys
 from .launch import device_family
 from .layout import Span, slice_pointer
 from .lists import room, visited_block, visits
@@ -39,7 +39,7 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
 
     It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
-    a positive scale (a larger product is a larger score then), and neither softcap nor dropout.
+    a positive scale (a larger product is a larger score then) that float32 has a normal number for, and neither softcap nor dropout.
     """
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
     if device_family(query.device) != "sm_90" or not GLUON:
@@ -48,7 +48,7 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
         return False
     if problem.first is not None and query.shape[2] > 1 << 22:
         return False  # twice a place is not exact in float32
-    if problem.softcap is not None or problem.seed is not None or not problem.scale > 0:
+    if problem.softcap is not None or problem.seed is not None or not problem.scale >= torch.finfo(torch.float32).tiny:
         return False
     by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
     if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):
@@ -100,15 +100,15 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
 def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[Rules, TensorDescriptor | None, int]:
     """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
 
-    Where keys have intervals, tiles are made of blocks of `together` keys, or of PANEL beside a bias of pairs, which is copied with them. The
-    rules have no window then, for the intervals that are packed leave out what it hides.
+    Where keys have intervals, tiles are made of blocks: of `together` keys beside a bias of keys, as a dynamic mask has it, whose lives are
+    short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
     """
     if problem.first is None:
         sub = block_n
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
         packed = packed_keys(problem, block_m, sub)[1]
     else:
-        sub = PANEL.value if of_pairs(problem.bias) else together
+        sub = together if of_keys(problem.bias) else PANEL.value
         lists, packed = packed_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if packed is None else tiled_vectors(packed), sub
@@ -158,7 +158,7 @@ def tile_range(rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SU
 
 
 @gluon.jit
-def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, SUB: gl.constexpr):
     """The first key of a block of SUB of a tile; before the first key of all where the tile is filled up."""
     _, _, full_end, partial, full = walk
     if rules.lists is None:
@@ -174,7 +174,7 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     """The first key of every block of a tile."""
     starts = ()
     for block in gl.static_range(BLOCK_N // SUB):
-        starts += (listed_key(rules, seq, row, step, block, walk, BLOCK_M, BLOCK_N, SUB),)
+        starts += (listed_key(rules, seq, row, step, block, walk, BLOCK_M, SUB),)
     return starts
 
 

@@ -54,7 +54,7 @@ from .softmax import softmax_step
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 FEWER_KEYS, MORE_STAGES = 64, 3
-TOGETHER = 32  # keys of the blocks that a tile is made of where keys have intervals; smaller ones waste less, and take longer to copy
+KEYS_TOGETHER = 32  # keys of the blocks that a tile is made of where keys have intervals; smaller ones waste less, and take longer to copy
 
 
 def takes(problem: Any) -> bool:
@@ -71,7 +71,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     consumers = consumers_of(len_q, dim)
     pairs = of_pairs(problem.bias)
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
-    rules, packed, sub = key_walk(problem, consumers * block_m, block_n, TOGETHER)
+    rules, packed, sub = key_walk(problem, consumers * block_m, block_n, KEYS_TOGETHER)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     even = problem.mask is None and problem.first is None and problem.left is None and problem.right is None
     launch(
@@ -247,7 +247,7 @@ def _consume(
     BACKWARDS: gl.constexpr = rules.bias_rows is None or rules.bias_cols is None  # as `_step_of` has it
     FIRST_HIDES: gl.constexpr = WINDOW or not EVEN_N or rules.mask is not None or rules.first is not None
     HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
-    HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else rules.right is not None or not EVEN_N
+    HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
@@ -324,7 +324,7 @@ def _tile(
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        start = listed_key(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, SUB)
     row += which * BLOCK_M
     stage, phase = stage_of(turn, STAGES)
     before, phase_before = stage_of(turn - 1, STAGES)

@@ -1,6 +1,6 @@
 """dK and dV on Hopper (sm_90) for head dims from 33 to 128, with the dBias that is made beside them: key_grad.py says what, this how.
 
-A program has three parts that run side by side: two consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
+The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. Scores stand with keys down, so that the sums over queries take them for their left factor from registers. While
 one consumer makes probabilities, the other multiplies: products that outlive a tile within one consumer would all be serialised by ptxas.
 """
@@ -333,9 +333,9 @@ def tile(
     """One tile of queries added to (dk, dv, sums).
 
     `turn` is (its stage, the parity of how often that was used), `place` where among the tiles of bias and mask, and of dBias, the consumer's
-    are; `per_key` are the bias and the intervals of keys that do not depend on the query.
+    are; `per_key` is what the keys have that does not depend on the query: their bias, and of their intervals twice the middle and the length.
     """
-    by_key, first, last = per_key
+    key_bias, middle2, length = per_key
     k_tile, v_tile, tiles, ready, rules, results = fixed
     q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
     q_full, d_out_full, free = ready
@@ -356,11 +356,11 @@ def tile(
     d_p = warpgroup_mma(v_tile, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
-    bias = _bias_of(by_key, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
+    bias = _bias_of(key_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     row_vectors = packed_tiles._reinterpret(gl.float32, [2 * packed_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     divisor_rows = row_vectors.index(2 * stage).load(gl.SliceLayout(0, PAIRS))
     s = warpgroup_mma_wait(1, [s])
-    s = ruled(s, bias, (kept, first, last), rules, seq, start + rows, col + cols, EDGE)
+    s = ruled(s, bias, (kept, middle2, length), rules, seq, start + rows, col + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
@@ -424,10 +424,10 @@ def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _bias_of(by_key, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
+def _bias_of(key_bias, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     if rules.bias is None or rules.bias_rows is None:
-        return by_key
+        return key_bias
     elif rules.bias_cols is not None:
         return bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

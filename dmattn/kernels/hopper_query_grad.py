@@ -47,7 +47,7 @@ from .softmax import divisor2
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
-TOGETHER = 16  # as in hopper_forward.py
+KEYS_TOGETHER = 16  # as in hopper_forward.py
 
 
 def takes(problem: Any, d_out: Tensor) -> bool:
@@ -61,7 +61,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    rules, packed, sub = key_walk(problem, 2 * block_m, block_n, TOGETHER)
+    rules, packed, sub = key_walk(problem, 2 * block_m, block_n, KEYS_TOGETHER)
     launch(
         _query_gradients_kernel,
         triton.cdiv(len_q, 2 * block_m) * heads * batch,
@@ -227,7 +227,7 @@ def _tile(
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+        start = listed_key(rules, seq, row, step, 0, walk, 2 * BLOCK_M, SUB)
     row += which * BLOCK_M
     stage, phase = stage_of(turn, STAGES)
     before = (turn - 1) % STAGES

@@ -17,7 +17,7 @@ from .replay import launch
 from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
 
-CHUNK = tl.constexpr(512)  # blocks that a program looks at together when it makes a list
+CHUNK = tl.constexpr(512)  # blocks that a program looks at together when it makes a list: four numbers of each
 
 
 def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
@@ -26,13 +26,15 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
 
 
 def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None]:
-    """(lists as of `interval_lists`, what each block of keys has to say) of a problem; None without intervals, and where no key has any.
+    """(lists as of `interval_lists`, what each block of keys has to say) of a problem.
+
+    The former is None without intervals, the latter also where there is no bias of keys either.
 
     The latter is int32, (B or 1, H or Hk or 1, blocks, BLOCK_N times 1, 2 or 4). With intervals, the middle of each key's times two and its
     length come first, of what the window leaves of it, as the bits of float32: for them to be exact there may be 2 ** 22 queries. With a
     bias of keys alone follows that times LOG2E, likewise, and with both there is as much room again, which nothing is written to.
     """
-    bias = problem.bias if by_key(problem.bias) else None
+    bias = problem.bias if of_keys(problem.bias) else None
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
     if not given:
         return None, None
@@ -43,7 +45,7 @@ def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None
     return (None if bounds is None else _lists(problem, bounds, block_m, block_n)), packed
 
 
-def by_key(bias: Tensor | None) -> bool:
+def of_keys(bias: Tensor | None) -> bool:
     """Whether a bias differs by key, and by that alone of query and key."""
     return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
 
@@ -89,7 +91,7 @@ def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
         batch, heads = (max(sizes) for sizes in zip(first.shape[:2], last.shape[:2], strict=True))
     else:
         batch, heads = packed.shape[:2]
-        bias = problem.bias[:, :, 0] if by_key(problem.bias) else None
+        bias = problem.bias[:, :, 0] if of_keys(problem.bias) else None
     blocks = triton.cdiv(len_k, block_n)
     if first is not None:
         bounds = first.new_empty((batch, heads, blocks, 4))
@@ -158,8 +160,8 @@ def _summary_kernel(first, last, bias, bounds, packed, left, right, heads, len_q
 @triton.jit
 def middle_and_length(first, last, len_q):
     """(twice the middle, length) of intervals of queries, in float32: those within have |2 i - middle2| < length."""
-    first = tl.minimum(first, len_q)
-    last = tl.minimum(last, len_q)
+    first = tl.maximum(tl.minimum(first, len_q), 0)
+    last = tl.maximum(tl.minimum(last, len_q), 0)
     return (first + last - 1).to(tl.float32), (last - first).to(tl.float32)
 
 

@@ -15,7 +15,7 @@ from .layout import slice_pointer
 
 LISTED = tl.constexpr(1022)
 COUNTS = tl.constexpr(2)  # before the entries
-CHUNK = tl.constexpr(128)  # blocks that a program looks at together when it makes a list
+CHUNK = tl.constexpr(128)  # blocks that a program looks at together when it makes a list of a mask: for each it reads many states
 
 
 def empty_lists(like: Tensor, batch: int, heads: int, owners: int, blocks: int) -> Tensor:

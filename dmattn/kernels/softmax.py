@@ -17,10 +17,11 @@ def softmax_start(BLOCK_M: tl.constexpr):
 def softmax_step(s, row_max, row_sum, factor):
     """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum).
 
-    Scores times `factor`, which is positive, are exponents of 2.
+    Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    pivot = tl.where(new_max == float("-inf"), 0.0, new_max) * factor
+    highest = new_max * factor
+    pivot = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(s * factor - pivot[:, None])
     alpha = tl.exp2(row_max * factor - pivot)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
