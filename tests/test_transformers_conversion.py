@@ -732,7 +732,7 @@ def test_what_cannot_be_converted_is_named(build_model: Callable, options: dict[
 def test_what_cannot_be_reverted_is_named() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, received str"):
         integration.revert_dynamic_mask("gpt2")
-    with pytest.raises(ValueError, match="model: expected one that convert_to_dynamic_mask was called on, received another Llama"):
+    with pytest.raises(ValueError, match="model: expected one that convert_to_dynamic_mask was called on, received a Llama"):
         integration.revert_dynamic_mask(llama())
     model = converted()
     model.model.layers[0].self_attn.dynamic_mask = nn.Sequential(model.model.layers[0].self_attn.dynamic_mask)
@@ -761,3 +761,10 @@ def test_an_attention_call_equals_the_formula(dynamic: bool) -> None:
     leaves = (query, key, value, *(layer.dynamic_mask.parameters() if dynamic else ()))
     for got, expected in zip(*(torch.autograd.grad((result * weight).sum(), leaves) for result in (out, want)), strict=True):
         assert error(got, expected) <= TOLERANCE * largest(expected)
+
+
+def test_report_tells_converted_layers_apart() -> None:
+    model = llama()
+    layers = integration.report(model)[0].layers
+    integration.convert_to_dynamic_mask(model, keep=KEEP, layers=[1])
+    assert integration.report(model) == [("LlamaAttention", layers - 1, "routed"), ("LlamaAttention", 1, "dynamic mask")]

@@ -231,7 +231,7 @@ def test_a_model_with_nothing_to_patch_raises(model: Callable[[], nn.Module], me
 
 def test_what_cannot_be_patched_or_undone_raises() -> None:
     model = bloom()
-    with pytest.raises(ValueError, match=r"expected a model that patch\(\) was called on, received another BloomForCausalLM"):
+    with pytest.raises(ValueError, match=r"expected a model that patch\(\) was called on, received a BloomForCausalLM that is not patched"):
         integration.unpatch(model)
     for function in (integration.patch, integration.unpatch, integration.report):
         with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, received str"):

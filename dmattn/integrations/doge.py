@@ -75,7 +75,7 @@ def disable(model: nn.Module) -> None:
     """
     found = _children(model, _Attention) if isinstance(model, nn.Module) else []
     if not found:
-        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received another {type(model).__name__}")
+        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received a {type(model).__name__} that is not enabled")
     for parent, name, layer in found:
         (attention,) = layer.original
         _share(layer, attention)

@@ -104,7 +104,9 @@ def revert_dynamic_mask(model: nn.Module) -> None:
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
     converted: list[Any] = [module for module in model.modules() if hasattr(module, "dynamic_mask") and hasattr(module, "layer_idx")]
     if not converted:
-        raise ValueError(f"dmattn: model: expected one that convert_to_dynamic_mask was called on, received another {type(model).__name__}")
+        raise ValueError(
+            f"dmattn: model: expected one that convert_to_dynamic_mask was called on, received a {type(model).__name__} that is not converted"
+        )
     for layer in converted:
         if not isinstance(layer.dynamic_mask, DynamicMask):
             expected = "a model without adapters, as after peft's merge_and_unload()"

@@ -37,7 +37,8 @@ class Coverage(NamedTuple):
         layers: how many of them the model holds.
         state: "routed" through Transformers' attention interface, which :func:`enable` sets to dmattn; "patched"; "patchable" by
             :func:`patch`; "dynamic mask": they are a :class:`dmattn.DynamicMaskAttention`, as :func:`dmattn.integrations.doge.enable` makes
-            of Doge's; or "not covered": they compute attention by themselves, whatever is enabled or patched.
+            of Doge's, or :func:`convert_to_dynamic_mask` converted them; or "not covered": they compute attention by themselves, whatever is
+            enabled or patched. Which implementation "routed" layers take now, the model's configuration says.
     """
 
     attention: str
@@ -75,7 +76,7 @@ def unpatch(model: nn.Module) -> None:
     """
     layers = [module for module in _modules(model) if isinstance(module, _Patched)]
     if not layers:
-        raise ValueError(f"dmattn: model: expected a model that patch() was called on, received another {type(model).__name__}")
+        raise ValueError(f"dmattn: model: expected a model that patch() was called on, received a {type(model).__name__} that is not patched")
     _restore(layers, [module for module in model.modules() if _BEFORE in vars(module)])
 
 
@@ -146,7 +147,7 @@ def _state(module: Any) -> State | None:
         return None
     if isinstance(module, _Patched):
         return "patched"
-    if isinstance(module, DynamicMaskAttention):
+    if isinstance(module, DynamicMaskAttention) or (hasattr(module, "dynamic_mask") and hasattr(module, "layer_idx")):
         return "dynamic mask"
     if _family(module) is not None:
         return "patchable"

@@ -59,7 +59,7 @@ def disable(model: nn.Module) -> None:
     """
     before = _settings_before.pop(model, None)
     if before is None:
-        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received another {type(model).__name__}")
+        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received a {type(model).__name__} that is not enabled")
     _restore(before)
 
 
