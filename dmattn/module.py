@@ -121,7 +121,9 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"dmattn: num_kv_heads: expected a divisor of num_heads = {num_heads}, received {num_kv_heads}")
         if head_dim is None:
             if hidden_size % num_heads:
-                raise ValueError(f"dmattn: head_dim: expected an integer where {num_heads} heads do not divide {hidden_size}, received None")
+                raise ValueError(
+                    f"dmattn: hidden_size: expected a multiple of num_heads = {num_heads} where head_dim is None, received {hidden_size}"
+                )
             head_dim = hidden_size // num_heads
         _check_size("head_dim", head_dim)
         if head_dim > MAX_HEAD_DIM:

@@ -192,7 +192,8 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, 
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
         choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
-        _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", tuple(tensor.shape))
+        hint = f"; of padding, {name}[:, None, None]" if name == "mask" and tuple(tensor.shape) == (full[0], full[-1]) else ""
+        _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 
 
