@@ -26,7 +26,7 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_key_grad import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_rows, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_rows, tile
 from .intervals import block_bounds
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch

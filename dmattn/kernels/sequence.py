@@ -42,6 +42,7 @@ def place_keys(rules, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
+    """:func:`place_keys` of a program with that number of so many."""
     blocks = tl.cdiv(length, BLOCK)
     if rules.shared is not None:
         begin = program // (blocks * heads * TOGETHER) * TOGETHER
