@@ -8,10 +8,12 @@ neighbours: in that order attention visits little more than the tiles that hold 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
-EPOCHS = 16  # the lifetime order sorts by the epoch of a key's death, then by its birth
+EPOCHS = 16  # the lifetime order sorts by the epoch of a key's death, then by its birth; the first epoch is that of keys that do not die
 
 
 def scores_of(key_bias: Tensor, valid: Tensor | None) -> Tensor:
@@ -57,7 +59,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
 
     Under a causal mask aligned bottom-right. An interval is empty where no query keeps the key; those keys stand last in the order. Before
     them come the epochs of death from the last to the first, so that the work begins with the longest lives, and within an epoch the keys
-    by birth, to and fro.
+    by birth, to and fro. Epochs are even in the logarithm of time: of random scores, the share of keys that come and go falls as keep / t.
     """
     len_k = key_bias.shape[-1]
     offset = len_k - len_q
@@ -70,10 +72,19 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     if valid is not None:
         dead = dead | ~valid
     last = last.masked_fill(dead, 0)
-    epoch = (EPOCHS - 1 - last * EPOCHS // (len_q + 1)).masked_fill(dead, EPOCHS)
+    end, span = log_scale(keep, len_q, len_k)
+    ago = end - (last + offset).float().view(torch.int32).long()
+    epoch = torch.where(last < len_q, 1 + ago * (EPOCHS - 1) // span, 0).masked_fill(dead, EPOCHS)
     turned = torch.where(epoch % 2 == 0, birth, len_k - 1 - birth)
     order = (epoch * len_k + turned).argsort(dim=-1)
     return order.int(), first.int(), last.int()
+
+
+def log_scale(keep: int, len_q: int, len_k: int) -> tuple[int, int]:
+    """(logarithm of len_k, how much more that is than the first death's can be, and 1): bits of float32, which are a logarithm near enough."""
+    earliest = min(max(keep, len_k - len_q), len_k)
+    low, high = (struct.unpack("<i", struct.pack("<f", number))[0] for number in (earliest, len_k))
+    return high, high - low + 1
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -190,7 +190,12 @@ def check_pytorch(case: Case) -> None:
     wanted = reference.dynamic_mask(scores.clamp(min=torch.finfo(torch.float32).min), case.keep, len_q=case.len_q, valid=valid)
     assert torch.equal(kept, wanted), f"{case}: differs at {(kept != wanted).nonzero()[:5].tolist()}"
     assert torch.equal(order.sort(-1).values, torch.arange(case.len_k, dtype=torch.int32).expand_as(order))
-    epoch = torch.where(last > 0, selection.EPOCHS - 1 - last.long() * selection.EPOCHS // (case.len_q + 1), selection.EPOCHS)
+    before = case.len_k - case.len_q
+    logarithms = [torch.tensor(x, dtype=torch.float32).view(torch.int32).item() for x in (min(max(case.keep, before), case.len_k), case.len_k)]
+    ago = logarithms[1] - (last + before).float().view(torch.int32).long()
+    epoch = torch.where(last < case.len_q, 1 + ago * (selection.EPOCHS - 1) // (logarithms[1] - logarithms[0] + 1), 0)
+    assert bool((epoch[last > 0] < selection.EPOCHS).all())
+    epoch = epoch.masked_fill(last == 0, selection.EPOCHS)
     epoch = epoch.gather(-1, order.long())
     along = epoch * case.len_k + torch.where(epoch % 2 == 0, order, case.len_k - 1 - order)  # by epoch, in which positions run to and fro
     assert bool((along.diff(dim=-1) > 0).all()), f"{case}: not in lifetime order"

@@ -17,10 +17,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .intervals import middle_and_length, of_keys, packed_keys
 from .launch import device_family
-from .layout import Span, slice_pointer
+from .layout import Sequence, Span, slice_pointer
 from .lists import room, visited_block, visits
 from .scores import LOG2E, Rules, rules_of
-from .sequence import next_step
+from .sequence import next_step, place_work
 from .tiles import block_dim
 from .walk import key_lists, key_range
 
@@ -64,6 +64,11 @@ def consumers_of(length: int, dim: int) -> int:
     Three hide each other's waiting better than two, but have registers for head dims to 64 only, and should leave few of the last rows idle.
     """
     return 3 if dim == 64 and triton.cdiv(length, 192) * 192 <= 1.1 * triton.cdiv(length, 128) * 128 else 2
+
+
+def even_work(problem: Any) -> bool:
+    """Whether a program for each processor may take blocks of queries by their number, for all have about the same work."""
+    return problem.first is not None or (problem.mask is None and problem.left is None and problem.right is None)
 
 
 def padded_dim(problem: Any) -> int:
@@ -138,6 +143,16 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)
     return made
+
+
+@gluon.jit
+def work_of(number, rules, lengths, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """(sequence, first query, `tile_range`) of a block of queries by its number; `lengths` are (works, heads, Sq, Sk)."""
+    works, heads, len_q, len_k = lengths
+    block, head, batch = place_work(number, works, rules, len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, len_k)
+    row = block * BLOCK_M
+    return seq, row, tile_range(rules, seq, row, BLOCK_M, BLOCK_N, SUB)
 
 
 @gluon.jit

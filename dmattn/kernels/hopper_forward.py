@@ -28,6 +28,7 @@ from .hopper import (
     copy,
     copy_blocks,
     copy_packed,
+    even_work,
     exponent_factor,
     key_walk,
     listed_key,
@@ -41,13 +42,12 @@ from .hopper import (
     ruled,
     serves,
     stage_of,
-    tile_range,
     tiled,
+    work_of,
 )
-from .layout import Sequence, slice_pointer, strided
+from .layout import slice_pointer, strided
 from .replay import launch
 from .scores import LOG2E
-from .sequence import place_work
 from .softmax import softmax_step
 
 # NVIDIA H200, 2026-11-21: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload with head dim 128.
@@ -73,10 +73,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
     rules, packed, sub = key_walk(problem, consumers * block_m, block_n, KEYS_TOGETHER)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
-    even = problem.mask is None and problem.first is None and problem.left is None and problem.right is None
     launch(
         _forward_kernel,
-        min(works, processors(problem.query.device)) if even else works,
+        min(works, processors(problem.query.device)) if even_work(problem) else works,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -175,7 +174,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
     v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
     turn = 0  # tiles so far
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
+        seq, row, walk = work_of(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         kv_head = seq.head // groups
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
@@ -202,16 +201,6 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
             mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
             copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
             turn += 1
-
-
-@gluon.jit
-def _work(number, rules, lengths, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
-    """(sequence, first query, walk over its keys) of a block of queries by its number."""
-    works, heads, len_q, len_k = lengths
-    block, head, batch = place_work(number, works, rules, len_q, heads, CONSUMERS * BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    row = block * (CONSUMERS * BLOCK_M)
-    return seq, row, tile_range(rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
 
 
 @gluon.jit
@@ -250,7 +239,7 @@ def _consume(
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = _work(number, rules, lengths, CONSUMERS, BLOCK_N, SUB)
+        seq, row, walk = work_of(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         begin, end, full_end, _, _ = walk
         fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -22,6 +23,7 @@ from .hopper import (
     copy,
     copy_blocks,
     copy_packed,
+    even_work,
     exponent_factor,
     key_walk,
     listed_key,
@@ -36,12 +38,11 @@ from .hopper import (
     ruled,
     serves,
     stage_of,
-    tile_range,
     tiled,
+    work_of,
 )
-from .layout import Sequence, slice_pointer, strided
+from .layout import slice_pointer, strided
 from .replay import launch
-from .sequence import place_queries
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -62,9 +63,10 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     rules, packed, sub = key_walk(problem, 2 * block_m, block_n, KEYS_TOGETHER)
+    works = triton.cdiv(len_q, 2 * block_m) * heads * batch
     launch(
         _query_gradients_kernel,
-        triton.cdiv(len_q, 2 * block_m) * heads * batch,
+        min(works, processors(problem.query.device)) if even_work(problem) else works,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -77,6 +79,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
+        works=works,
         len_q=len_q,
         len_k=len_k,
         HEAD_DIM=head_dim,
@@ -89,18 +92,14 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, len_q, len_k,
+    q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of 2 BLOCK_M queries of one (batch, head), from a grid of one axis.
+    """One program: dQ of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
-    block, head, batch = place_queries(rules, len_q, heads, 2 * BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    row = block * (2 * BLOCK_M)
     SUB: gl.constexpr = k.block_shape[2]
-    walk = tile_range(rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
@@ -112,21 +111,19 @@ def _query_gradients_kernel(
     if packed is not None:
         packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
     q_full = barriers(1, 1)
+    q_free = barriers(1, 2)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)
     fence_async_shared()
-    mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
-    for i in gl.static_range(2):
-        copy(q, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
-        copy(d_out, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
     tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
-    ready = (q_full, k_full, v_full, free)
+    ready = (q_full, q_free, k_full, v_full, free)
+    lengths = (works, heads, len_q, len_k)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_consume, (tiles, ready, rules, lse, delta, d_q, seq, row, walk, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce, (k, v, bias, packed, tiles, ready, rules, seq, head // groups, row, walk)),
+            (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_produce, (q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -134,10 +131,11 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
-    """Copy tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
-    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    _, k_full, v_full, free = ready
+def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups):
+    """Copy queries and dO, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+    q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_full, q_free, k_full, v_full, free = ready
+    works, _, _, _ = lengths
     PANELS: gl.constexpr = k_tiles.shape[4] // PANEL
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
@@ -145,69 +143,88 @@ def _produce(k, v, bias, packed, tiles, ready, rules, seq, kv_head, row, walk):
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
     v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
-    begin, _, full_end, _, _ = walk
-    for step in range(begin, full_end, BLOCK_N):
-        starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
-        stage, phase = stage_of((step - begin) // BLOCK_N, STAGES)
-        mbarrier.wait(free.index(stage), phase ^ 1)
-        mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
-        copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
-        if packed is not None:
-            copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
-        if bias is not None:  # whose columns are one block
-            entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
-            head = seq.head // rules.bias.group
-            copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
-            copy(bias, [entry, head, row + BLOCK_M, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage + 1))
-        mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
-        copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+    turn = 0  # tiles so far
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = work_of(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        kv_head = seq.head // groups
+        mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
+        for i in gl.static_range(2):
+            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+            copy(d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
+        begin, _, full_end, _, _ = walk
+        for step in range(begin, full_end, BLOCK_N):
+            starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+            stage, phase = stage_of(turn, STAGES)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
+            copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+            if packed is not None:
+                copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+            if bias is not None:  # whose columns are one block
+                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+                head = seq.head // rules.bias.group
+                copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
+                copy(bias, [entry, head, row + BLOCK_M, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage + 1))
+            mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
+            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+            turn += 1
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, lse, delta, d_q, seq, row, walk,
+    tiles, ready, rules, lengths, lse, delta, d_q,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M of the program's queries, the first or the second."""
+    """dQ of BLOCK_M queries of each of the program's blocks, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q_tiles, d_out_tiles, k_tiles, _, _, _ = tiles
-    q_full, _, _, _ = ready
-    begin, end, full_end, _, _ = walk
-    own_row = row + which * BLOCK_M
-    divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
-    delta_rows = load_vector(delta, delta.row, seq, own_row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
-    factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tiles.index(which).reshape([BLOCK_M, DIM]), divisor_rows, delta_rows)
-    fixed = (factors, tiles, ready, rules, seq, row, walk)
-    dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
-    ds = gl.full([BLOCK_M, BLOCK_N], 0.0, k_tiles.dtype, gl.DotOperandLayout(0, SUMS, 2))
-    sums = (dq, ds, 0)
-    mbarrier.wait(q_full.index(0), 0)  # also where there is no key: no program may end before what it copies has arrived
-    if begin < full_end:
-        after = begin + BLOCK_N
-        sums = _tile(fixed, sums, begin, which, PAIRS, SUMS, SUB, True, True)
-        if rules.lists is None:
-            open_begin, open_end = open_keys(rules, seq, own_row, after, end, BLOCK_M, BLOCK_N)
-            if rules.left is not None:
-                for step in range(after, open_begin, BLOCK_N):
+    q_full, q_free, _, _, free = ready
+    works, _, _, _ = lengths
+    turn = 0  # tiles so far
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = work_of(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        begin, end, full_end, _, _ = walk
+        own_row = row + which * BLOCK_M
+        divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
+        delta_rows = load_vector(delta, delta.row, seq, own_row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
+        factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tiles.index(which).reshape([BLOCK_M, DIM]), divisor_rows, delta_rows)
+        fixed = (factors, tiles, ready, rules, seq, row, walk)
+        dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
+        ds = gl.full([BLOCK_M, BLOCK_N], 0.0, k_tiles.dtype, gl.DotOperandLayout(0, SUMS, 2))
+        sums = (dq, ds, turn)
+        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        if begin < full_end:
+            after = begin + BLOCK_N
+            sums = _tile(fixed, sums, begin, which, PAIRS, SUMS, SUB, True, True)
+            if rules.lists is None:
+                open_begin, open_end = open_keys(rules, seq, own_row, after, end, BLOCK_M, BLOCK_N)
+                if rules.left is not None:
+                    for step in range(after, open_begin, BLOCK_N):
+                        sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+                for step in range(open_begin, open_end, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
+                if rules.right is not None or not EVEN_N:
+                    for step in range(open_end, end, BLOCK_N):
+                        sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+            else:
+                for step in range(after, end, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
-            for step in range(open_begin, open_end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
-            if rules.right is not None or not EVEN_N:
-                for step in range(open_end, end, BLOCK_N):
-                    sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
+                for step in range(end, full_end, BLOCK_N):
+                    sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
+            dq, ds, turn = sums
+            mbarrier.arrive(q_free.index(0), count=1)
+            last = (turn - 1) % STAGES
+            dq = warpgroup_mma(ds, k_tiles.index(last).reshape([BLOCK_N, DIM]), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, [dq])
+            mbarrier.arrive(free.index(last), count=1)
         else:
-            for step in range(after, end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, True, False)
-            for step in range(end, full_end, BLOCK_N):
-                sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
-        dq, ds, turn = sums
-        dq = warpgroup_mma(ds, k_tiles.index((turn - 1) % STAGES).reshape([BLOCK_N, DIM]), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, [dq])
-    rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
-    pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
-    gl.store(pointers, (dq * rules.scale).to(d_q.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < HEAD_DIM)[None, :])
+            mbarrier.arrive(q_free.index(0), count=1)
+        rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
+        dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
+        pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
+        gl.store(pointers, (dq * rules.scale).to(d_q.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @gluon.jit
@@ -223,7 +240,7 @@ def _tile(
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
     dq, ds, turn = sums
     _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    _, k_full, v_full, free = ready
+    _, _, k_full, v_full, free = ready
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:

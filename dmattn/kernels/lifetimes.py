@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..selection import EPOCHS
+from ..selection import EPOCHS, log_scale
 from .layout import Span, inside
 from .ranks import HIDDEN, ranked
 from .replay import launch, replayed
@@ -43,6 +43,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
     )
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
+    end, span = log_scale(keep, len_q, len_k)
     ranks = ranked(key_bias, valid)
     launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
@@ -64,6 +65,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         sequences * tiles,
         last_ptr=last,
         epochs_ptr=epochs,
+        end=end,
+        span=span,
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
@@ -77,6 +80,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         epochs_ptr=epochs,
         first_ptr=first,
         order_ptr=order,
+        end=end,
+        span=span,
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
@@ -190,8 +195,8 @@ def _deaths_kernel(
         tl.store(_row(last_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
 
 
-@triton.jit(do_not_specialize=["len_q"])
-def _count_epochs_kernel(last_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["end", "span", "len_q"])
+def _count_epochs_kernel(last_ptr, epochs_ptr, end, span, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr):
     """One program: TILE positions of one sequence.
 
     Reads last, writes its row of epochs (sequences, tiles, EPOCHS): how many keys die in each.
@@ -200,16 +205,18 @@ def _count_epochs_kernel(last_ptr, epochs_ptr, len_q, len_k, EPOCHS: tl.constexp
     sequence = tl.program_id(0) // tiles
     cols = Span(tl.program_id(0) % tiles * TILE, tl.arange(0, TILE), len_k)
     last = tl.load(_row(last_ptr, sequence, len_k) + cols.start + cols.index, mask=inside(cols), other=0)  # [TILE]
-    counts = tl.histogram(_epoch(last, len_q, EPOCHS), EPOCHS, mask=last > 0)
+    counts = tl.histogram(_epoch(last, end, span, len_q, len_k, EPOCHS), EPOCHS, mask=last > 0)
     tl.store(_row(epochs_ptr, tl.program_id(0), EPOCHS) + tl.arange(0, EPOCHS), counts)
 
 
-@triton.jit(do_not_specialize=["len_q"])
+@triton.jit(do_not_specialize=["end", "span", "len_q"])
 def _order_kernel(
     last_ptr,
     epochs_ptr,
     first_ptr,
     order_ptr,
+    end,
+    span,
     len_q,
     len_k,
     EPOCHS: tl.constexpr,
@@ -233,7 +240,7 @@ def _order_kernel(
     cols = Span(own * TILE, tl.arange(0, TILE), len_k)
     position = cols.start + cols.index  # [TILE]
     last = tl.load(_row(last_ptr, sequence, len_k) + position, mask=inside(cols), other=0)  # [TILE]
-    dies = ((_epoch(last, len_q, EPOCHS)[:, None] == epoch[None, :]) & (last > 0)[:, None]).to(tl.int32)  # [TILE, EPOCHS]
+    dies = ((_epoch(last, end, span, len_q, len_k, EPOCHS)[:, None] == epoch[None, :]) & (last > 0)[:, None]).to(tl.int32)  # [TILE, EPOCHS]
     before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # keys of the epoch at smaller positions
     start = tl.cumsum(total, 0) - total  # [EPOCHS]
     slots = tl.where((epoch % 2 == 0)[None, :], start[None, :] + before, (start + total - 1)[None, :] - before)
@@ -272,9 +279,10 @@ def _ranks(ranks_ptr, sequence, places):
 
 
 @triton.jit
-def _epoch(last, len_q, EPOCHS: tl.constexpr):
-    """In which of the EPOCHS equal parts of the queries, counted from the end, a key dies."""
-    return EPOCHS - 1 - (last.to(tl.int64) * EPOCHS // (len_q + 1)).to(tl.int32)
+def _epoch(last, end, span, len_q, len_k, EPOCHS: tl.constexpr):
+    """The epoch in which a key dies, counted from the end of time."""
+    ago = end - (last + (len_k - len_q)).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(last < len_q, 1 + (ago.to(tl.int64) * (EPOCHS - 1) // span).to(tl.int32), 0)
 
 
 @triton.jit

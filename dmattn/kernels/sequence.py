@@ -25,7 +25,7 @@ def place_queries(rules, length, heads, BLOCK: tl.constexpr):
 def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
     """:func:`place_queries` of a program with that number of so many."""
     block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
-    if rules.right is not None:
+    if rules.right is not None or rules.first is not None:
         block = tl.cdiv(length, BLOCK) - 1 - block
     return block, head, batch
 
@@ -49,7 +49,7 @@ def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
         rest = program - begin * blocks * heads
         together = tl.minimum(programs // (blocks * heads) - begin, TOGETHER)
         return rest // together % blocks, rest // together // blocks, begin + rest % together
-    elif rules.right is not None:
+    elif rules.right is not None or rules.first is not None:
         begin = program // (blocks * TOGETHER) * TOGETHER
         rest = program - begin * blocks
         together = tl.minimum(programs // blocks - begin, TOGETHER)
