@@ -363,6 +363,26 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
 
 
 @gluon.jit
+def rounded_pairs(x, DTYPE: gl.constexpr):
+    """[ROWS, COLS] float32 rounded to a 16-bit type, as [ROWS, COLS / 2] int32: neighbours in a row share a register.
+
+    That is how products take it, and how it goes from one tile to the next: 16-bit numbers by themselves are taken apart and put together
+    again between loops.
+    """
+    low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    CODE: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if DTYPE.is_fp16() else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_factor(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`rounded_pairs` made, as the left factor of a product."""
+    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    x = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(x.to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.jit
 def exponent_factor(rules):
     """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
     if rules.bias is None:
@@ -371,6 +391,27 @@ def exponent_factor(rules):
         return LOG2E
     else:
         return 1.0
+
+
+@gluon.jit
+def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr):
+    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each stores 16 bytes."""
+    LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    pointers = slice_pointer(t, seq) + (rows.to(gl.int64) * t.row)[:, None] + (cols * t.col)[None, :]
+    x = gl.convert_layout(
+        x.to(t.ptr.dtype.element_ty), _by_rows(x.shape[0], x.shape[1], 4)
+    )  # one exchange at a time, or it takes shared memory
+    x = gl.convert_layout(x, LAYOUT)
+    gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])
+
+
+@gluon.constexpr_function
+def _by_rows(rows, cols, second):
+    """The layout of a consumer's sums in registers, but that a lane's columns begin at multiples of 8 and of `second`, not of 2 and 4."""
+    registers = [[0, 1 << bit] for bit in range(8) if 1 << bit < cols and 1 << bit not in (8, second)]
+    return gl.DistributedLinearLayout([*registers, [8, 0]], [[0, 8], [0, second], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [rows, cols])
 
 
 @gluon.jit

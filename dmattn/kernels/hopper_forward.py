@@ -22,6 +22,7 @@ from .hopper import (
     LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
+    as_factor,
     barriers,
     bias_vector,
     consumers_of,
@@ -39,9 +40,11 @@ from .hopper import (
     packed_bias2,
     packed_intervals,
     padded_dim,
+    rounded_pairs,
     ruled,
     serves,
     stage_of,
+    store_rows,
     tiled,
     work_of,
 )
@@ -229,6 +232,7 @@ def _consume(
     DIM: gl.constexpr = v_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     q_full, q_free, _, _, v_full, v_free, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
@@ -243,7 +247,7 @@ def _consume(
         begin, end, full_end, _, _ = walk
         fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
-        weights = gl.full([BLOCK_M, BLOCK_N], 0.0, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2))
+        weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
         row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         sums = (acc, weights, row_max, row_sum, turn)
@@ -277,21 +281,18 @@ def _consume(
             mbarrier.arrive(q_free.index(0), count=1)
             last, phase = stage_of(turn - 1, STAGES)
             mbarrier.wait(v_full.index(last), phase)
-            acc = warpgroup_mma(weights, v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
+            acc = warpgroup_mma(as_factor(weights, v_tiles.dtype, WEIGHTS), v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(last), count=1)
         else:
             mbarrier.arrive(q_free.index(0), count=1)
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
+        acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         row += which * BLOCK_M
         rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
         lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max * exponent_factor(rules) + gl.log2(divisor)) / LOG2E)
         gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
-        dims = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
-        pointers = slice_pointer(out, seq) + (rows.to(gl.int64) * out.row)[:, None] + (dims * out.col)[None, :]
-        gl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < VALUE_DIM)[None, :])
+        store_rows(out, seq, row, seq.len_q, acc, VALUE_DIM)
 
 
 @gluon.jit
@@ -329,7 +330,9 @@ def _tile(
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not FIRST:
         mbarrier.wait(v_full.index(before), phase_before)
-        acc = warpgroup_mma(weights, v_tiles.index(before).reshape([BLOCK_N, DIM]), acc, is_async=True)
+        acc = warpgroup_mma(
+            as_factor(weights, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2)), v_tiles.index(before).reshape([BLOCK_N, DIM]), acc, is_async=True
+        )
     if IN_TURN:
         mbarrier.arrive(turns.index((which + 1) % CONSUMERS), count=1)
     if rules.bias_rows is not None and rules.bias_cols is not None:
@@ -349,5 +352,4 @@ def _tile(
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_free.index(before), count=1)
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUT, 2))
-    return acc, weights, row_max, row_sum, turn + 1
+    return acc, rounded_pairs(p, v_tiles.dtype), row_max, row_sum, turn + 1

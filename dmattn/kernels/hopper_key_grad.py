@@ -29,10 +29,11 @@ from .hopper import (
     padded_dim,
     serves,
     stage_of,
+    store_rows,
     tiled,
     tiled_mask,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_rows, store_tile, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_tile, tile
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
@@ -272,9 +273,9 @@ def _consume(
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
-        store_rows(d_k, seq, col, dk * rules.scale, HEAD_DIM, DIM, SUMS)
+        store_rows(d_k, seq, col, seq.len_k, dk * rules.scale, HEAD_DIM)
     if d_v is not None:
-        store_rows(d_v, seq, col, dv, VALUE_DIM, DIM, SUMS)
+        store_rows(d_v, seq, col, seq.len_k, dv, VALUE_DIM)
 
 
 @gluon.jit

@@ -24,9 +24,10 @@ from .hopper import (
     padded_dim,
     serves,
     stage_of,
+    store_rows,
     tiled,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_rows, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, tile
 from .intervals import block_bounds
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
@@ -154,9 +155,9 @@ def _store_zeros(results, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: g
     d_k, d_v, key_sums = results
     zeros = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_rows(d_k, seq, col, zeros, HEAD_DIM, DIM, SUMS)
+        store_rows(d_k, seq, col, seq.len_k, zeros, HEAD_DIM)
     if d_v is not None:
-        store_rows(d_v, seq, col, zeros, VALUE_DIM, DIM, SUMS)
+        store_rows(d_v, seq, col, seq.len_k, zeros, VALUE_DIM)
     if key_sums is not None:
         cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
         for head in range(seq.head, seq.head + groups):
@@ -240,9 +241,9 @@ def _consume(
         mbarrier.arrive(given.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(given.index(1), 0)
         if d_k is not None:
-            store_rows(d_k, seq, col, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM, DIM, SUMS)
+            store_rows(d_k, seq, col, seq.len_k, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM)
         if d_v is not None:
-            store_rows(d_v, seq, col, dv + exchange.index(1).load(SUMS), VALUE_DIM, DIM, SUMS)
+            store_rows(d_v, seq, col, seq.len_k, dv + exchange.index(1).load(SUMS), VALUE_DIM)
     else:
         mbarrier.wait(given.index(0), 0)
         if d_k is not None:

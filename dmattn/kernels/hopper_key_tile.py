@@ -130,15 +130,6 @@ def store_tile(d_bias, buffer, ds, seq, start, col):
 
 
 @gluon.jit
-def store_rows(t, seq, col, x, WIDTH: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
-    """A row per key of one sequence, inside the bounds."""
-    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
-    pointers = slice_pointer(t, seq) + (cols.to(gl.int64) * t.row)[:, None] + (dims * t.col)[None, :]
-    gl.store(pointers, x.to(t.ptr.dtype.element_ty), mask=(cols < seq.len_k)[:, None] & (dims < WIDTH)[None, :])
-
-
-@gluon.jit
 def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
     """The bias of a block of keys times LOG2E, [BLOCK_N, 1], where it does not depend on the query; else 0."""
     if rules.bias is None or rules.bias_rows is not None:

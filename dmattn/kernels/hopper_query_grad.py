@@ -38,10 +38,11 @@ from .hopper import (
     ruled,
     serves,
     stage_of,
+    store_rows,
     tiled,
     work_of,
 )
-from .layout import slice_pointer, strided
+from .layout import strided
 from .replay import launch
 from .softmax import divisor2
 
@@ -221,10 +222,7 @@ def _consume(
             mbarrier.arrive(free.index(last), count=1)
         else:
             mbarrier.arrive(q_free.index(0), count=1)
-        rows = own_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
-        dims = gl.arange(0, DIM, gl.SliceLayout(0, SUMS))
-        pointers = slice_pointer(d_q, seq) + (rows.to(gl.int64) * d_q.row)[:, None] + (dims * d_q.col)[None, :]
-        gl.store(pointers, (dq * rules.scale).to(d_q.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (dims < HEAD_DIM)[None, :])
+        store_rows(d_q, seq, own_row, seq.len_q, dq * rules.scale, HEAD_DIM)
 
 
 @gluon.jit
