@@ -156,6 +156,13 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
+def work_after(number, rules, lengths, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """`work_of` the next block that this program takes, or of the last one: asked for early, so that nothing waits for the lists."""
+    works, _, _, _ = lengths
+    return work_of(gl.minimum(number + gl.num_programs(0), works - 1), rules, lengths, BLOCK_M, BLOCK_N, SUB)
+
+
+@gluon.jit
 def tile_range(rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
     """(begin, end, full_end, partial, full) of the loops over tiles of BLOCK_N keys at a query.
 
@@ -194,11 +201,15 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def copy_blocks(t, batch, head, starts, full, chunks, first, BLOCKS: gl.constexpr, PANELS: gl.constexpr):
-    """Copy a tile that is made of blocks, and tell the barrier; `chunks` are shared memory by panels and blocks, `first` the tile's place."""
+def copy_blocks(t, batch, head, starts, full, tiles, stage):
+    """Copy a tile that is made of blocks to its stage of `tiles`, and tell the barrier."""
+    SUB: gl.constexpr = t.block_shape[2]
+    BLOCKS: gl.constexpr = tiles.shape[3] // SUB
+    PANELS: gl.constexpr = tiles.shape[4] // PANEL
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * PANELS * BLOCKS, 1, 1, SUB, PANEL], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
-            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((first * PANELS + panel) * BLOCKS + block))
+            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
 
 
 @gluon.jit
@@ -400,10 +411,8 @@ def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr):
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     pointers = slice_pointer(t, seq) + (rows.to(gl.int64) * t.row)[:, None] + (cols * t.col)[None, :]
-    x = gl.convert_layout(
-        x.to(t.ptr.dtype.element_ty), _by_rows(x.shape[0], x.shape[1], 4)
-    )  # one exchange at a time, or it takes shared memory
-    x = gl.convert_layout(x, LAYOUT)
+    HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
+    x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
     gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])
 
 

@@ -46,6 +46,7 @@ from .hopper import (
     stage_of,
     store_rows,
     tiled,
+    work_after,
     work_of,
 )
 from .layout import slice_pointer, strided
@@ -97,7 +98,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         STAGES=stages,
         DIM=dim,
         CONSUMERS=consumers,
-        IN_TURN=consumers == 3 and not pairs,
+        IN_TURN=problem.first is not None or (consumers == 3 and not pairs),
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -141,10 +142,11 @@ def _forward_kernel(
             [
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce_keys, (q, k, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce_values, (v, tiles, ready, rules, lengths, groups)),
             ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -152,33 +154,33 @@ def _forward_kernel(
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce_keys, (q, k, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce_values, (v, tiles, ready, rules, lengths, groups)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
 @gluon.jit
-def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
-    """Copy queries, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
+def _produce_keys(q, k, bias, packed, tiles, ready, rules, lengths, groups):
+    """Copy queries, and tiles of keys with their bias and what is packed to shared memory, as far ahead as there are free stages."""
+    q_tiles, k_tiles, _, bias_tiles, packed_tiles = tiles
+    q_full, q_free, k_full, k_free, _, _, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    PANELS: gl.constexpr = k_tiles.shape[4] // PANEL
+    TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if bias is None else CONSUMERS * bias.block_type.nbytes
-    k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
-    v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
+    PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work_of(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        kv_head = seq.head // groups
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
         for i in gl.static_range(CONSUMERS):
@@ -187,11 +189,12 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
+            full = k_full.index(stage)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
-            copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+            mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
+            copy_blocks(k, seq.batch, seq.head // groups, starts, full, k_tiles, stage)
             if packed is not None:
-                copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+                copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 head = seq.head // rules.bias.group
@@ -199,10 +202,33 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
                 for block in gl.static_range(BLOCKS):
                     for i in gl.static_range(CONSUMERS):
                         chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
-                        copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], k_full.index(stage), chunk)
+                        copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
+            turn += 1
+
+
+@gluon.jit
+def _produce_values(v, tiles, ready, rules, lengths, groups):
+    """Copy tiles of values, likewise."""
+    q_tiles, _, v_tiles, _, _ = tiles
+    _, _, _, _, v_full, v_free, _ = ready
+    works, _, _, _ = lengths
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
+    STAGES: gl.constexpr = v_tiles.shape[0]
+    BLOCK_N: gl.constexpr = v_tiles.shape[3]
+    TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
+    SUB: gl.constexpr = v.block_shape[2]
+    turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        begin, _, full_end, _, _ = walk
+        for step in range(begin, full_end, BLOCK_N):
+            starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
-            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+            mbarrier.expect(v_full.index(stage), TILE_BYTES)
+            copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
             turn += 1
 
 
@@ -242,8 +268,10 @@ def _consume(
     HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work_of(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         begin, end, full_end, _, _ = walk
         fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)

@@ -40,6 +40,7 @@ from .hopper import (
     stage_of,
     store_rows,
     tiled,
+    work_after,
     work_of,
 )
 from .layout import strided
@@ -124,30 +125,30 @@ def _query_gradients_kernel(
         [
             (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
             (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce, (q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
+            (_produce_keys, (q, k, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
+            (_produce_values, (v, tiles, ready, rules, lengths, groups)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
 @gluon.jit
-def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups):
-    """Copy queries and dO, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
-    q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    q_full, q_free, k_full, v_full, free = ready
+def _produce_keys(q, k, bias, packed, d_out, tiles, ready, rules, lengths, groups):
+    """Copy queries and dO, and tiles of keys with their bias and what is packed to shared memory, as far ahead as there are free stages."""
+    q_tiles, d_out_tiles, k_tiles, _, bias_tiles, packed_tiles = tiles
+    q_full, q_free, k_full, _, free = ready
     works, _, _, _ = lengths
-    PANELS: gl.constexpr = k_tiles.shape[4] // PANEL
+    TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    PACKED_BYTES: gl.constexpr = 0 if packed is None else packed.block_type.nbytes
+    PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
-    k_chunks = k_tiles._reinterpret(k.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], k.layout)
-    v_chunks = v_tiles._reinterpret(v.dtype, [STAGES * PANELS * BLOCKS, 1, 1, SUB, PANEL], v.layout)
     turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work_of(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
-        kv_head = seq.head // groups
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
         for i in gl.static_range(2):
@@ -157,18 +158,40 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
+            full = k_full.index(stage)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), BLOCKS * (PANELS * k.block_type.nbytes + PACKED_BYTES + BIAS_BYTES))
-            copy_blocks(k, seq.batch, kv_head, starts, k_full.index(stage), k_chunks, stage, BLOCKS, PANELS)
+            mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
+            copy_blocks(k, seq.batch, seq.head // groups, starts, full, k_tiles, stage)
             if packed is not None:
-                copy_packed(packed, rules, seq, starts, k_full.index(stage), packed_tiles, stage, BLOCKS, SUB)
+                copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
             if bias is not None:  # whose columns are one block
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 head = seq.head // rules.bias.group
-                copy(bias, [entry, head, row, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage))
-                copy(bias, [entry, head, row + BLOCK_M, starts[0]], k_full.index(stage), bias_tiles.index(2 * stage + 1))
-            mbarrier.expect(v_full.index(stage), BLOCKS * PANELS * v.block_type.nbytes)
-            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_chunks, stage, BLOCKS, PANELS)
+                for i in gl.static_range(2):
+                    copy(bias, [entry, head, row + i * BLOCK_M, starts[0]], full, bias_tiles.index(2 * stage + i))
+            turn += 1
+
+
+@gluon.jit
+def _produce_values(v, tiles, ready, rules, lengths, groups):
+    """Copy tiles of values, likewise."""
+    _, _, _, v_tiles, _, _ = tiles
+    _, _, _, v_full, free = ready
+    works, _, _, _ = lengths
+    TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
+    SUB: gl.constexpr = v.block_shape[2]
+    turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        begin, _, full_end, _, _ = walk
+        for step in range(begin, full_end, BLOCK_N):
+            starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+            stage, phase = stage_of(turn, STAGES)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), TILE_BYTES)
+            copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
             turn += 1
 
 
@@ -184,8 +207,10 @@ def _consume(
     q_full, q_free, _, _, free = ready
     works, _, _, _ = lengths
     turn = 0  # tiles so far
+    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work_of(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        seq, row, walk = work
+        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
         begin, end, full_end, _, _ = walk
         own_row = row + which * BLOCK_M
         divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
