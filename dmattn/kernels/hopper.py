@@ -146,34 +146,39 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def work_of(number, rules, lengths, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
-    """(sequence, first query, `tile_range`) of a block of queries by its number; `lengths` are (works, heads, Sq, Sk)."""
+def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
+    """(sequence, first query) of a block of queries by its number; `lengths` are (works, heads, Sq, Sk)."""
     works, heads, len_q, len_k = lengths
     block, head, batch = place_work(number, works, rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    row = block * BLOCK_M
-    return seq, row, tile_range(rules, seq, row, BLOCK_M, BLOCK_N, SUB)
+    return Sequence(batch, head, len_q, len_k), block * BLOCK_M
 
 
 @gluon.jit
-def work_after(number, rules, lengths, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
-    """`work_of` the next block that this program takes, or of the last one: asked for early, so that nothing waits for the lists."""
+def visits_of(number, rules, lengths, BLOCK_M: gl.constexpr):
+    """How many (partial, full) blocks the list of a block of queries names; those of the last one for a number beyond, and 0 without lists.
+
+    They are asked for while a program is busy with the block before, for nothing to wait for them.
+    """
     works, _, _, _ = lengths
-    return work_of(gl.minimum(number + gl.num_programs(0), works - 1), rules, lengths, BLOCK_M, BLOCK_N, SUB)
+    if rules.lists is None:
+        return 0, 0
+    else:
+        seq, row = work_of(gl.minimum(number, works - 1), rules, lengths, BLOCK_M)
+        return visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
 
 
 @gluon.jit
-def tile_range(rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+def tile_range(visited, rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
     """(begin, end, full_end, partial, full) of the loops over tiles of BLOCK_N keys at a query.
 
-    Where there are lists, a tile is made of the blocks of SUB keys that they name, `partial` and `full` in number: those of which no pair is
-    hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
+    Where there are lists, a tile is made of the blocks of SUB keys that they name, `visited` (partial, full) in number: those of which no pair
+    is hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
     """
+    partial, full = visited
     if rules.lists is None:
         begin, end, full_end = key_range(rules, seq, Span(row, 0, None), BLOCK_M, BLOCK_N)
-        return begin, end, full_end, 0, 0
+        return begin, end, full_end, partial, full
     else:
-        partial, full = visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
         tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
         full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
         return 0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full

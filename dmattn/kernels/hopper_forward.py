@@ -45,8 +45,9 @@ from .hopper import (
     serves,
     stage_of,
     store_rows,
+    tile_range,
     tiled,
-    work_after,
+    visits_of,
     work_of,
 )
 from .layout import slice_pointer, strided
@@ -177,10 +178,11 @@ def _produce_keys(q, k, bias, packed, tiles, ready, rules, lengths, groups):
     PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
         for i in gl.static_range(CONSUMERS):
@@ -218,10 +220,11 @@ def _produce_values(v, tiles, ready, rules, lengths, groups):
     TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
     SUB: gl.constexpr = v.block_shape[2]
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
@@ -268,10 +271,11 @@ def _consume(
     HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
         begin, end, full_end, _, _ = walk
         fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)

@@ -39,8 +39,9 @@ from .hopper import (
     serves,
     stage_of,
     store_rows,
+    tile_range,
     tiled,
-    work_after,
+    visits_of,
     work_of,
 )
 from .layout import strided
@@ -145,10 +146,11 @@ def _produce_keys(q, k, bias, packed, d_out, tiles, ready, rules, lengths, group
     PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
         for i in gl.static_range(2):
@@ -181,10 +183,11 @@ def _produce_values(v, tiles, ready, rules, lengths, groups):
     TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
     SUB: gl.constexpr = v.block_shape[2]
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
@@ -207,10 +210,11 @@ def _consume(
     q_full, q_free, _, _, free = ready
     works, _, _, _ = lengths
     turn = 0  # tiles so far
-    work = work_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row, walk = work
-        work = work_after(number, rules, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
         begin, end, full_end, _, _ = walk
         own_row = row + which * BLOCK_M
         divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
