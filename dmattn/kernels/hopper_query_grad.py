@@ -18,6 +18,7 @@ from .hopper import (
     LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
+    as_factor,
     barriers,
     bias_vector,
     copy,
@@ -35,6 +36,7 @@ from .hopper import (
     packed_bias2,
     packed_intervals,
     padded_dim,
+    rounded_pairs,
     ruled,
     serves,
     stage_of,
@@ -207,6 +209,7 @@ def _consume(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q_tiles, d_out_tiles, k_tiles, _, _, _ = tiles
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     q_full, q_free, _, _, free = ready
     works, _, _, _ = lengths
     turn = 0  # tiles so far
@@ -222,7 +225,7 @@ def _consume(
         factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tiles.index(which).reshape([BLOCK_M, DIM]), divisor_rows, delta_rows)
         fixed = (factors, tiles, ready, rules, seq, row, walk)
         dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
-        ds = gl.full([BLOCK_M, BLOCK_N], 0.0, k_tiles.dtype, gl.DotOperandLayout(0, SUMS, 2))
+        ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), k_tiles.dtype)
         sums = (dq, ds, turn)
         mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
         if begin < full_end:
@@ -246,7 +249,7 @@ def _consume(
             dq, ds, turn = sums
             mbarrier.arrive(q_free.index(0), count=1)
             last = (turn - 1) % STAGES
-            dq = warpgroup_mma(ds, k_tiles.index(last).reshape([BLOCK_N, DIM]), dq, is_async=True)
+            dq = warpgroup_mma(as_factor(ds, k_tiles.dtype, FACTOR), k_tiles.index(last).reshape([BLOCK_N, DIM]), dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
             mbarrier.arrive(free.index(last), count=1)
         else:
@@ -286,7 +289,9 @@ def _tile(
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not FIRST:
-        dq = warpgroup_mma(ds, k_tiles.index(before).reshape([BLOCK_N, DIM]), dq, is_async=True)
+        dq = warpgroup_mma(
+            as_factor(ds, k_tiles.dtype, gl.DotOperandLayout(0, SUMS, 2)), k_tiles.index(before).reshape([BLOCK_N, DIM]), dq, is_async=True
+        )
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     elif rules.bias_cols is not None:
@@ -304,4 +309,4 @@ def _tile(
     if not FIRST:
         dq = warpgroup_mma_wait(0, [dq])
         mbarrier.arrive(free.index(before), count=1)
-    return dq, gl.convert_layout(d_s.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2)), turn + 1
+    return dq, rounded_pairs(d_s, k_tiles.dtype), turn + 1

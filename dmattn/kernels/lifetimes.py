@@ -25,7 +25,7 @@ from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
 MOST_ROWS = 128  # places of a cell at once
-TILE = 512  # positions of a program that works on positions alone
+TILE = 256  # positions of a program that works on positions alone
 
 
 @replayed
@@ -155,7 +155,7 @@ def _deaths_kernel(
     diagonal = tl.program_id(0) % (2 * blocks - 1)
     sequence = tl.program_id(0) // (2 * blocks - 1)
     table_ptr = _row(below_ptr, sequence, blocks * blocks)
-    row, column = _crossing(table_ptr, diagonal, keep, blocks)
+    row, column = _crossing(table_ptr, diagonal, keep, blocks, BLOCK)
     corner = tl.load(table_ptr + (row - 1) * blocks + column - 1, mask=(row > 0) & (column > 0), other=0)  # F where the cell begins
 
     row_start = row * BLOCK
@@ -252,18 +252,15 @@ def _order_kernel(
 
 
 @triton.jit
-def _crossing(table_ptr, diagonal, keep, blocks):
+def _crossing(table_ptr, diagonal, keep, blocks, BLOCK: tl.constexpr):
     """(row, column) of the cell in which the staircase passes a diagonal: the first whose far corner has F >= keep, or the last of all."""
     shift = blocks - 1 - diagonal  # column - row on the diagonal
     low = tl.maximum(-shift, 0)
     high = tl.minimum(diagonal, blocks - 1)
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(table_ptr + middle * blocks + middle + shift) >= keep:
-            high = middle
-        else:
-            low = middle + 1
-    return low, low + shift
+    rows = low + tl.arange(0, BLOCK)  # no more blocks than a block has members
+    corners = tl.load(table_ptr + rows * blocks + rows + shift, mask=rows < high, other=keep)
+    row = low + tl.sum((corners < keep).to(tl.int32), 0)
+    return row, row + shift
 
 
 @triton.jit
