@@ -27,6 +27,7 @@ from .walk import key_lists, key_range
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
+KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
@@ -102,10 +103,10 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 
 
-def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[Rules, TensorDescriptor | None, int]:
+def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, int]:
     """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
 
-    Where keys have intervals, tiles are made of blocks: of `together` keys beside a bias of keys, as a dynamic mask has it, whose lives are
+    Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
     short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
     """
     if problem.first is None:
@@ -113,7 +114,7 @@ def key_walk(problem: Any, block_m: int, block_n: int, together: int) -> tuple[R
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
         packed = packed_keys(problem, block_m, sub)[1]
     else:
-        sub = together if of_keys(problem.bias) else PANEL.value
+        sub = KEYS_TOGETHER if of_keys(problem.bias) else PANEL.value
         lists, packed = packed_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if packed is None else tiled_vectors(packed), sub

@@ -59,7 +59,6 @@ from .softmax import softmax_step
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 FEWER_KEYS, MORE_STAGES = 64, 3
-KEYS_TOGETHER = 32  # keys of the blocks that a tile is made of where keys have intervals; smaller ones waste less, and take longer to copy
 
 
 def takes(problem: Any) -> bool:
@@ -76,7 +75,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     consumers = consumers_of(len_q, dim)
     pairs = of_pairs(problem.bias)
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
-    rules, packed, sub = key_walk(problem, consumers * block_m, block_n, KEYS_TOGETHER)
+    rules, packed, sub = key_walk(problem, consumers * block_m, block_n)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
         _forward_kernel,
@@ -99,7 +98,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         STAGES=stages,
         DIM=dim,
         CONSUMERS=consumers,
-        IN_TURN=problem.first is not None or (consumers == 3 and not pairs),
+        IN_TURN=consumers == 3 and not pairs,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -143,11 +142,10 @@ def _forward_kernel(
             [
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce_keys, (q, k, bias, packed, tiles, ready, rules, lengths, groups)),
-                (_produce_values, (v, tiles, ready, rules, lengths, groups)),
+                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
             ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -155,19 +153,18 @@ def _forward_kernel(
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce_keys, (q, k, bias, packed, tiles, ready, rules, lengths, groups)),
-                (_produce_values, (v, tiles, ready, rules, lengths, groups)),
+                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
             ],
-            [4, 4, 1, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )
 
 
 @gluon.jit
-def _produce_keys(q, k, bias, packed, tiles, ready, rules, lengths, groups):
-    """Copy queries, and tiles of keys with their bias and what is packed to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, _, bias_tiles, packed_tiles = tiles
-    q_full, q_free, k_full, k_free, _, _, _ = ready
+def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
+    """Copy queries, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+    q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -205,30 +202,6 @@ def _produce_keys(q, k, bias, packed, tiles, ready, rules, lengths, groups):
                     for i in gl.static_range(CONSUMERS):
                         chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
                         copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
-            turn += 1
-
-
-@gluon.jit
-def _produce_values(v, tiles, ready, rules, lengths, groups):
-    """Copy tiles of values, likewise."""
-    q_tiles, _, v_tiles, _, _ = tiles
-    _, _, _, _, v_full, v_free, _ = ready
-    works, _, _, _ = lengths
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = v_tiles.shape[0]
-    BLOCK_N: gl.constexpr = v_tiles.shape[3]
-    TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
-    SUB: gl.constexpr = v.block_shape[2]
-    turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
-        begin, _, full_end, _, _ = walk
-        for step in range(begin, full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-            stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)

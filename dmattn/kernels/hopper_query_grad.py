@@ -53,7 +53,6 @@ from .softmax import divisor2
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
-KEYS_TOGETHER = 16  # as in hopper_forward.py
 
 
 def takes(problem: Any, d_out: Tensor) -> bool:
@@ -67,7 +66,7 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
     kv_heads, len_k = problem.key.shape[1:3]
     d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    rules, packed, sub = key_walk(problem, 2 * block_m, block_n, KEYS_TOGETHER)
+    rules, packed, sub = key_walk(problem, 2 * block_m, block_n)
     works = triton.cdiv(len_q, 2 * block_m) * heads * batch
     launch(
         _query_gradients_kernel,
@@ -128,19 +127,18 @@ def _query_gradients_kernel(
         [
             (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
             (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce_keys, (q, k, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
-            (_produce_values, (v, tiles, ready, rules, lengths, groups)),
+            (_produce, (q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
         ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
 @gluon.jit
-def _produce_keys(q, k, bias, packed, d_out, tiles, ready, rules, lengths, groups):
-    """Copy queries and dO, and tiles of keys with their bias and what is packed to shared memory, as far ahead as there are free stages."""
-    q_tiles, d_out_tiles, k_tiles, _, bias_tiles, packed_tiles = tiles
-    q_full, q_free, k_full, _, free = ready
+def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups):
+    """Copy queries and dO, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+    q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_full, q_free, k_full, v_full, free = ready
     works, _, _, _ = lengths
     TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
@@ -173,28 +171,6 @@ def _produce_keys(q, k, bias, packed, d_out, tiles, ready, rules, lengths, group
                 head = seq.head // rules.bias.group
                 for i in gl.static_range(2):
                     copy(bias, [entry, head, row + i * BLOCK_M, starts[0]], full, bias_tiles.index(2 * stage + i))
-            turn += 1
-
-
-@gluon.jit
-def _produce_values(v, tiles, ready, rules, lengths, groups):
-    """Copy tiles of values, likewise."""
-    _, _, _, v_tiles, _, _ = tiles
-    _, _, _, v_full, free = ready
-    works, _, _, _ = lengths
-    TILE_BYTES: gl.constexpr = 2 * v_tiles.shape[3] * v_tiles.shape[4]
-    SUB: gl.constexpr = v.block_shape[2]
-    turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
-        begin, _, full_end, _, _ = walk
-        for step in range(begin, full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
-            stage, phase = stage_of(turn, STAGES)
-            mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
             turn += 1

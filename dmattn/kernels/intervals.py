@@ -18,6 +18,7 @@ from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
 
 CHUNK = tl.constexpr(512)  # blocks that a program looks at together when it makes a list: four numbers of each
+SUMMARY = 512  # keys that a program sums up
 
 
 def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
@@ -98,7 +99,7 @@ def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
     if batch * heads * blocks:
         launch(
             _summary_kernel,
-            batch * heads * blocks,
+            batch * heads * triton.cdiv(blocks, max(1, SUMMARY // block_n)),
             first=strided(first, heads),
             last=strided(last, heads),
             bias=strided(bias, heads),
@@ -110,7 +111,8 @@ def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
             len_q=len_q,
             len_k=len_k,
             BLOCK_N=block_n,
-            num_warps=1,
+            BLOCKS=max(1, SUMMARY // block_n),
+            num_warps=4,
         )
     return bounds
 
@@ -125,36 +127,41 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _summary_kernel(first, last, bias, bounds, packed, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr):
-    """One program: the bounds of one block of keys of one (batch, head), and the block packed, each where it is wanted."""
-    block, head, batch = place(len_k, heads, BLOCK_N)
+def _summary_kernel(
+    first, last, bias, bounds, packed, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), and the blocks packed, each where it is wanted."""
+    part, head, batch = place(len_k, heads, BLOCKS * BLOCK_N)
     seq = Sequence(batch, head, len_q, len_k)
-    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
-    index = tl.arange(0, BLOCK_N)
+    index = tl.arange(0, BLOCKS * BLOCK_N)
+    cols = Span(part * (BLOCKS * BLOCK_N), index.to(tl.int64), len_k)
+    real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
     if first is not None:
         first_cols = load_rows(first, seq, cols, LARGEST)
         last_cols = load_rows(last, seq, cols, 0)
         alive = first_cols < last_cols
-        pointer = slice_pointer(bounds, seq) + tl.cast(block, tl.int64) * bounds.row
-        tl.store(pointer, tl.min(tl.where(alive, first_cols, LARGEST)))
-        tl.store(pointer + bounds.col, tl.max(tl.where(alive, last_cols, 0)))
-        tl.store(pointer + 2 * bounds.col, tl.max(tl.where(alive, first_cols, LARGEST)))
-        tl.store(pointer + 3 * bounds.col, tl.min(tl.where(alive, last_cols, 0)))
-        if packed is not None:
-            if right is not None:
-                first_cols = tl.maximum(first_cols, block * BLOCK_N + index - (len_k - len_q + right))
-            if left is not None:
-                last_cols = tl.minimum(last_cols, block * BLOCK_N + index - (len_k - len_q - left) + 1)
-            middle2, length = middle_and_length(first_cols, last_cols, len_q)
-            pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + index
-            tl.store(pointers, middle2.to(tl.int32, bitcast=True))
-            tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True))
-    if bias is not None:
-        pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + index
+        block = part * BLOCKS + tl.arange(0, BLOCKS)
+        pointers = slice_pointer(bounds, seq) + block.to(tl.int64) * bounds.row
+        inside = block < tl.cdiv(len_k, BLOCK_N)
+        tl.store(pointers, tl.min(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + bounds.col, tl.max(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + 2 * bounds.col, tl.max(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + 3 * bounds.col, tl.min(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
+    if packed is not None:
+        pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
         if first is not None:
+            position = cols.start + index
+            if right is not None:
+                first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
+            if left is not None:
+                last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
+            middle2, length = middle_and_length(first_cols, last_cols, len_q)
+            tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
+            tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True), mask=real)
             pointers += 2 * BLOCK_N
-        bias2 = load_rows(bias, seq, cols, 0.0).to(tl.float32) * LOG2E
-        tl.store(pointers, bias2.to(tl.int32, bitcast=True))
+        if bias is not None:
+            bias2 = load_rows(bias, seq, cols, 0.0).to(tl.float32) * LOG2E
+            tl.store(pointers, bias2.to(tl.int32, bitcast=True), mask=real)
 
 
 @triton.jit
@@ -181,9 +188,9 @@ def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOC
         real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
         live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
         live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
-        full = (tl.load(bound + 2 * bounds.col, mask=real, other=LARGEST) <= rows.start) & all_in_window(
-            left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N
-        )
-        full = full & (tl.load(bound + 3 * bounds.col, mask=real, other=0) >= row_end)
-        progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
+        if tl.max(live.to(tl.int32)) != 0:
+            full = tl.load(bound + 2 * bounds.col, mask=live, other=LARGEST) <= rows.start
+            full = full & (tl.load(bound + 3 * bounds.col, mask=live, other=0) >= row_end)
+            full = full & all_in_window(left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N)
+            progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
     close(pointer, progress)
