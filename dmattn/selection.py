@@ -73,7 +73,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         dead = dead | ~valid
     last = last.masked_fill(dead, 0)
     end, span = log_scale(keep, len_q, len_k)
-    ago = end - (last + offset).float().view(torch.int32).long()
+    ago = end - ((last + offset).float().view(torch.int32) >> 8)
     epoch = torch.where(last < len_q, 1 + ago * (EPOCHS - 1) // span, 0).masked_fill(dead, EPOCHS)
     turned = torch.where(epoch % 2 == 0, birth, len_k - 1 - birth)
     order = (epoch * len_k + turned).argsort(dim=-1)
@@ -81,9 +81,12 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
 
 
 def log_scale(keep: int, len_q: int, len_k: int) -> tuple[int, int]:
-    """(logarithm of len_k, how much more that is than the first death's can be, and 1): bits of float32, which are a logarithm near enough."""
+    """(logarithm of len_k, how much more that is than the first death's can be, and 1).
+
+    The upper 24 bits of a float32 are a logarithm near enough, of 2 ** 15 to an octave.
+    """
     earliest = min(max(keep, len_k - len_q), len_k)
-    low, high = (struct.unpack("<i", struct.pack("<f", number))[0] for number in (earliest, len_k))
+    low, high = (struct.unpack("<i", struct.pack("<f", number))[0] >> 8 for number in (earliest, len_k))
     return high, high - low + 1
 
 

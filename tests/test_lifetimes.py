@@ -191,8 +191,10 @@ def check_pytorch(case: Case) -> None:
     assert torch.equal(kept, wanted), f"{case}: differs at {(kept != wanted).nonzero()[:5].tolist()}"
     assert torch.equal(order.sort(-1).values, torch.arange(case.len_k, dtype=torch.int32).expand_as(order))
     before = case.len_k - case.len_q
-    logarithms = [torch.tensor(x, dtype=torch.float32).view(torch.int32).item() for x in (min(max(case.keep, before), case.len_k), case.len_k)]
-    ago = logarithms[1] - (last + before).float().view(torch.int32).long()
+    logarithms = [
+        torch.tensor(x, dtype=torch.float32).view(torch.int32).item() >> 8 for x in (min(max(case.keep, before), case.len_k), case.len_k)
+    ]
+    ago = logarithms[1] - ((last + before).float().view(torch.int32).long() >> 8)
     epoch = torch.where(last < case.len_q, 1 + ago * (selection.EPOCHS - 1) // (logarithms[1] - logarithms[0] + 1), 0)
     assert bool((epoch[last > 0] < selection.EPOCHS).all())
     epoch = epoch.masked_fill(last == 0, selection.EPOCHS)

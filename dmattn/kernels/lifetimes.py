@@ -278,8 +278,8 @@ def _ranks(ranks_ptr, sequence, places):
 @triton.jit
 def _epoch(last, end, span, len_q, len_k, EPOCHS: tl.constexpr):
     """The epoch in which a key dies, counted from the end of time."""
-    ago = end - (last + (len_k - len_q)).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.where(last < len_q, 1 + (ago.to(tl.int64) * (EPOCHS - 1) // span).to(tl.int32), 0)
+    ago = end - ((last + (len_k - len_q)).to(tl.float32).to(tl.int32, bitcast=True) >> 8)
+    return tl.where(last < len_q, 1 + ago * (EPOCHS - 1) // span, 0)
 
 
 @triton.jit
