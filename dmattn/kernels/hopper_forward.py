@@ -177,16 +177,12 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
     PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
+    attending = 0  # blocks of queries so far that see a key
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
-        buffer, q_phase = stage_of(number // gl.num_programs(0), q_full.shape[0])
-        mbarrier.wait(q_free.index(buffer), q_phase ^ 1)
-        mbarrier.expect(q_full.index(buffer), CONSUMERS * q.block_type.nbytes)
-        for i in gl.static_range(CONSUMERS):
-            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(buffer), q_tiles.index(CONSUMERS * buffer + i))
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
@@ -205,6 +201,13 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
                     for i in gl.static_range(CONSUMERS):
                         chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
                         copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
+            if step == begin:  # after the keys, for which there may be room earlier
+                buffer, q_phase = stage_of(attending, q_full.shape[0])
+                mbarrier.wait(q_free.index(buffer), q_phase ^ 1)
+                mbarrier.expect(q_full.index(buffer), CONSUMERS * q.block_type.nbytes)
+                for i in gl.static_range(CONSUMERS):
+                    copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(buffer), q_tiles.index(CONSUMERS * buffer + i))
+                attending += 1
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
@@ -247,21 +250,23 @@ def _consume(
     HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
+    attending = 0  # blocks of queries so far that see a key
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
         begin, end, full_end, _, _ = walk
-        buffer, q_phase = stage_of(number // gl.num_programs(0), q_full.shape[0])
+        buffer, q_phase = stage_of(attending, q_full.shape[0])
         fixed = (q_tiles.index(CONSUMERS * buffer + which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
         weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
         row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         sums = (acc, weights, row_max, row_sum, turn)
-        mbarrier.wait(q_full.index(buffer), q_phase)  # without keys too: what is copied must arrive
         if begin < full_end:
+            mbarrier.wait(q_full.index(buffer), q_phase)
+            attending += 1
             after = begin + BLOCK_N
             sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, FIRST_HIDES, True)
             if rules.lists is None:
@@ -293,8 +298,6 @@ def _consume(
             acc = warpgroup_mma(as_factor(weights, v_tiles.dtype, WEIGHTS), v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(last), count=1)
-        else:
-            mbarrier.arrive(q_free.index(buffer), count=1)
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         row += which * BLOCK_M
