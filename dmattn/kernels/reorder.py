@@ -1,9 +1,11 @@
 """Keys in the order in which they are to be visited: copied there before the kernels, which store gradients where the keys stand.
 
 A copy costs one pass over keys and values; the kernels that follow load whole tiles, which pays for it (loading each tile row by row where
-it stands made the forward pass on an H200 a quarter slower).
+it stands made the forward pass on an H200 a quarter slower). Keys that no query attends are most of those of a long sequence, and are not
+copied; where they stand among others, or may be read all the same, they become 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -15,11 +17,15 @@ from .replay import launch
 from .sequence import place
 from .tiles import block_dim
 
-ROWS = 128  # keys a program
+ROWS = 128  # keys a program; no block of keys that another kernel visits is larger
 
 
-def reordered(problem: Any) -> Any:
-    """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`)."""
+def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: False) -> Any:
+    """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`).
+
+    Where it names all, those that no query attends stand last, and lists of the blocks to visit (`lists`) name no block of them: past the
+    first ROWS, which a single tile takes in, they are left as memory held them. `reads_all` says of the result whether a kernel walks no lists.
+    """
     if problem.seed is not None:
         raise ValueError("dmattn: order: expected None beside dropout, which numbers keys by their place, received an order")
     batch, kv_heads, listed = problem.order.shape
@@ -31,6 +37,7 @@ def reordered(problem: Any) -> Any:
     value = problem.value.new_empty((batch, kv_heads, listed, value_dim))
     first, last = problem.first.new_empty(problem.order.shape), problem.last.new_empty(problem.order.shape)
     bias = None if problem.bias is None else problem.bias.new_empty((batch, kv_heads, 1, listed))
+    result = problem._replace(key=key, value=value, first=first, last=last, bias=bias, order=None)
     if listed:
         launch(
             _reorder_kernel,
@@ -46,9 +53,10 @@ def reordered(problem: Any) -> Any:
             BLOCK_D=block_dim(head_dim),
             BLOCK_DV=block_dim(value_dim),
             BLOCK=ROWS,
+            EVERY=listed < len_k or reads_all(result),
             num_warps=8,
         )
-    return problem._replace(key=key, value=value, first=first, last=last, bias=bias, order=None)
+    return result
 
 
 def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor | None, kv_heads: int) -> tuple:
@@ -60,10 +68,12 @@ def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor
 def _reorder_kernel(
     order, sources, targets, kv_heads, len_k, listed,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list.
 
-    Keys that no query attends are not read and become 0: a tile may be visited that holds nothing else, and 0 * NaN is not 0.
+    Keys that no query attends are not read and become 0, as 0 * NaN is not 0; but where there are no others, nothing is written, unless EVERY
+    key is to be, or they are the first.
     """
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
@@ -77,8 +87,10 @@ def _reorder_kernel(
     last_rows = load_rows(last, seq, places, 0)
     store_rows(to_first, seq, in_list, first_rows)
     store_rows(to_last, seq, in_list, last_rows)
-    attended = Span(0, tl.where(first_rows < last_rows, places.index, len_k), len_k)
-    store_tile(to_key, seq, in_list, dims, load_tile(key, seq, attended, dims))
-    store_tile(to_value, seq, in_list, value_dims, load_tile(value, seq, attended, value_dims))
-    if bias is not None:
-        store_rows(to_bias, seq, in_list, load_rows(bias, seq, attended, 0.0))
+    alive = first_rows < last_rows
+    if (block == 0) | (tl.max(alive.to(tl.int32), 0) != 0) | EVERY:
+        attended = Span(0, tl.where(alive, places.index, len_k), len_k)
+        store_tile(to_key, seq, in_list, dims, load_tile(key, seq, attended, dims))
+        store_tile(to_value, seq, in_list, value_dims, load_tile(value, seq, attended, value_dims))
+        if bias is not None:
+            store_rows(to_bias, seq, in_list, load_rows(bias, seq, attended, 0.0))
