@@ -93,7 +93,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     dense = d_bias if kind is BiasGradient.DENSE else None
     calls = {
         "forward": lambda: forward(problem, out, lse),
-        "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums, dense),
+        "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums, dense, None),
         "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
     if dense is not None:

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
     Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none,
     ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are to visit them, at least
-    those with an interval that is not empty, none twice. It changes no result.
+    those with an interval that is not empty, none twice; if it names all, those with an empty one stand last. It changes no result.
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.

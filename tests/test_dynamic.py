@@ -17,6 +17,7 @@ from torch import Tensor
 from dmattn import dynamic_mask_attention, ops, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
 from dmattn.kernels import lists
+from dmattn.problem import Problem
 from dmattn.selection import lifetimes, ranks, running_threshold
 
 EXAMPLES = 5 if ops.interpreting() else 100
@@ -101,6 +102,88 @@ def test_blocks_of_padding_between_listed_blocks(device: str, size: dict, monkey
     real = torch.ones(1, len_k, dtype=torch.bool, device=device)
     real[:, len_k * 3 // 5 : len_k * 7 // 8] = False
     assert not failures(device, torch.float32, len_k=len_k, keep=len_k - 10, padding=real, batch=1, heads=2, kv_heads=1, **size)
+
+
+FEW_VALID = (0, 4)  # keys of each batch entry that are no padding
+UNATTENDED = dict(  # blocks of 128 keys that no query attends, which are not copied
+    most_keys=dict(len_q=400, keep=9),
+    all_but_the_first=dict(len_q=300, keep=20, scores="falling"),
+    padding=dict(len_q=300, keep=9, padding=FEW_VALID),
+    prefix=dict(len_q=40, len_k=300, keep=280, padding=FEW_VALID),
+    best_of_prefix=dict(len_q=40, len_k=400, keep=200, padding=FEW_VALID),
+    both_ways=dict(len_q=40, len_k=300, keep=280, padding=FEW_VALID, causal=False),
+    decoding=dict(len_q=1, len_k=600, keep=590, padding=FEW_VALID),
+    decoding_of_all_keys=dict(len_q=2, len_k=1100, keep=1099, padding=FEW_VALID),
+    one_tile=dict(len_q=30, keep=3, kv_heads=4, padding=FEW_VALID),
+    one_block_of_keys=dict(len_q=70, len_k=30, keep=29, padding=FEW_VALID),
+)
+
+
+def unattended_failures(device: str, dtype: torch.dtype, padding: tuple[int, ...] | None = None, **problem: Any) -> list[str]:
+    """`failures` with as many keys of each batch entry that are no padding, the last of every third."""
+    len_k = problem.get("len_k", problem["len_q"])
+    if padding is None:
+        return failures(device, dtype, **problem)
+    real = torch.stack([torch.arange(len_k) % 3 * (torch.arange(len_k) >= len_k - 3 * count) == 2 for count in padding])
+    return failures(device, dtype, padding=real.to(device), **problem)
+
+
+@pytest.mark.usefixtures("memory_begins_as_nan")
+@pytest.mark.parametrize("few", UNATTENDED)
+def test_nothing_follows_from_keys_that_no_query_attends(device: str, few: str) -> None:
+    assert not unattended_failures(device, torch.float32, **UNATTENDED[few])
+
+
+@needs_cuda
+@pytest.mark.usefixtures("memory_begins_as_nan")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("few", UNATTENDED)
+def test_nothing_follows_from_keys_that_no_query_attends_on_a_gpu(few: str, head_dim: int) -> None:
+    assert not unattended_failures("cuda", torch.bfloat16, head_dim=head_dim, **UNATTENDED[few])
+
+
+@pytest.mark.usefixtures("memory_begins_as_nan")
+@pytest.mark.skipif(not ops.interpreting(), reason="1022 blocks are named on a GPU")
+def test_blocks_past_those_that_a_list_names_are_attended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "LISTED", tl.constexpr(2))
+    assert not failures("cpu", torch.float32, len_q=600, keep=60, batch=1, heads=2, kv_heads=1)
+
+
+def test_no_tile_of_keys_is_larger_than_what_is_copied_together() -> None:
+    from dmattn.kernels import hopper, hopper_forward, hopper_key_tile, hopper_query_grad, reorder, tiles
+
+    of_tables = [tile.block_n for table in (tiles._DEFAULT, *tiles._TABLE.values()) for rows in table.values() for _, tile in rows]
+    on_hopper = [hopper.PANEL, hopper_forward.KEYS_TOGETHER, hopper_key_tile.BLOCK_N, hopper_query_grad.KEYS_TOGETHER]
+    for size in of_tables + [getattr(size, "value", size) for size in on_hopper]:
+        assert size == 0 or reorder.ROWS % size == 0, size
+
+
+@pytest.mark.parametrize("listed", [0, 1, 3])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_gradients_of_keys_that_an_order_does_not_name_are_zero(device: str, listed: int, heads: int, unwritten_shows: None) -> None:
+    """Of all tensors, and of each of them alone."""
+    case = Case("order", 40, 50, batch=2, heads=heads, kv_heads=2, head_dim=16, value_dim=8, bias="bg1k")
+    named = torch.arange(50, device=device) >= 50 - listed
+    attended = (torch.arange(40, device=device)[:, None] < 30) & named
+    rules = dict(
+        first=torch.zeros(2, 2, 50, dtype=torch.int32, device=device),
+        last=torch.where(named, 30, 0).int().expand(2, 2, 50),
+        order=named.nonzero()[:, 0].int().flip(0).expand(2, 2, listed),
+    )
+
+    def call(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, return_lse: bool, **options: Any) -> Any:
+        return ops.call(Problem.canonical(query, key, value, mask=None, **options)._replace(**rules))
+
+    given_ = case.inputs(torch.float32, device)
+    inputs = Inputs(given_.query, given_.key, given_.value, attended, given_.bias, given_.d_out, given_.d_lse)
+    ours = results(call, inputs, case.options)
+    assert not [str(verdict) for verdict in judge(ours, Standard.of(inputs, case.options)) if not verdict.passed]
+    for name in ("query", "key", "value", "bias"):
+        tensors = {other: getattr(inputs, other).detach() for other in ("query", "key", "value", "bias")}
+        tensors[name].requires_grad_()
+        out_and_lse = call(**tensors, mask=attended, return_lse=True, **case.options)
+        (alone,) = torch.autograd.grad(out_and_lse, tensors[name], (inputs.d_out, inputs.d_lse))
+        assert torch.equal(alone, ours[f"d_{name}"]), name
 
 
 @pytest.mark.parametrize("name", ["key", "value"])

@@ -17,7 +17,7 @@ from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
-from .reorder import put_back, reordered
+from .reorder import reordered
 from .replay import launch, replayed
 from .sequence import place
 from .tiles import block_dim
@@ -39,28 +39,26 @@ def backward(
     d_bias: Tensor | None,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
-    if problem.order is not None:
-        problem, order = reordered(problem), problem.order
-        shapes = (problem.key, problem.value, problem.bias)
-        gradients = (d_key, d_value, d_bias)
-        listed = tuple(None if x is None else torch.empty_like(shape) for x, shape in zip(gradients, shapes, strict=True))
-        backward(problem, out, lse, d_out, d_lse, d_query, *listed)
-        if any(gradient is not None for gradient in gradients):
-            put_back(order, listed, gradients)
-        return
+    order, len_k = problem.order, problem.key.shape[2]
+    if order is not None:
+        problem = reordered(problem)
     kind = None if d_bias is None else BiasGradient.of(d_bias, problem)
     d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
     key_sums = None
     if kind is BiasGradient.PER_KEY:
         parts = 1 if fits(problem) else parts_of_key_sums(problem, d_out)
-        key_sums = lse.new_empty((*lse.shape[:2], parts, problem.key.shape[2]))
+        key_sums = lse.new_empty((*lse.shape[:2], parts, len_k))
+    if order is not None and order.shape[2] < len_k:
+        for of_keys in (d_key, d_value, key_sums):
+            if of_keys is not None:
+                of_keys.zero_()  # what the order does not name
     wanted = (d_query, d_key, d_value, d_pairs, key_sums)
     if all(gradient is None for gradient in wanted):
         pass  # a gradient per query alone is that of lse
     elif fits(problem):
-        window_gradients(problem, (d_out, lse, d_lse), *wanted)
+        window_gradients(problem, (d_out, lse, d_lse), *wanted, order)
     else:
-        _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted)
+        _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted, order)
     if kind is BiasGradient.PER_KEY:
         sum_of_key_sums(key_sums, d_bias)
     elif kind is BiasGradient.PER_QUERY:
@@ -75,15 +73,19 @@ def _by_blocks(
     d_value: Tensor | None,
     d_bias: Tensor | None,
     key_sums: Tensor | None,
+    order: Tensor | None,
 ) -> None:
-    """Fill those that are not None, whatever the lengths; `incoming` is (d_out, lse, delta), `d_bias` has its lengths in full."""
+    """Fill those that are not None, whatever the lengths; `incoming` is (d_out, lse, delta), `d_bias` has its lengths in full.
+
+    `order` is that of the problem's keys (:func:`key_gradients`).
+    """
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
     if not rows.takes(problem):
         stored = keys_wanted and _serves_queries(dense, problem)
         if keys_wanted or key_sums is not None:
-            key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None)
+            key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None, order)
         if d_query is not None or (dense is not None and not stored):
             query_gradients(problem, incoming, d_query, dense, stored)
     elif keys_wanted or any(x is not None for x in (d_query, dense, key_sums)):

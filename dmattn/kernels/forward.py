@@ -26,7 +26,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     if problem.mask is not None:
         scan(problem.mask, problem.states)
     if problem.order is not None:
-        problem = reordered(problem)
+        problem = reordered(problem, decoding.takes)
     if fits(problem):
         window_forward.forward(problem, out, lse)
         return

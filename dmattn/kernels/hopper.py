@@ -411,15 +411,29 @@ def exponent_factor(rules):
 
 
 @gluon.jit
-def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr):
-    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each stores 16 bytes."""
+def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
+    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each stores 16 bytes.
+
+    Where there is an `order`, rows are counted in it (:func:`places_of`).
+    """
     LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    pointers = slice_pointer(t, seq) + (rows.to(gl.int64) * t.row)[:, None] + (cols * t.col)[None, :]
+    if order is not None:
+        cols = cols.to(gl.int64)  # the tensor need not be one that the copy engine can address
+    pointers = slice_pointer(t, seq) + (places_of(order, seq, rows, length) * t.row)[:, None] + (cols * t.col)[None, :]
     HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
     x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
     gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])
+
+
+@gluon.jit
+def places_of(order, seq, rows, length):
+    """Where so many rows belong: at what `order` names, or where there is none as they are. int64."""
+    if order is None:
+        return rows.to(gl.int64)
+    else:
+        return gl.load(slice_pointer(order, seq) + rows.to(gl.int64) * order.row, mask=rows < length, other=0).to(gl.int64)
 
 
 @gluon.constexpr_function

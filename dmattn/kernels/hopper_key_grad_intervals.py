@@ -22,6 +22,7 @@ from .hopper import (
     interval_of,
     of_pairs,
     padded_dim,
+    places_of,
     serves,
     stage_of,
     store_rows,
@@ -29,7 +30,7 @@ from .hopper import (
 )
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, tile
 from .intervals import block_bounds
-from .layout import Sequence, Span, slice_pointer, strided
+from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
 from .sequence import next_step, query_window
@@ -50,6 +51,7 @@ def key_gradients(
     d_value: Tensor | None,
     key_sums: Tensor | None,
     d_bias: Tensor | None,
+    order: Tensor | None,
 ) -> None:
     """As in key_grad.py, for what it takes; `key_sums` (B, H, CONSUMERS, Sk) are sums in as many parts."""
     batch, heads, len_q, head_dim = problem.query.shape
@@ -73,6 +75,7 @@ def key_gradients(
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(key_sums, heads),
+        order=strided(order, heads),
         heads=heads,
         groups=heads // kv_heads,
         len_q=len_q,
@@ -87,19 +90,26 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, packed, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, d_bias, rules, bounds, packed, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias is read from rules. Heads are
-    fastest in the grid: where keys stand in lifetime order, the long work of every head comes first.
+    q, k, v, d_out, bias (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias is read from rules. What is stored
+    for each key is stored where `order` says, if there is one. Heads are fastest in the grid: where keys stand in lifetime order, the long work
+    of every head comes first.
     """
     together = gl.num_programs(0) // gl.cdiv(len_k, BLOCK_N)
     col = gl.program_id(0) // together * BLOCK_N
     kv_head = gl.program_id(0) % together % (heads // groups)
     batch = gl.program_id(0) % together // (heads // groups)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    if d_k is not None:
+        d_k = _slice(d_k, seq)
+    if d_v is not None:
+        d_v = _slice(d_v, seq)
+    if order is not None:
+        order = _slice(order, seq)
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, DIM], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
@@ -112,7 +122,7 @@ def _key_gradients_kernel(
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
     if _is_dead(rules, bounds, seq, groups, col):
-        _store_zeros((d_k, d_v, key_sums), seq, groups, col, HEAD_DIM, VALUE_DIM, DIM)
+        _store_zeros((d_k, d_v, key_sums), order, seq, groups, col, HEAD_DIM, VALUE_DIM, DIM)
     else:
         kv_full = barriers(1, 1)
         q_full = barriers(STAGES, 1)
@@ -126,7 +136,7 @@ def _key_gradients_kernel(
         tiles = (q_tiles, packed_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
         own = (k_tile, v_tile, kv_full, given)
-        results = (d_k, d_v, key_sums, d_bias)
+        results = (d_k, d_v, key_sums, d_bias, order)
         gl.warp_specialize(
             [
                 (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
@@ -136,6 +146,12 @@ def _key_gradients_kernel(
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+
+
+@gluon.jit
+def _slice(t, seq):
+    """The slice of one sequence as a tensor that has no other: an address for consumers to keep, where they would keep strides too."""
+    return Strided(slice_pointer(t, seq), 0, 0, t.row, t.col, 1)
 
 
 @gluon.jit
@@ -149,21 +165,28 @@ def _is_dead(rules, bounds, seq, groups, col):
 
 
 @gluon.jit
-def _store_zeros(results, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr):
+def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     d_k, d_v, key_sums = results
     zeros = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, zeros, HEAD_DIM)
+        store_rows(d_k, seq, col, seq.len_k, zeros, HEAD_DIM, order)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, zeros, VALUE_DIM)
+        store_rows(d_v, seq, col, seq.len_k, zeros, VALUE_DIM, order)
     if key_sums is not None:
-        cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
+        no_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         for head in range(seq.head, seq.head + groups):
-            pointers = slice_pointer(key_sums, Sequence(seq.batch, head, seq.len_q, seq.len_k)) + cols.to(gl.int64) * key_sums.col
             for part in gl.static_range(2):
-                gl.store(pointers + part * key_sums.row, gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS)), mask=cols < seq.len_k)
+                _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, part, no_sums, SUMS)
+
+
+@gluon.jit
+def _store_sums(key_sums, order, seq, col, part, sums, LAYOUT: gl.constexpr):
+    """One part of the sums over the queries for a block of keys."""
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    pointers = slice_pointer(key_sums, seq) + part * key_sums.row + places_of(order, seq, cols, seq.len_k) * key_sums.col
+    gl.store(pointers, sums, mask=cols < seq.len_k)
 
 
 @gluon.jit
@@ -199,10 +222,10 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     k_tile, v_tile, kv_full, given = own
-    d_k, d_v, key_sums, d_bias = results
+    d_k, d_v, key_sums, d_bias, order = results
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, results)
+    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
@@ -231,9 +254,7 @@ def _consume(
             dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if key_sums is not None:
-            cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
-            pointers = slice_pointer(key_sums, this) + which * key_sums.row + cols.to(gl.int64) * key_sums.col
-            gl.store(pointers, sums, mask=cols < seq.len_k)
+            _store_sums(key_sums, order, this, col, which, sums, PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     exchange = _exchange(tiles, DIM)
@@ -241,9 +262,9 @@ def _consume(
         mbarrier.arrive(given.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(given.index(1), 0)
         if d_k is not None:
-            store_rows(d_k, seq, col, seq.len_k, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM)
+            store_rows(d_k, seq, col, seq.len_k, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM, order)
         if d_v is not None:
-            store_rows(d_v, seq, col, seq.len_k, dv + exchange.index(1).load(SUMS), VALUE_DIM)
+            store_rows(d_v, seq, col, seq.len_k, dv + exchange.index(1).load(SUMS), VALUE_DIM, order)
     else:
         mbarrier.wait(given.index(0), 0)
         if d_k is not None:

@@ -10,7 +10,7 @@ from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .replay import launch
 from .scores import rules_of, through_softcap
-from .sequence import place_keys
+from .sequence import LARGEST, place_keys
 from .softmax import score_gradient
 from .tiles import launch_options, pick
 from .walk import query_lists, query_range, query_step
@@ -23,16 +23,20 @@ def key_gradients(
     d_value: Tensor | None,
     key_sums: Tensor | None,
     d_bias: Tensor | None,
+    order: Tensor | None,
 ) -> None:
     """Fill those that are not None; `incoming` is (d_out, lse, delta).
 
     `key_sums` (B, H, parts, Sk) float32 are the sums of dS over the queries, in as many parts as :func:`parts_of_key_sums` says; `d_bias`
-    (B, H, Sq, Sk) is dS itself, every element of which is written.
+    (B, H, Sq, Sk) is dS itself, every element of which is written. Where the problem's keys are copies in an `order` (B, Hk, listed), with
+    intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
-    for on_hopper in (hopper_key_grad, hopper_key_grad_intervals):
-        if on_hopper.takes(problem, incoming[0], d_bias):
-            on_hopper.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
-            return
+    if hopper_key_grad.takes(problem, incoming[0], d_bias):
+        hopper_key_grad.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
+        return
+    if hopper_key_grad_intervals.takes(problem, incoming[0], d_bias):
+        hopper_key_grad_intervals.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias, order)
+        return
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
@@ -49,6 +53,7 @@ def key_gradients(
         rules=rules_of(problem, lists),
         incoming=tuple(strided(x, heads) for x in incoming),
         wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
+        order=strided(order, heads),
         groups=heads // kv_heads,
         **launch_options(problem, tile, incoming[0], d_key, d_value, d_bias),
     )
@@ -61,11 +66,14 @@ def parts_of_key_sums(problem: Any, d_out: Tensor) -> int:
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, incoming, wanted, groups, heads, len_q, len_k,
+    q, k, v, rules, incoming, wanted, order, groups, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries."""
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+
+    What it stores for each key it stores where the keys lie, or where `order` says.
+    """
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     if rules.first is not None:  # heads fastest: where keys stand in lifetime order, the long work of every head comes first
         together = tl.num_programs(0) // tl.cdiv(len_k, BLOCK_N)
@@ -78,6 +86,9 @@ def _key_gradients_kernel(
     first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
     k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    places = cols
+    if order is not None:
+        places = Span(0, load_rows(order, first_seq, cols, LARGEST).to(tl.int64), LARGEST)
     dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
     dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
     d_k, d_v, key_sums, d_bias = wanted
@@ -109,11 +120,11 @@ def _key_gradients_kernel(
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
         if key_sums is not None:
-            store_rows(key_sums, seq, cols, sums)
+            store_rows(key_sums, seq, places, sums)
     if d_k is not None:
-        store_tile(d_k, first_seq, cols, dims, dk * rules.scale)
+        store_tile(d_k, first_seq, places, dims, dk * rules.scale)
     if d_v is not None:
-        store_tile(d_v, first_seq, cols, value_dims, dv)
+        store_tile(d_v, first_seq, places, value_dims, dv)
 
 
 @triton.jit

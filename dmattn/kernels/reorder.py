@@ -1,9 +1,11 @@
-"""Keys in the order in which they are to be visited: copied there before the kernels, and their gradients back afterwards.
+"""Keys in the order in which they are to be visited: copied there before the kernels, which store gradients where the keys stand.
 
 A copy costs one pass over keys and values; the kernels that follow load whole tiles, which pays for it (loading each tile row by row where
-it stands made the forward pass on an H200 a quarter slower).
+it stands made the forward pass on an H200 a quarter slower). Keys that no query attends are most of those of a long sequence, and are not
+copied; where they stand among others, or may be read all the same, they become 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -15,20 +17,27 @@ from .replay import launch
 from .sequence import place
 from .tiles import block_dim
 
-ROWS = 128  # keys a program
+ROWS = 128  # keys a program; no block of keys that another kernel visits is larger
 
 
-def reordered(problem: Any) -> Any:
-    """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`)."""
+def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: False) -> Any:
+    """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`).
+
+    Where it names all, those that no query attends stand last, and lists of the blocks to visit (`lists`) name no block of them: past the
+    first ROWS, which a single tile takes in, they are left as memory held them. `reads_all` says of the result whether a kernel walks no lists.
+    """
     if problem.seed is not None:
         raise ValueError("dmattn: order: expected None beside dropout, which numbers keys by their place, received an order")
     batch, kv_heads, listed = problem.order.shape
     len_k = problem.key.shape[2]
+    if problem.bias is not None and tuple(problem.bias.shape) != (batch, kv_heads, 1, len_k):
+        raise ValueError(f"dmattn: order: expected a bias (B, Hk, 1, Sk) = {(batch, kv_heads, 1, len_k)}, received {tuple(problem.bias.shape)}")
     head_dim, value_dim = problem.key.shape[3], problem.value.shape[3]
     key = problem.key.new_empty((batch, kv_heads, listed, head_dim))
     value = problem.value.new_empty((batch, kv_heads, listed, value_dim))
     first, last = problem.first.new_empty(problem.order.shape), problem.last.new_empty(problem.order.shape)
     bias = None if problem.bias is None else problem.bias.new_empty((batch, kv_heads, 1, listed))
+    result = problem._replace(key=key, value=value, first=first, last=last, bias=bias, order=None)
     if listed:
         launch(
             _reorder_kernel,
@@ -39,80 +48,49 @@ def reordered(problem: Any) -> Any:
             kv_heads=kv_heads,
             len_k=len_k,
             listed=listed,
-            BACK=False,
+            HEAD_DIM=head_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_D=block_dim(head_dim),
+            BLOCK_DV=block_dim(value_dim),
+            BLOCK=ROWS,
+            EVERY=listed < len_k or reads_all(result),
             num_warps=8,
-            **_dims(head_dim, value_dim),
         )
-    return problem._replace(key=key, value=value, first=first, last=last, bias=bias, order=None)
+    return result
 
 
-def put_back(order: Tensor, listed_gradients: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-    """Fill (d_key, d_value, d_bias) with those of the listed keys, and with 0 for keys that are not listed. None is left out."""
-    batch, kv_heads, listed = order.shape
-    (from_key, from_value, from_bias), (d_key, d_value, d_bias) = listed_gradients, gradients
-    dims = [1 if x is None else x.shape[3] for x in (d_key, d_value)]
-    len_k = next(x.shape[axis] for x, axis in ((d_key, 2), (d_value, 2), (d_bias, 3)) if x is not None)
-    if listed < len_k:
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.zero_()
-    if listed:
-        launch(
-            _reorder_kernel,
-            triton.cdiv(listed, ROWS) * kv_heads * batch,
-            order=strided(order, kv_heads),
-            sources=_parts(from_key, from_value, None, None, from_bias, kv_heads),
-            targets=_parts(d_key, d_value, None, None, d_bias, kv_heads),
-            kv_heads=kv_heads,
-            len_k=len_k,
-            listed=listed,
-            BACK=True,
-            num_warps=8,
-            **_dims(*dims),
-        )
-
-
-def _parts(key: Tensor | None, value: Tensor | None, first: Tensor | None, last: Tensor | None, bias: Tensor | None, kv_heads: int) -> tuple:
+def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor | None, kv_heads: int) -> tuple:
     """The arrays along the keys as a kernel argument; a bias is a vector there."""
     return tuple(strided(x, kv_heads) for x in (key, value, first, last, None if bias is None else bias[:, :, 0]))
 
 
-def _dims(head_dim: int, value_dim: int) -> dict[str, int]:
-    return dict(HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_dim(head_dim), BLOCK_DV=block_dim(value_dim), BLOCK=ROWS)
-
-
 @triton.jit
 def _reorder_kernel(
-    order, sources, targets, kv_heads, len_k, listed, BACK: tl.constexpr,
+    order, sources, targets, kv_heads, len_k, listed,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list, or BACK.
+    """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list.
 
-    Keys that no query attends are not read and become 0: a tile may be visited that holds nothing else, and 0 * NaN is not 0.
+    Keys that no query attends are not read and become 0, as 0 * NaN is not 0; but where there are no others, nothing is written, unless EVERY
+    key is to be, or they are the first.
     """
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
     in_list = Span(block * BLOCK, tl.arange(0, BLOCK), listed)
-    positions = load_rows(order, seq, in_list, len_k).to(tl.int64)  # len_k, past the end, beyond the list
+    places = Span(0, load_rows(order, seq, in_list, len_k).to(tl.int64), len_k)  # len_k, past the end, beyond the list
     dims = Span(0, tl.arange(0, BLOCK_D).to(tl.int64), None if HEAD_DIM == BLOCK_D else HEAD_DIM)  # a transposed key's stride may be Sk
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    if BACK:
-        rows = in_list
-        to_rows = Span(0, positions, len_k)
-    else:
-        rows = Span(0, positions, len_k)
-        to_rows = in_list
     key, value, first, last, bias = sources
     to_key, to_value, to_first, to_last, to_bias = targets
-    if first is not None:
-        first_rows = load_rows(first, seq, rows, 0)
-        last_rows = load_rows(last, seq, rows, 0)
-        store_rows(to_first, seq, to_rows, first_rows)
-        store_rows(to_last, seq, to_rows, last_rows)
-        rows = Span(0, tl.where(first_rows < last_rows, positions, len_k), len_k)
-    if key is not None:
-        store_tile(to_key, seq, to_rows, dims, load_tile(key, seq, rows, dims))
-    if value is not None:
-        store_tile(to_value, seq, to_rows, value_dims, load_tile(value, seq, rows, value_dims))
-    if bias is not None:
-        store_rows(to_bias, seq, to_rows, load_rows(bias, seq, rows, 0.0))
+    first_rows = load_rows(first, seq, places, 0)
+    last_rows = load_rows(last, seq, places, 0)
+    store_rows(to_first, seq, in_list, first_rows)
+    store_rows(to_last, seq, in_list, last_rows)
+    alive = first_rows < last_rows
+    if (block == 0) | (tl.max(alive.to(tl.int32), 0) != 0) | EVERY:
+        attended = Span(0, tl.where(alive, places.index, len_k), len_k)
+        store_tile(to_key, seq, in_list, dims, load_tile(key, seq, attended, dims))
+        store_tile(to_value, seq, in_list, value_dims, load_tile(value, seq, attended, value_dims))
+        if bias is not None:
+            store_rows(to_bias, seq, in_list, load_rows(bias, seq, attended, 0.0))

@@ -14,6 +14,7 @@ from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .replay import launch
 from .scores import load_bias2, rules_of, through_softcap
+from .sequence import LARGEST
 from .softmax import probabilities
 from .tiles import Tile, launch_options, pick
 
@@ -38,10 +39,12 @@ def window_gradients(
     d_value: Tensor | None,
     d_bias: Tensor | None,
     key_sums: Tensor | None,
+    order: Tensor | None,
 ) -> None:
     """Fill those that are not None of a problem that :func:`fits`; `incoming` is (d_out, lse, d_lse).
 
     `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
+    `order` says where the gradients and sums of keys belong, as in key_grad.py.
     """
     heads = problem.query.shape[1]
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
@@ -64,6 +67,7 @@ def window_gradients(
         rules=rules_of(problem),
         incoming=tuple(strided(x, heads) for x in incoming),
         wanted=(*per_head, strided(stored, heads if stored is None else stored.shape[1]), strided(sums, heads)),
+        order=strided(order, heads),
         sharing=sharing.argument,
         SUMMED=shared,
         HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
@@ -85,7 +89,7 @@ def tile_of(problem: Any) -> Tile:
 
 @triton.jit
 def _window_gradients_kernel(
-    q, k, v, rules, incoming, wanted, sharing, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
+    q, k, v, rules, incoming, wanted, order, sharing, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,11 +122,14 @@ def _window_gradients_kernel(
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
         lse_rows = load_rows(lse, seq, rows, float("-inf"))
+        places = cols
+        if order is not None:
+            places = Span(0, load_rows(order, seq, cols, LARGEST).to(tl.int64), LARGEST)
         p, weights, d_p, tanh = probabilities(
             q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, True, False, PRECISION, bias2
         )
         if d_v is not None:
-            store_tile(d_v, seq, cols, value_dims, _over_queries(weights, d_out_tile, PRECISION))
+            store_tile(d_v, seq, places, value_dims, _over_queries(weights, d_out_tile, PRECISION))
         delta_rows = tl.sum(p * d_p, 1)
         if d_lse is not None:  # that of an empty row may be anything
             delta_rows = tl.where(lse_rows == float("-inf"), 0.0, delta_rows - load_rows(d_lse, seq, rows, 0.0))
@@ -132,10 +139,10 @@ def _window_gradients_kernel(
         elif d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if key_sums is not None:
-            store_rows(key_sums, seq, cols, tl.sum(ds, 0))
+            store_rows(key_sums, seq, places, tl.sum(ds, 0))
         d_scores = through_softcap(ds, tanh, rules)
         if d_k is not None:
-            store_tile(d_k, seq, cols, dims, _over_queries(d_scores, q_tile, PRECISION) * rules.scale)
+            store_tile(d_k, seq, places, dims, _over_queries(d_scores, q_tile, PRECISION) * rules.scale)
         if d_q is not None:
             dq = tl.dot(d_scores.to(k_tile.dtype), k_tile, input_precision=PRECISION)
             store_tile(d_q, seq, rows, dims, dq * rules.scale)
