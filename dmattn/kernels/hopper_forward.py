@@ -77,10 +77,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
     rules, packed, sub = key_walk(problem, consumers * block_m, block_n)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
-    programs = min(works, processors(problem.query.device)) if even_work(problem) else works
     launch(
         _forward_kernel,
-        programs,
+        min(works, processors(problem.query.device)) if even_work(problem) else works,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -99,7 +98,6 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         STAGES=stages,
         DIM=dim,
         CONSUMERS=consumers,
-        QUERY_STAGES=1 if works == programs or (pairs and dim == 128) else 2,  # beside biases of pairs there is no room
         IN_TURN=consumers == 3 and not pairs,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
@@ -111,7 +109,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 def _forward_kernel(
     q, k, v, bias, packed, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    QUERY_STAGES: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
+    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
@@ -119,7 +117,7 @@ def _forward_kernel(
     of BLOCK_N keys is copied by blocks.
     """
     SUB: gl.constexpr = k.block_shape[2]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [QUERY_STAGES * CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = k_tiles
@@ -128,8 +126,8 @@ def _forward_kernel(
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if packed is not None:
         packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
-    q_full = barriers(QUERY_STAGES, 1)
-    q_free = barriers(QUERY_STAGES, CONSUMERS)
+    q_full = barriers(1, 1)
+    q_free = barriers(1, CONSUMERS)
     k_full = barriers(STAGES, 1)
     k_free = barriers(STAGES, CONSUMERS)
     v_full = barriers(STAGES, 1)
@@ -166,9 +164,9 @@ def _forward_kernel(
 def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
     """Copy queries, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free, turns = ready
+    q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
     works, _, _, _ = lengths
-    CONSUMERS: gl.constexpr = turns.shape[0]
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
@@ -177,12 +175,15 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
     PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
-    attending = 0  # blocks of queries so far that see a key
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
+        mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
+        for i in gl.static_range(CONSUMERS):
+            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
@@ -201,13 +202,6 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
                     for i in gl.static_range(CONSUMERS):
                         chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
                         copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
-            if step == begin:  # after the keys, for which there may be room earlier
-                buffer, q_phase = stage_of(attending, q_full.shape[0])
-                mbarrier.wait(q_free.index(buffer), q_phase ^ 1)
-                mbarrier.expect(q_full.index(buffer), CONSUMERS * q.block_type.nbytes)
-                for i in gl.static_range(CONSUMERS):
-                    copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(buffer), q_tiles.index(CONSUMERS * buffer + i))
-                attending += 1
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
@@ -241,32 +235,29 @@ def _consume(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    q_full, q_free, _, _, v_full, v_free, turns = ready
+    q_full, q_free, _, _, v_full, v_free, _ = ready
     works, _, _, _ = lengths
-    CONSUMERS: gl.constexpr = turns.shape[0]
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
     BACKWARDS: gl.constexpr = rules.bias_rows is None or rules.bias_cols is None  # as `_step_of` has it
     FIRST_HIDES: gl.constexpr = WINDOW or not EVEN_N or rules.mask is not None or rules.first is not None
     HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
-    attending = 0  # blocks of queries so far that see a key
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
         begin, end, full_end, _, _ = walk
-        buffer, q_phase = stage_of(attending, q_full.shape[0])
-        fixed = (q_tiles.index(CONSUMERS * buffer + which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
+        fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
         weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
         row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         sums = (acc, weights, row_max, row_sum, turn)
+        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
         if begin < full_end:
-            mbarrier.wait(q_full.index(buffer), q_phase)
-            attending += 1
             after = begin + BLOCK_N
             sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, FIRST_HIDES, True)
             if rules.lists is None:
@@ -292,12 +283,14 @@ def _consume(
                 for step in range(end, full_end, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
             acc, weights, row_max, row_sum, turn = sums
-            mbarrier.arrive(q_free.index(buffer), count=1)
+            mbarrier.arrive(q_free.index(0), count=1)
             last, phase = stage_of(turn - 1, STAGES)
             mbarrier.wait(v_full.index(last), phase)
             acc = warpgroup_mma(as_factor(weights, v_tiles.dtype, WEIGHTS), v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(last), count=1)
+        else:
+            mbarrier.arrive(q_free.index(0), count=1)
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         row += which * BLOCK_M
@@ -318,9 +311,9 @@ def _tile(
     """
     q_tile, tiles, ready, rules, seq, row, walk = fixed
     acc, weights, row_max, row_sum, turn = sums
-    _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     _, _, k_full, k_free, v_full, v_free, turns = ready
-    CONSUMERS: gl.constexpr = turns.shape[0]
+    CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]

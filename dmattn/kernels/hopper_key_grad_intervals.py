@@ -33,7 +33,7 @@ from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of
-from .sequence import next_step, query_window
+from .sequence import next_step, place_keys, query_window
 
 STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 CONSUMERS = 2  # and so the sums over queries that `key_gradients` writes for each key
@@ -96,13 +96,10 @@ def _key_gradients_kernel(
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
     q, k, v, d_out, bias (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias is read from rules. What is stored
-    for each key is stored where `order` says, if there is one. Heads are fastest in the grid: where keys stand in lifetime order, the long work
-    of every head comes first.
+    for each key is stored where `order` says, if there is one.
     """
-    together = gl.num_programs(0) // gl.cdiv(len_k, BLOCK_N)
-    col = gl.program_id(0) // together * BLOCK_N
-    kv_head = gl.program_id(0) % together % (heads // groups)
-    batch = gl.program_id(0) % together // (heads // groups)
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
+    col = block * BLOCK_N
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     if d_k is not None:
         d_k = _slice(d_k, seq)

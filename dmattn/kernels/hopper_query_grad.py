@@ -114,8 +114,8 @@ def _query_gradients_kernel(
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if packed is not None:
         packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
-    q_full = barriers(2, 1)
-    q_free = barriers(2, 1)
+    q_full = barriers(1, 1)
+    q_free = barriers(1, 2)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)
@@ -146,18 +146,22 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
     PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     turn = 0  # tiles so far
-    phase = 0  # of the queries
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
+        mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
+        for i in gl.static_range(2):
+            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+            copy(d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
-            stage, stage_phase = stage_of(turn, STAGES)
+            stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
-            mbarrier.wait(free.index(stage), stage_phase ^ 1)
+            mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
             copy_blocks(k, seq.batch, seq.head // groups, starts, full, k_tiles, stage)
             if packed is not None:
@@ -170,13 +174,6 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
             copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
             turn += 1
-            if step == begin:  # after the keys, for which there is room earlier
-                for i in gl.static_range(2):
-                    mbarrier.wait(q_free.index(i), phase ^ 1)
-                    mbarrier.expect(q_full.index(i), q.block_type.nbytes + d_out.block_type.nbytes)
-                    copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(i), q_tiles.index(i))
-                    copy(d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(i), d_out_tiles.index(i))
-                phase ^= 1
 
 
 @gluon.jit
@@ -192,7 +189,6 @@ def _consume(
     q_full, q_free, _, _, free = ready
     works, _, _, _ = lengths
     turn = 0  # tiles so far
-    phase = 0  # of the queries
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
@@ -207,9 +203,8 @@ def _consume(
         dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), k_tiles.dtype)
         sums = (dq, ds, turn)
+        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
         if begin < full_end:
-            mbarrier.wait(q_full.index(which), phase)
-            phase ^= 1
             after = begin + BLOCK_N
             sums = _tile(fixed, sums, begin, which, PAIRS, SUMS, SUB, True, True)
             if rules.lists is None:
@@ -228,11 +223,13 @@ def _consume(
                 for step in range(end, full_end, BLOCK_N):
                     sums = _tile(fixed, sums, step, which, PAIRS, SUMS, SUB, False, False)
             dq, ds, turn = sums
-            mbarrier.arrive(q_free.index(which), count=1)
+            mbarrier.arrive(q_free.index(0), count=1)
             last = (turn - 1) % STAGES
             dq = warpgroup_mma(as_factor(ds, k_tiles.dtype, FACTOR), k_tiles.index(last).reshape([BLOCK_N, DIM]), dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
             mbarrier.arrive(free.index(last), count=1)
+        else:
+            mbarrier.arrive(q_free.index(0), count=1)
         store_rows(d_q, seq, own_row, seq.len_q, dq * rules.scale, HEAD_DIM)
 
 

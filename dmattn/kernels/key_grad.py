@@ -75,11 +75,6 @@ def _key_gradients_kernel(
     What it stores for each key it stores where the keys lie, or where `order` says.
     """
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
-    if rules.first is not None:  # heads fastest: where keys stand in lifetime order, the long work of every head comes first
-        together = tl.num_programs(0) // tl.cdiv(len_k, BLOCK_N)
-        block = tl.program_id(0) // together
-        kv_head = tl.program_id(0) % together % (heads // groups)
-        batch = tl.program_id(0) % together // (heads // groups)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)

@@ -87,7 +87,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         EPOCHS=EPOCHS,
         TILE=TILE,
         TILES_AT_ONCE=64,
-        num_warps=8,
+        num_warps=4,
     )
     return order, first, last
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(2147483647)
 TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
+TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
 
 
 @triton.jit
@@ -34,8 +35,8 @@ def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
 def place_keys(rules, length, heads, BLOCK: tl.constexpr):
     """:func:`place` of a block of keys; but TOGETHER sequences work on a block side by side in two cases.
 
-    Where batch entries share a bias, its tiles are read once then. Under a causal mask the long work of all of them comes first, and short work
-    is left to end with, when processors wait for the last program.
+    Where batch entries share a bias, its tiles are read once then. Under a causal mask and intervals the long work of all of them comes first,
+    and short work is left to end with, when processors wait for the last program.
     """
     return _place(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
 
@@ -50,9 +51,10 @@ def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
         together = tl.minimum(programs // (blocks * heads) - begin, TOGETHER)
         return rest // together % blocks, rest // together // blocks, begin + rest % together
     elif rules.right is not None or rules.first is not None:
-        begin = program // (blocks * TOGETHER) * TOGETHER
+        MOST: tl.constexpr = TOGETHER if rules.first is None else TOGETHER_BY_INTERVALS
+        begin = program // (blocks * MOST) * MOST
         rest = program - begin * blocks
-        together = tl.minimum(programs // blocks - begin, TOGETHER)
+        together = tl.minimum(programs // blocks - begin, MOST)
         sequence = begin + rest % together
         return rest // together, sequence % heads, sequence // heads
     else:
