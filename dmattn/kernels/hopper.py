@@ -419,9 +419,11 @@ def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
     LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    places = rows.to(gl.int64)
     if order is not None:
+        places = places_of(order, seq, rows, length)
         cols = cols.to(gl.int64)  # the tensor need not be one that the copy engine can address
-    pointers = slice_pointer(t, seq) + (places_of(order, seq, rows, length) * t.row)[:, None] + (cols * t.col)[None, :]
+    pointers = slice_pointer(t, seq) + (places * t.row)[:, None] + (cols * t.col)[None, :]
     HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
     x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
     gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])
@@ -429,11 +431,8 @@ def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
 
 @gluon.jit
 def places_of(order, seq, rows, length):
-    """Where so many rows belong: at what `order` names, or where there is none as they are. int64."""
-    if order is None:
-        return rows.to(gl.int64)
-    else:
-        return gl.load(slice_pointer(order, seq) + rows.to(gl.int64) * order.row, mask=rows < length, other=0).to(gl.int64)
+    """Where so many rows of a list stand by its order, int64."""
+    return gl.load(slice_pointer(order, seq) + rows.to(gl.int64) * order.row, mask=rows < length, other=0).to(gl.int64)
 
 
 @gluon.constexpr_function

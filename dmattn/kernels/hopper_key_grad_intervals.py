@@ -182,7 +182,10 @@ def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE
 def _store_sums(key_sums, order, seq, col, part, sums, LAYOUT: gl.constexpr):
     """One part of the sums over the queries for a block of keys."""
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    pointers = slice_pointer(key_sums, seq) + part * key_sums.row + places_of(order, seq, cols, seq.len_k) * key_sums.col
+    places = cols.to(gl.int64)
+    if order is not None:
+        places = places_of(order, seq, cols, seq.len_k)
+    pointers = slice_pointer(key_sums, seq) + part * key_sums.row + places * key_sums.col
     gl.store(pointers, sums, mask=cols < seq.len_k)
 
 
