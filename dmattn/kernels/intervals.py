@@ -17,7 +17,7 @@ from .replay import launch
 from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
 
-CHUNK = tl.constexpr(512)  # blocks that a program looks at together when it makes a list: four numbers of each
+CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
 SUMMARY = 512  # keys that a program sums up
 
 

@@ -25,7 +25,7 @@ from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
 MOST_ROWS = 128  # places of a cell at once
-TILE = 256  # positions of a program that works on positions alone
+TILE = 512  # positions of a program that works on positions alone
 
 
 @replayed
@@ -58,7 +58,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         BLOCK=block,
         PART=triton.next_power_of_2(isqrt(block)),
         ROWS=min(block, MOST_ROWS),
-        num_warps=4 if block <= 256 else 8,
+        num_warps=4,
     )
     launch(
         _count_epochs_kernel,
