@@ -184,6 +184,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
         for i in gl.static_range(CONSUMERS):
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+        kv_head = seq.head // groups
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
@@ -191,7 +192,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
             full = k_full.index(stage)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
-            copy_blocks(k, seq.batch, seq.head // groups, starts, full, k_tiles, stage)
+            copy_blocks(k, seq.batch, kv_head, starts, full, k_tiles, stage)
             if packed is not None:
                 copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
             if bias is not None:
@@ -204,7 +205,7 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
                         copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
+            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_tiles, stage)
             turn += 1
 
 
@@ -292,7 +293,7 @@ def _consume(
         else:
             mbarrier.arrive(q_free.index(0), count=1)
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
+        acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
         row += which * BLOCK_M
         rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
         lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max * exponent_factor(rules) + gl.log2(divisor)) / LOG2E)

@@ -156,6 +156,7 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
         for i in gl.static_range(2):
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
             copy(d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
+        kv_head = seq.head // groups
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
@@ -163,7 +164,7 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
             full = k_full.index(stage)
             mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
-            copy_blocks(k, seq.batch, seq.head // groups, starts, full, k_tiles, stage)
+            copy_blocks(k, seq.batch, kv_head, starts, full, k_tiles, stage)
             if packed is not None:
                 copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
             if bias is not None:  # whose columns are one block
@@ -172,7 +173,7 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
                 for i in gl.static_range(2):
                     copy(bias, [entry, head, row + i * BLOCK_M, starts[0]], full, bias_tiles.index(2 * stage + i))
             mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            copy_blocks(v, seq.batch, seq.head // groups, starts, v_full.index(stage), v_tiles, stage)
+            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_tiles, stage)
             turn += 1
 
 
