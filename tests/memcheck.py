@@ -40,6 +40,7 @@ CASES = (
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-key-bias-odd-lengths", 131, 197, heads=2, head_dim=88, value_dim=72, bias="bh1k"),
     Case("hopper-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=128, bias="1h1k"),
+    Case("hopper-intervals-several-blocks-a-program", 520, 100, batch=4, heads=9, head_dim=128, intervals="random", bias="b11k"),
     Case("hopper-three-consumers-odd-dims", 190, 2051, heads=2, head_dim=40, value_dim=64),
     Case("decoding-key-bias-grouped", 1, 1100, heads=4, kv_heads=2, bias="bg1k", head_dim=128),
     Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
@@ -50,13 +51,14 @@ CASES = (
 decoding.LISTED_BYTES = 0  # lists for small problems too
 
 
-LENGTHS = ((97, 97), (1, 150), (5, 150), (300, 1300))  # the last sorts more than one run of keys
+# Queries, keys and head dims of key and value: (300, 1300) sorts more than one run of keys, and the last is one for Hopper.
+DYNAMIC = ((97, 97, 40, 24), (1, 150, 40, 24), (5, 150, 40, 24), (300, 1300, 40, 24), (300, 450, 128, 128))
 
 
-def check_dynamic(len_q: int, len_k: int, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+def check_dynamic(len_q: int, len_k: int, head_dim: int, value_dim: int, dtype: torch.dtype, device: str = "cuda") -> list[str]:
     """What differs from attention with the same mask written out: the plan, the reordering and both passes by lists of blocks."""
     random = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, len_q, 40), (2, 2, len_k, 40), (2, 2, len_k, 24), (2, 2, len_k))
+    shapes = ((2, 4, len_q, head_dim), (2, 2, len_k, head_dim), (2, 2, len_k, value_dim), (2, 2, len_k))
     inputs = [torch.randn(shape, generator=random).to(device, dtype).requires_grad_() for shape in shapes]
     valid = (torch.rand(2, len_k, generator=random) < 0.8).to(device)
     results = []
@@ -89,11 +91,11 @@ def main() -> int:
             wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
             failed += bool(wrong)
             print(case.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
-    for lengths in LENGTHS:
+    for sizes in DYNAMIC:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            wrong = check_dynamic(*lengths, dtype)
+            wrong = check_dynamic(*sizes, dtype)
             failed += bool(wrong)
-            print("dynamic-mask", *lengths, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
+            print("dynamic-mask", *sizes, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
     return int(failed > 0)
 
 

@@ -223,6 +223,7 @@ def test_larger_on_a_gpu(size: dict, head_dim: int, scores: str) -> None:
         dict(len_q=777, keep=500, scores="walk", bias_dtype=torch.float32),
         dict(len_q=700, len_k=300, keep=70, padding=True),
         dict(len_q=130, keep=7, value_dim=72),
+        dict(len_q=1100, keep=90, batch=3, heads=16, kv_heads=8),  # several blocks of queries a program
     ],
     ids=str,
 )
