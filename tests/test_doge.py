@@ -280,6 +280,18 @@ def test_an_implementation_set_by_hand_stays() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_an_implementation_set_since_is_named_when_it_brings_another_mask() -> None:
+    model, tokens = model_of(), distinct_batch()["input_ids"]
+    doge.enable(model)
+    with pytest.raises(ValueError, match="received DogeForCausalLM that is enabled already"):
+        doge.enable(model)
+    integration.enable(model)
+    with pytest.raises(ValueError, match="attn_implementation: expected 'dmattn_doge', received 'dmattn', set since doge.enable"):
+        model(tokens)
+    integration.disable(model)
+    model(tokens)
+
+
 def test_an_enabled_layer_is_released() -> None:
     layer = model_of().model.layers[0]
     doge.enable(layer)

@@ -53,7 +53,8 @@ def enable(model: nn.Module) -> None:
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
     found = _children(model, DogeAttention)
     if not found:
-        raise ValueError(f"dmattn: model: expected a model with DogeAttention layers, received {type(model).__name__} without any")
+        without = "that is enabled already" if _children(model, _Attention) else "without any"
+        raise ValueError(f"dmattn: model: expected a model with DogeAttention layers, received {type(model).__name__} {without}")
     before = {id(layer.original[0].config): layer.implementation for layer in model.modules() if isinstance(layer, _Attention)}
     for _, _, attention in found:
         if attention.config._attn_implementation != NAME:
@@ -116,6 +117,10 @@ class _Attention(DynamicMaskAttention):
         position_ids: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
+        implementation = self.original[0].config._attn_implementation
+        if implementation != NAME and attention_mask is not None and attention_mask.ndim != 2:
+            since = "set since doge.enable(); doge.disable() and doge.enable() set it again"
+            raise ValueError(f"dmattn: attn_implementation: expected {NAME!r}, received {implementation!r}, {since}")
         for name in _PACKED:
             if others.get(name) is not None:
                 raise ValueError(f"dmattn: {name}: expected None, as packed sequences are not supported, received a value")
