@@ -27,9 +27,10 @@ class Problem(NamedTuple):
     have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
     only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
 
-    Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none,
-    ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are to visit them, at least
-    those with an interval that is not empty, none twice; if it names all, those with an empty one stand last. It changes no result.
+    Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none, each of
+    the first two axes full or 1, ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are
+    to visit them, at least those with an interval that is not empty, none twice; if it names all, those with an empty one have to stand last,
+    as kernels may visit what lies before the last other one, and nothing is copied there. It changes no result.
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.

@@ -73,7 +73,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         dead = dead | ~valid
     last = last.masked_fill(dead, 0)
     end, span = log_scale(keep, len_q, len_k)
-    ago = end - ((last + offset).float().view(torch.int32) >> 8)
+    ago = end - ((last + offset).float().view(torch.int32).long() >> 8)
     epoch = torch.where(last < len_q, 1 + ago * (EPOCHS - 1) // span, 0).masked_fill(dead, EPOCHS)
     turned = torch.where(epoch % 2 == 0, birth, len_k - 1 - birth)
     order = (epoch * len_k + turned).argsort(dim=-1)

@@ -271,9 +271,9 @@ HOPPER = (
     Case("hopper-intervals-few-keys-200x9", 200, 9, heads=2, head_dim=128, intervals="random", bias="b11k", reason="fewer keys than one listed block"),
     Case("hopper-intervals-dense-bias-window-392x520", 392, 520, heads=2, head_dim=128, intervals="random", bias="bhqk", window=(100, 60), reason="a tile filled up in front, and so its bias"),
     Case("hopper-documents-key-bias-fp16-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="b11k", bias_dtype=torch.float16, causal=True, reason="a bias of another dtype, packed"),
-    Case("hopper-intervals-many-blocks-130x33500", 130, 33500, batch=1, heads=2, kv_heads=1, head_dim=128, intervals="random-per-head", bias="b11k", reason="more blocks of 32 and of 16 keys than a list names"),
+    Case("hopper-intervals-many-blocks-130x33500", 130, 33500, batch=1, heads=2, kv_heads=1, head_dim=128, intervals="random-per-head", bias="b11k", reason="more blocks of 16 keys than a list names"),
     Case("hopper-documents-several-blocks-a-program-520", 520, batch=5, heads=8, kv_heads=4, head_dim=128, intervals="documents", bias="bg1k", reason="lists, and several of them a program"),
-    Case("hopper-intervals-several-blocks-a-program-900x3", 900, 3, batch=3, heads=8, head_dim=128, intervals="random", reason="blocks of queries without a key between others"),
+    Case("hopper-intervals-several-blocks-a-program-900x3", 900, 3, batch=3, heads=8, head_dim=128, intervals="random", bias="b11k", reason="blocks of queries without a key between others"),
     Case("hopper-intervals-dense-bias-several-blocks-a-program-520x304", 520, 304, batch=5, heads=8, head_dim=128, intervals="random", bias="bhqk", reason="the same beside a bias of pairs"),
     Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias packed by the blocks of a mask's lists"),
 )  # fmt: skip

@@ -286,7 +286,7 @@ def test_an_implementation_set_since_is_named_when_it_brings_another_mask() -> N
     with pytest.raises(ValueError, match="received DogeForCausalLM that is enabled already"):
         doge.enable(model)
     integration.enable(model)
-    with pytest.raises(ValueError, match="attn_implementation: expected 'dmattn_doge', received 'dmattn', set since doge.enable"):
+    with pytest.raises(ValueError, match=r"attn_implementation: expected 'dmattn_doge', received 'dmattn', set since doge\.enable"):
         model(tokens)
     integration.disable(model)
     model(tokens)

@@ -87,9 +87,10 @@ def test_padded_keys_are_never_kept(device: str, way: str, unwritten_shows: None
 @pytest.fixture
 def memory_begins_as_nan() -> Iterator[None]:
     """Whatever is allocated holds NaN until it is written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.mark.usefixtures("memory_begins_as_nan")
@@ -240,6 +241,21 @@ def test_odd_lengths_on_a_gpu(problem: dict) -> None:
 )  # fmt: skip
 def test_any_problem(device: str, kv_heads: int, group: int, dtype: torch.dtype, **problem: Any) -> None:
     assert not failures(device, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=8, **problem)
+
+
+def test_vmap_over_queries_shares_one_selection(device: str) -> None:
+    """Scores without the mapped axis are selected from once; their gradient is the sum over it."""
+    random = torch.Generator().manual_seed(0)
+    queries, key, value, bias = (
+        torch.randn(size, generator=random).to(device) for size in ((3, 1, 2, 60, 16), *2 * [(1, 2, 60, 16)], (1, 2, 60))
+    )
+    leaves = tuple(x.requires_grad_() for x in (queries, key, value, bias))
+    together = torch.func.vmap(lambda query: dynamic_mask_attention(query, key, value, bias, keep=9))(queries)
+    apart = torch.stack([dynamic_mask_attention(query, key, value, bias, keep=9) for query in queries])
+    torch.testing.assert_close(together, apart)
+    d_out = torch.randn(apart.shape, generator=random).to(device)
+    for got, want in zip(torch.autograd.grad(together, leaves, d_out), torch.autograd.grad(apart, leaves, d_out), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_equal_scores_are_a_sliding_window() -> None:

@@ -68,8 +68,13 @@ def consumers_of(length: int, dim: int) -> int:
 
 
 def even_work(problem: Any) -> bool:
-    """Whether a program for each processor may take blocks of queries by their number, for all have about the same work."""
-    return problem.first is not None or (problem.mask is None and problem.left is None and problem.right is None)
+    """Whether a program for each processor may take every so many-th block of queries, for all have about the same work.
+
+    Under a dynamic mask most queries keep as many keys; a bias of keys is its sign. Other intervals may be a causal mask's.
+    """
+    if problem.first is not None:
+        return of_keys(problem.bias)
+    return problem.mask is None and problem.left is None and problem.right is None
 
 
 def padded_dim(problem: Any) -> int:
@@ -412,7 +417,7 @@ def exponent_factor(rules):
 
 @gluon.jit
 def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
-    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each stores 16 bytes.
+    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each may store 16 bytes at once.
 
     Where there is an `order`, rows are counted in it (:func:`places_of`).
     """

@@ -2,9 +2,9 @@
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer issues Q K^T of one tile together with P V of the tile before; the others use the time of its
-softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024, https://arxiv.org/abs/2407.08608). Where all
-blocks of queries have the same work, there is one program for each processor, whose producer begins the next block while the consumers end
-theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes through forward.py.
+softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024, https://arxiv.org/abs/2407.08608). Where
+blocks of queries have about the same work, there is one program for each processor, whose producer begins the next block while the consumers
+end theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes through forward.py.
 """
 
 from typing import Any

@@ -30,8 +30,10 @@ def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: Fa
         raise ValueError("dmattn: order: expected None beside dropout, which numbers keys by their place, received an order")
     batch, kv_heads, listed = problem.order.shape
     len_k = problem.key.shape[2]
-    if problem.bias is not None and tuple(problem.bias.shape) != (batch, kv_heads, 1, len_k):
-        raise ValueError(f"dmattn: order: expected a bias (B, Hk, 1, Sk) = {(batch, kv_heads, 1, len_k)}, received {tuple(problem.bias.shape)}")
+    if problem.bias is not None:
+        sizes = tuple(problem.bias.shape)
+        if sizes[0] not in (1, batch) or sizes[1] not in (1, kv_heads) or sizes[2:] != (1, len_k):
+            raise ValueError(f"dmattn: order: expected a bias (B or 1, Hk or 1, 1, Sk) of {(batch, kv_heads, 1, len_k)}, received {sizes}")
     head_dim, value_dim = problem.key.shape[3], problem.value.shape[3]
     key = problem.key.new_empty((batch, kv_heads, listed, head_dim))
     value = problem.value.new_empty((batch, kv_heads, listed, value_dim))

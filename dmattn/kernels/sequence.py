@@ -18,7 +18,9 @@ def place(length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_queries(rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place` of a block of queries, as :func:`place_keys`; under a causal mask the last ones see the most keys, and begin first."""
+    """:func:`place` of a block of queries, as :func:`place_keys`; under a causal mask and intervals the last ones, which see the most keys
+    under the former, begin first.
+    """
     return place_work(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
 
 
@@ -33,9 +35,9 @@ def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_keys(rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place` of a block of keys; but TOGETHER sequences work on a block side by side in two cases.
+    """:func:`place` of a block of keys; but TOGETHER or TOGETHER_BY_INTERVALS sequences work on a block side by side in three cases.
 
-    Where batch entries share a bias, its tiles are read once then. Under a causal mask and intervals the long work of all of them comes first,
+    Where batch entries share a bias, its tiles are read once then. Under a causal mask, or intervals, the long work of all of them comes first,
     and short work is left to end with, when processors wait for the last program.
     """
     return _place(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
