@@ -151,10 +151,10 @@ def test_blocks_past_those_that_a_list_names_are_attended(monkeypatch: pytest.Mo
 
 
 def test_no_tile_of_keys_is_larger_than_what_is_copied_together() -> None:
-    from dmattn.kernels import hopper, hopper_key_tile, reorder, tiles
+    from dmattn.kernels import hopper, hopper_key_tile, hopper_walk, reorder, tiles
 
     of_tables = [tile.block_n for table in (tiles._DEFAULT, *tiles._TABLE.values()) for rows in table.values() for _, tile in rows]
-    on_hopper = [hopper.PANEL, hopper.KEYS_TOGETHER, hopper_key_tile.BLOCK_N]
+    on_hopper = [hopper.PANEL, hopper_walk.KEYS_TOGETHER, hopper_key_tile.BLOCK_N]
     for size in of_tables + [getattr(size, "value", size) for size in on_hopper]:
         assert size == 0 or reorder.ROWS % size == 0, size
 

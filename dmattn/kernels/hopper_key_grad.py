@@ -29,11 +29,11 @@ from .hopper import (
     padded_dim,
     serves,
     stage_of,
-    store_rows,
     tiled,
     tiled_mask,
 )
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_tile, tile
+from .hopper_registers import store_rows
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
 from .scores import rules_of

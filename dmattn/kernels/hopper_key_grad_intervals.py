@@ -13,22 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .hopper import (
-    CONSUMER_REGISTERS,
-    LAUNCH_REGISTERS,
-    PRODUCER_REGISTERS,
-    barriers,
-    copy,
-    interval_of,
-    of_pairs,
-    padded_dim,
-    places_of,
-    serves,
-    stage_of,
-    store_rows,
-    tiled,
-)
+from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, of_pairs, padded_dim, serves, stage_of, tiled
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, tile
+from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .replay import launch

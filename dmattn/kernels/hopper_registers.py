@@ -1,0 +1,185 @@
+"""Tiles in registers on Hopper (sm_90): the rules of scores.py on pairs, spelled for Gluon, numbers of 16 bits by twos, and rows stored."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .intervals import middle_and_length
+from .layout import slice_pointer
+from .scores import LOG2E
+
+
+@gluon.jit
+def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, EVEN: gl.constexpr):
+    """[BLOCK] from `start` on of a tensor's one axis with this stride; `other` from `length` on, of which there is nothing if EVEN."""
+    index = gl.arange(0, BLOCK, LAYOUT)
+    pointers = slice_pointer(t, seq) + gl.cast(start, gl.int64) * stride + index * stride
+    if EVEN:
+        return gl.load(pointers)
+    else:
+        return gl.load(pointers, mask=index < length - start, other=other)
+
+
+@gluon.jit
+def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
+    """The bias of a tile at a query times LOG2E, queries down, where it does not depend on the key; else 0."""
+    if rules.bias is None or rules.bias_cols is not None:
+        return 0.0
+    elif rules.bias_rows is not None:
+        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        return bias.to(gl.float32) * LOG2E
+    else:
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
+
+
+@gluon.jit
+def mask_of(rules, seq, rows, cols, row, col):
+    """Which pairs the mask keeps of a tile at a query and a key, not 0 where kept; 1 without one.
+
+    `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands.
+    """
+    if rules.mask is None:
+        return 1
+    else:
+        pointers = slice_pointer(rules.mask, seq)
+        if rules.mask_rows is not None:
+            pointers += gl.cast(row, gl.int64) * rules.mask.row
+        if rules.mask_cols is not None:
+            pointers += gl.cast(col, gl.int64) * rules.mask.col
+        if rules.mask_rows is not None and rules.mask_cols is not None:
+            inside = (rows < seq.len_q - row) & (cols < seq.len_k - col)
+            return gl.load(pointers + (rows * rules.mask.row + cols * rules.mask.col), mask=inside, other=0).to(gl.int8)
+        elif rules.mask_rows is not None:
+            return gl.load(pointers + rows * rules.mask.row, mask=rows < seq.len_q - row, other=0).to(gl.int8)
+        elif rules.mask_cols is not None:
+            return gl.load(pointers + cols * rules.mask.col, mask=cols < seq.len_k - col, other=0).to(gl.int8)
+        else:
+            return gl.load(pointers).to(gl.int8)
+
+
+@gluon.jit
+def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    middle2, length = middle_and_length(first, last, seq.len_q)
+    return middle2[:, None], length[:, None]
+
+
+@gluon.jit
+def _up_to(s, place, bound):
+    """Scores of a tile, -inf where a place is past a bound. In PTX for the reason of :func:`_in_interval`."""
+    CODE: gl.constexpr = "{ .reg .pred inside; setp.le.s32 inside, $2, $3; selp.f32 $0, $1, 0fff800000, inside; }"
+    return gl.inline_asm_elementwise(CODE, "=f,f,r,r", [s, place, bound], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _in_interval(s, rows, middle2, length):
+    """Scores of a tile, -inf where a query is not in the interval of a key.
+
+    In PTX, for Triton would compare all pairs first, and keep what it found until the scores are there.
+    """
+    CODE: gl.constexpr = """{
+        .reg .f32 distance;
+        .reg .pred inside;
+        sub.f32 distance, $2, $3;
+        abs.f32 distance, distance;
+        setp.lt.f32 inside, distance, $4;
+        selp.f32 $0, $1, 0fff800000, inside;
+    }"""
+    arguments = [s, (2 * rows).to(gl.float32), middle2, length]
+    return gl.inline_asm_elementwise(CODE, "=f,f,f,f,f", arguments, dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
+    """Scores from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+
+    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, natural
+    ones with a bias of pairs, and base 2 with any other, whose product with LOG2E is made once for many pairs.
+
+    `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
+    :func:`interval_of` give. A bias that is not of pairs comes times LOG2E.
+    """
+    if rules.bias is not None:
+        if rules.bias_rows is not None and rules.bias_cols is not None:
+            s = s * rules.scale + bias.to(gl.float32)
+        else:
+            s = s * (rules.scale * LOG2E) + bias
+    if EDGE:
+        kept, middle2, length = hiding
+        if rules.mask is not None:
+            s = gl.where(kept != 0, s, float("-inf"))
+        if rules.first is not None:
+            s = _in_interval(s, rows, middle2, length)
+        # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
+        offset = seq.len_k - seq.len_q
+        if rules.right is not None:
+            s = _up_to(s, cols, gl.minimum(rows + (offset + rules.right), seq.len_k - 1))
+        elif rules.first is None and (rules.mask is None or rules.mask_cols is None):
+            s = _up_to(s, cols, seq.len_k - 1)
+        if rules.left is not None:
+            s = _up_to(s, rows + (offset - rules.left), cols)
+    return s
+
+
+@gluon.jit
+def rounded_pairs(x, DTYPE: gl.constexpr):
+    """[ROWS, COLS] float32 rounded to a 16-bit type, as [ROWS, COLS / 2] int32: neighbours in a row share a register.
+
+    That is how products take it, and how it goes from one tile to the next: 16-bit numbers by themselves are taken apart and put together
+    again between loops.
+    """
+    low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    CODE: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if DTYPE.is_fp16() else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_factor(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`rounded_pairs` made, as the left factor of a product."""
+    low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    x = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(x.to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def exponent_factor(rules):
+    """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
+    if rules.bias is None:
+        return rules.scale * LOG2E
+    elif rules.bias_rows is not None and rules.bias_cols is not None:
+        return LOG2E
+    else:
+        return 1.0
+
+
+@gluon.jit
+def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
+    """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each may store 16 bytes at once.
+
+    Where there is an `order`, rows are counted in it (:func:`places_of`).
+    """
+    LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    places = rows.to(gl.int64)
+    if order is not None:
+        places = places_of(order, seq, rows, length)
+        cols = cols.to(gl.int64)  # the tensor need not be one that the copy engine can address
+    pointers = slice_pointer(t, seq) + (places * t.row)[:, None] + (cols * t.col)[None, :]
+    HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
+    x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
+    gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])
+
+
+@gluon.jit
+def places_of(order, seq, rows, length):
+    """Where so many rows of a list stand by its order, int64."""
+    return gl.load(slice_pointer(order, seq) + rows.to(gl.int64) * order.row, mask=rows < length, other=0).to(gl.int64)
+
+
+@gluon.constexpr_function
+def _by_rows(rows, cols, second):
+    """The layout of a consumer's sums in registers, but that a lane's columns begin at multiples of 8 and of `second`, not of 2 and 4."""
+    registers = [[0, 1 << bit] for bit in range(8) if 1 << bit < cols and 1 << bit not in (8, second)]
+    return gl.DistributedLinearLayout([*registers, [8, 0]], [[0, 8], [0, second], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [rows, cols])
