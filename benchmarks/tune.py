@@ -21,7 +21,6 @@ from benchmarks.harness import describe, environment, measure, names, reason, wr
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import ops
 from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
-from dmattn.kernels.backward import _delta
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients, parts_of_key_sums
@@ -30,6 +29,7 @@ from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered
 from dmattn.kernels.replay import forget
+from dmattn.kernels.row_terms import Incoming, fill_terms
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
 
@@ -85,7 +85,8 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     if decoding.takes(problem):
         return {"decoding": lambda: forward(problem, out, lse)}
     with launching(d_out):
-        incoming = (d_out, lse, _delta(out, d_out, None, lse))
+        incoming = Incoming.without_terms(d_out, lse)
+        fill_terms(incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
     kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None

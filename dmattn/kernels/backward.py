@@ -1,4 +1,4 @@
-"""The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
+"""The backward pass: terms of rows, dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
 Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
 dQ, dK and dV.
@@ -7,23 +7,17 @@ dQ, dK and dV.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import rows
+from . import hopper_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
-from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import reordered
-from .replay import launch, replayed
-from .sequence import place
-from .tiles import block_dim
+from .replay import replayed
+from .row_terms import Incoming, fill_terms
 from .windows import fits, window_gradients
-
-DELTA_ROWS = 32
 
 
 @replayed
@@ -58,7 +52,7 @@ def backward(
     elif fits(problem):
         window_gradients(problem, (d_out, lse, d_lse), *wanted, order)
     else:
-        _by_blocks(problem, (d_out, lse, _delta(out, d_out, d_lse, lse)), *wanted, order)
+        _by_blocks(problem, Incoming.without_terms(d_out, lse), out, d_lse, *wanted, order)
     if kind is BiasGradient.PER_KEY:
         sum_of_key_sums(key_sums, d_bias)
     elif kind is BiasGradient.PER_QUERY:
@@ -67,7 +61,9 @@ def backward(
 
 def _by_blocks(
     problem: Any,
-    incoming: tuple[Tensor, Tensor, Tensor],
+    incoming: Incoming,
+    out: Tensor,
+    d_lse: Tensor | None,
     d_query: Tensor | None,
     d_key: Tensor | None,
     d_value: Tensor | None,
@@ -75,14 +71,20 @@ def _by_blocks(
     key_sums: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """Fill those that are not None, whatever the lengths; `incoming` is (d_out, lse, delta), `d_bias` has its lengths in full.
+    """Fill those that are not None, whatever the lengths; `incoming` has no terms yet, `d_bias` has its lengths in full.
 
     `order` is that of the problem's keys (:func:`key_gradients`).
     """
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
-    if not rows.takes(problem):
+    in_rows = rows.takes(problem)
+    if d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
+        hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)
+        d_query = None
+    else:
+        fill_terms(incoming, out, d_lse)
+    if not in_rows:
         stored = keys_wanted and _serves_queries(dense, problem)
         if keys_wanted or key_sums is not None:
             key_gradients(problem, incoming, d_key, d_value, key_sums, dense if stored else None, order)
@@ -100,43 +102,3 @@ def _serves_queries(dense: Tensor | None, problem: Any) -> bool:
     It is where nothing stands between scores and products, and where the bias's dtype rounds dS no more than a product with the keys does.
     """
     return dense is not None and problem.softcap is None and dense.dtype in (problem.query.dtype, torch.float32)
-
-
-def _delta(out: Tensor, d_out: Tensor, d_lse: Tensor | None, lse: Tensor) -> Tensor:
-    """delta = rowsum(dO * O) - dLSE, (B, H, Sq) float32; 0 for an empty row, whose dLSE may be anything."""
-    batch, heads, len_q, value_dim = out.shape
-    delta = lse.new_empty(lse.shape)
-    launch(
-        _delta_kernel,
-        triton.cdiv(len_q, DELTA_ROWS) * heads * batch,
-        out=strided(out, heads),
-        d_out=strided(d_out, heads),
-        lse=strided(lse, heads),
-        d_lse=strided(d_lse, heads),
-        delta=strided(delta, heads),
-        heads=heads,
-        len_q=len_q,
-        VALUE_DIM=value_dim,
-        BLOCK_M=DELTA_ROWS,
-        BLOCK_DV=block_dim(value_dim),
-        enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
-    )
-    return delta
-
-
-@triton.jit
-def _delta_kernel(
-    out, d_out, lse, d_lse, delta, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
-    """One program: delta of BLOCK_M queries of one (batch, head), from a grid of one axis."""
-    block, head, batch = place(len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, 0)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
-    dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
-    d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
-    total = tl.sum(out_tile * d_out_tile, 1)
-    if d_lse is not None:
-        total -= load_rows(d_lse, seq, rows, 0.0)
-        total = tl.where(load_rows(lse, seq, rows, 0.0) == float("-inf"), 0.0, total)
-    store_rows(delta, seq, rows, total)

@@ -17,6 +17,7 @@ from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
 from .replay import launch
+from .row_terms import Incoming
 from .scores import load_bias2, rules_of
 from .sequence import all_in_window, in_window
 from .softmax import probabilities
@@ -135,12 +136,12 @@ def _sum_parts_kernel(
     store_tile(d_bias, Sequence(entry, head, len_q, len_k), rows, cols, total)
 
 
-def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bias: Tensor) -> None:
-    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk); `incoming` is (d_out, lse, delta)."""
+def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
+    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk)."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tile = pick("bias", problem)
-    on_hopper = hopper_bias_grad.takes(problem, incoming[0])
+    on_hopper = hopper_bias_grad.takes(problem, incoming.d_out)
     rows, cols = (hopper_bias_grad.ROWS, hopper_bias_grad.COLS) if on_hopper else tile[:2]
     tiles = triton.cdiv(len_q, rows) * triton.cdiv(len_k, cols) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
@@ -155,10 +156,10 @@ def shared_gradient(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_bia
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
             rules=rules_of(problem, states=None if problem.mask is None else problem.states),
-            incoming=tuple(strided(x, heads) for x in incoming),
+            incoming=incoming.strided(heads),
             parts=strided(parts, bias_heads),
             sharing=sharing.argument,
-            **launch_options(problem, tile, incoming[0], parts),
+            **launch_options(problem, tile, incoming.d_out, parts),
         )
     sharing.sum_parts(parts, d_bias)
 

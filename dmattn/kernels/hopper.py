@@ -91,13 +91,13 @@ def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 
 
-def tiled_vectors(packed: Tensor) -> TensorDescriptor:
-    """A contiguous tensor of 32-bit numbers of which the last axis is copied as a whole."""
-    return TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [1, 1, 1, packed.shape[3]], _PACKED_LAYOUT)
+def tiled_vectors(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """A contiguous tensor of 32-bit numbers as the copy engine takes it, in tiles of [rows, cols] of one (batch, head), row after row."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, cols], _VECTOR_LAYOUT)
 
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-_PACKED_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+_VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
 
 

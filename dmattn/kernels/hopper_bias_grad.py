@@ -16,6 +16,7 @@ from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, ba
 from .hopper_registers import exponent_factor, load_vector, ruled
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import rules_of
 from .sequence import in_window
 from .softmax import divisor2
@@ -30,12 +31,10 @@ def takes(problem: Any, d_out: Tensor) -> bool:
     return problem.mask is None and problem.first is None and serves(problem, (64, 128), d_out)
 
 
-def shared_gradient(
-    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], parts: Tensor, programs: int, sharing: tuple[int, int, int, int]
-) -> None:
+def shared_gradient(problem: Any, incoming: Incoming, parts: Tensor, programs: int, sharing: tuple[int, int, int, int]) -> None:
     """Fill `parts` (parts * B or 1, H or Hk or 1, Sq, Sk), each tile by one of the programs, which share the members as `sharing` says."""
     heads, len_q = problem.query.shape[1:3]
-    d_out, lse, delta = incoming
+    _, lse, delta = incoming.strided(heads)
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     launch(
         _shared_gradient_kernel,
@@ -44,10 +43,10 @@ def shared_gradient(
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
         bias=tiled(problem.bias, block_m, block_n),
-        d_out=tiled(d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim),
         rules=rules_of(problem),
-        lse=strided(lse, heads),
-        delta=strided(delta, heads),
+        lse=lse,
+        delta=delta,
         parts=strided(parts, parts.shape[1]),
         sharing=sharing,
         heads=heads,

@@ -31,11 +31,13 @@ from .hopper import (
     stage_of,
     tiled,
     tiled_mask,
+    tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_tile, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_tile, tile
 from .hopper_registers import store_rows
 from .layout import Sequence, Span, slice_pointer, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import rules_of
 from .sequence import place_keys
 from .walk import query_lists, query_range, query_step
@@ -50,7 +52,7 @@ def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
 
 def key_gradients(
     problem: Any,
-    incoming: tuple[Tensor, Tensor, Tensor],
+    incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,
     key_sums: Tensor | None,
@@ -59,7 +61,6 @@ def key_gradients(
     """As in key_grad.py, for what it takes."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     open_walk = problem.mask is None and problem.left is None and problem.right is None
     consumers = consumers_of(len_k, dim) if problem.bias is None and open_walk else 2
@@ -74,10 +75,10 @@ def key_gradients(
         v=tiled(problem.value, block_n, dim),
         bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
         mask=tiled_mask(problem.mask, block_m, block_n) if of_pairs(problem.mask) else None,
-        d_out=tiled(d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem, lists),
-        packed=packed_rows(lse, delta),
+        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
@@ -97,13 +98,13 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, packed, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
 
-    q, k, v, d_out, bias and mask (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias or mask is read from
-    rules.
+    q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias or mask is read
+    from rules.
     """
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
@@ -112,7 +113,7 @@ def _key_gradients_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
-    packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES, 1, 1, 1, 2 * BLOCK_M], packed.layout)
+    terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
     bias_tiles = q_tiles
     mask_tiles = q_tiles
     d_bias_tiles = q_tiles
@@ -131,7 +132,7 @@ def _key_gradients_kernel(
     for i in gl.static_range(CONSUMERS):
         copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
-    tiles = (q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
+    tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
     own = (k_tiles, v_tiles, kv_full)
     results = (d_k, d_v, key_sums, d_bias)
@@ -140,7 +141,7 @@ def _key_gradients_kernel(
             [
                 (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
                 (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
-                (_produce, (q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+                (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -151,7 +152,7 @@ def _key_gradients_kernel(
                 (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
                 (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
                 (_consume, (tiles, ready, own, rules, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N)),
-                (_produce, (q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
+                (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -159,9 +160,9 @@ def _key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
+def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
+    q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
     q_full, d_out_full, free = ready
     k_tiles, _, _ = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
@@ -174,9 +175,9 @@ def _produce(q, packed, bias, mask, d_out, tiles, ready, own, rules, seq, groups
             start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + packed.block_type.nbytes + BIAS_BYTES)
+            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + terms.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
-            copy(packed, [seq.batch, head, start // BLOCK_M, 0], q_full.index(stage), packed_tiles.index(stage))
+            copy(terms, [seq.batch, head, 0, start], q_full.index(stage), terms_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 bias_head = head // rules.bias.group

@@ -13,12 +13,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, of_pairs, padded_dim, serves, stage_of, tiled
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, tile
+from .hopper import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    copy,
+    of_pairs,
+    padded_dim,
+    serves,
+    stage_of,
+    tiled,
+    tiled_vectors,
+)
+from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, tile
 from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import rules_of
 from .sequence import next_step, place_keys, query_window
 
@@ -33,7 +46,7 @@ def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
 
 def key_gradients(
     problem: Any,
-    incoming: tuple[Tensor, Tensor, Tensor],
+    incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,
     key_sums: Tensor | None,
@@ -43,7 +56,6 @@ def key_gradients(
     """As in key_grad.py, for what it takes; `key_sums` (B, H, CONSUMERS, Sk) are sums in as many parts."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
@@ -54,11 +66,11 @@ def key_gradients(
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
         bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
-        d_out=tiled(d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
-        packed=packed_rows(lse, delta),
+        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(key_sums, heads),
@@ -77,13 +89,13 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, packed, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias (of pairs), d_bias and packed (`packed_rows`) are tensor descriptors; any other bias is read from rules. What is stored
-    for each key is stored where `order` says, if there is one.
+    q, k, v, d_out, bias (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias is read from rules. What is
+    stored for each key is stored where `order` says, if there is one.
     """
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     col = block * BLOCK_N
@@ -98,7 +110,7 @@ def _key_gradients_kernel(
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
-    packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES, 1, 1, 1, 2 * BLOCK_M], packed.layout)
+    terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
     bias_tiles = q_tiles
     d_bias_tiles = q_tiles
     if bias is not None:
@@ -117,7 +129,7 @@ def _key_gradients_kernel(
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
         copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
         copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
-        tiles = (q_tiles, packed_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
+        tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
         own = (k_tile, v_tile, kv_full, given)
         results = (d_k, d_v, key_sums, d_bias, order)
@@ -125,7 +137,7 @@ def _key_gradients_kernel(
             [
                 (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
                 (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM)),
-                (_produce, (q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
+                (_produce, (q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -177,9 +189,9 @@ def _store_sums(key_sums, order, seq, col, part, sums, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _produce(q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
+def _produce(q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, packed_tiles, bias_tiles, _, d_out_tiles, _ = tiles
+    q_tiles, terms_tiles, bias_tiles, _, d_out_tiles, _ = tiles
     BIAS_BYTES: gl.constexpr = 0 if bias is None else bias.block_type.nbytes
     q_full, d_out_full, free = ready
     step = 0
@@ -188,9 +200,9 @@ def _produce(q, packed, bias, d_out, tiles, ready, rules, bounds, seq, groups, c
         for start in range(begin, end, BLOCK_M):
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + packed.block_type.nbytes + BIAS_BYTES)
+            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + terms.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
-            copy(packed, [seq.batch, head, start // BLOCK_M, 0], q_full.index(stage), packed_tiles.index(stage))
+            copy(terms, [seq.batch, head, 0, start], q_full.index(stage), terms_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 copy(bias, [entry, head // rules.bias.group, start, col], q_full.index(stage), bias_tiles.index(stage))

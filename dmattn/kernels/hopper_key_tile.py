@@ -1,56 +1,20 @@
-"""dK and dV on Hopper (sm_90), what hopper_key_grad.py and hopper_key_grad_intervals.py share: one tile of queries, and what is copied for it.
+"""dK and dV on Hopper (sm_90), what hopper_key_grad.py and hopper_key_grad_intervals.py share: one tile of queries.
 
 Scores stand with keys down, so that the sums over queries take them for their left factor from registers.
 """
 
-import triton
-import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper import store, tiled_vectors
+from .hopper import store
 from .hopper_registers import exponent_factor, load_vector, mask_of, ruled
-from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .replay import launch
+from .layout import slice_pointer
 from .scores import LOG2E
-from .sequence import next_step, place
-from .softmax import divisor2
+from .sequence import next_step
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
-
-
-def packed_rows(lse: Tensor, delta: Tensor) -> TensorDescriptor:
-    """For each block of queries what scores are lessened by (`divisor2`), then delta, as the copy engine takes them."""
-    batch, heads, len_q = lse.shape
-    blocks = triton.cdiv(len_q, BLOCK_M.value)
-    packed = lse.new_empty((batch, heads, blocks, 2 * BLOCK_M.value))
-    launch(
-        _packed_rows_kernel,
-        blocks * heads * batch,
-        lse=strided(lse, heads),
-        delta=strided(delta, heads),
-        packed=strided(packed, heads),
-        heads=heads,
-        len_q=len_q,
-        BLOCK_M=BLOCK_M.value,
-        num_warps=1,
-    )
-    return tiled_vectors(packed)
-
-
-@triton.jit
-def _packed_rows_kernel(lse, delta, packed, heads, len_q, BLOCK_M: tl.constexpr):
-    """One program: one block of queries of one (batch, head). A query past the end has no probabilities."""
-    block, head, batch = place(len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, 0)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M), len_q)
-    pointers = slice_pointer(packed, seq) + tl.cast(block, tl.int64) * packed.row + tl.arange(0, BLOCK_M)
-    tl.store(pointers, divisor2(load_rows(lse, seq, rows, float("-inf"))))
-    tl.store(pointers + BLOCK_M, load_rows(delta, seq, rows, 0.0))
 
 
 @gluon.jit
@@ -65,7 +29,7 @@ def tile(
     """
     key_bias, middle2, length = per_key
     k_tile, v_tile, tiles, ready, rules, results = fixed
-    q_tiles, packed_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
+    q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
     q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
     stage, phase = turn
@@ -85,7 +49,7 @@ def tile(
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     bias = _bias_of(key_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
-    row_vectors = packed_tiles._reinterpret(gl.float32, [2 * packed_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     divisor_rows = row_vectors.index(2 * stage).load(gl.SliceLayout(0, PAIRS))
     s = warpgroup_mma_wait(1, [s])
     s = ruled(s, bias, (kept, middle2, length), rules, seq, start + rows, col + cols, EDGE)

@@ -44,6 +44,7 @@ from .hopper_walk import (
 )
 from .layout import strided
 from .replay import launch
+from .row_terms import Incoming, store_terms
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -51,16 +52,15 @@ BLOCK_N = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
 
 
-def takes(problem: Any, d_out: Tensor) -> bool:
-    """Whether `query_gradients` takes a problem with this d_out. Without pairs to load head dims to 64 are faster in query_grad.py."""
-    return serves(problem, (64, 128) if of_pairs(problem.bias) else (128,), d_out)
+def takes(problem: Any, d_out: Tensor, out: Tensor) -> bool:
+    """Whether `query_gradients` takes a problem with these. Without pairs to load head dims to 64 are faster in query_grad.py."""
+    return serves(problem, (64, 128) if of_pairs(problem.bias) else (128,), d_out, out)
 
 
-def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor) -> None:
-    """As in query_grad.py without a dBias, for what it takes."""
+def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
+    """As in query_grad.py without a dBias, for what it takes; and `incoming.terms` are filled, as a program has what makes them at hand."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k = problem.key.shape[1:3]
-    d_out, lse, delta = incoming
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     rules, packed, sub = key_walk(problem, 2 * block_m, block_n)
     works = triton.cdiv(len_q, 2 * block_m) * heads * batch
@@ -72,10 +72,12 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, sub),
         packed=packed,
-        d_out=tiled(d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim),
+        out=tiled(out, block_m, dim),
         rules=rules,
-        lse=strided(lse, heads),
-        delta=strided(delta, heads),
+        lse=strided(incoming.lse, heads),
+        d_lse=strided(d_lse, heads),
+        terms=strided(incoming.terms, heads),
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -92,12 +94,12 @@ def query_gradients(problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_que
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, packed, d_out, rules, lse, delta, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, packed, d_out, out, rules, lse, d_lse, terms, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+    """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
+    q, k, v, d_out, out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
     SUB: gl.constexpr = k.block_shape[2]
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
@@ -119,11 +121,12 @@ def _query_gradients_kernel(
     tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
     ready = (q_full, q_free, k_full, v_full, free)
     lengths = (works, heads, len_q, len_k)
+    vectors = (lse, d_lse, terms)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_consume, (tiles, ready, rules, lengths, lse, delta, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce, (q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)),
+            (_consume, (tiles, ready, rules, lengths, vectors, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_consume, (tiles, ready, rules, lengths, vectors, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
+            (_produce, (q, k, v, bias, packed, d_out, out, tiles, ready, rules, lengths, groups)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -131,8 +134,11 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups):
-    """Copy queries and dO, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
+def _produce(q, k, v, bias, packed, d_out, out, tiles, ready, rules, lengths, groups):
+    """Copy queries, dO and O, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages.
+
+    O comes as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
+    """
     q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
     q_full, q_free, k_full, v_full, free = ready
     works, _, _, _ = lengths
@@ -147,6 +153,13 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
+        stage, phase = stage_of(turn, STAGES)
+        mbarrier.wait(free.index(stage), phase ^ 1)
+        mbarrier.expect(k_full.index(stage), out.block_type.nbytes)
+        copy(out, [seq.batch, seq.head, row, 0], k_full.index(stage), k_tiles.index(stage))
+        mbarrier.expect(v_full.index(stage), out.block_type.nbytes)
+        copy(out, [seq.batch, seq.head, row + BLOCK_M, 0], v_full.index(stage), v_tiles.index(stage))
+        turn += 1
         mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full.index(0), 2 * q.block_type.nbytes + 2 * d_out.block_type.nbytes)
         for i in gl.static_range(2):
@@ -175,15 +188,15 @@ def _produce(q, k, v, bias, packed, d_out, tiles, ready, rules, lengths, groups)
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, lengths, lse, delta, d_q,
+    tiles, ready, rules, lengths, vectors, d_q,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, SUB: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries of each of the program's blocks, the first or the second."""
+    """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, d_out_tiles, k_tiles, _, _, _ = tiles
+    q_tiles, d_out_tiles, k_tiles, v_tiles, _, _ = tiles
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    q_full, q_free, _, _, free = ready
+    q_full, q_free, k_full, v_full, free = ready
     works, _, _, _ = lengths
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
@@ -193,14 +206,20 @@ def _consume(
         visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
         begin, end, full_end, _, _ = walk
         own_row = row + which * BLOCK_M
-        divisor_rows = divisor2(load_vector(lse, lse.row, seq, own_row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False))
-        delta_rows = load_vector(delta, delta.row, seq, own_row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
-        factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tiles.index(which).reshape([BLOCK_M, DIM]), divisor_rows, delta_rows)
+        d_out_tile = d_out_tiles.index(which).reshape([BLOCK_M, DIM])
+        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)
+        stage, phase = stage_of(turn, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        out_tile = (k_tiles if which == 0 else v_tiles).index(stage).reshape([BLOCK_M, DIM])
+        divisor_rows, delta_rows = _terms(vectors, out_tile, d_out_tile, seq, own_row, SUMS, PAIRS)
+        mbarrier.arrive(free.index(stage), count=1)
+        turn += 1
+        factors = (q_tiles.index(which).reshape([BLOCK_M, DIM]), d_out_tile, divisor_rows, delta_rows)
         fixed = (factors, tiles, ready, rules, seq, row, walk)
         dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), k_tiles.dtype)
         sums = (dq, ds, turn)
-        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
         if begin < full_end:
             after = begin + BLOCK_N
             sums = _tile(fixed, sums, begin, which, PAIRS, SUMS, SUB, True, True)
@@ -228,6 +247,23 @@ def _consume(
         else:
             mbarrier.arrive(q_free.index(0), count=1)
         store_rows(d_q, seq, own_row, seq.len_q, dq * rules.scale, HEAD_DIM)
+
+
+@gluon.jit
+def _terms(vectors, out_tile, d_out_tile, seq, row, SUMS: gl.constexpr, PAIRS: gl.constexpr):
+    """The terms of a consumer's queries (`row_terms.Incoming`), which are stored, too."""
+    lse, d_lse, terms = vectors
+    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, False)
+    delta_rows = gl.sum(out_tile.load(SUMS).to(gl.float32) * d_out_tile.load(SUMS).to(gl.float32), 1)
+    delta_rows = gl.convert_layout(delta_rows, ROWS)
+    if d_lse is not None:
+        of_lse = load_vector(d_lse, d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, False)
+        delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
+    divisor_rows = divisor2(lse_rows)
+    if row < seq.len_q:
+        store_terms(terms, seq, row, gl.arange(0, BLOCK_M, ROWS), divisor_rows, delta_rows)
+    return divisor_rows, delta_rows
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDes
         sub = KEYS_TOGETHER if of_keys(problem.bias) else PANEL.value
         lists, packed = packed_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
-    return rules, None if packed is None else tiled_vectors(packed), sub
+    return rules, None if packed is None else tiled_vectors(packed, 1, packed.shape[3]), sub
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import rules_of, through_softcap
 from .sequence import LARGEST, place_keys
 from .softmax import score_gradient
@@ -18,23 +19,23 @@ from .walk import query_lists, query_range, query_step
 
 def key_gradients(
     problem: Any,
-    incoming: tuple[Tensor, Tensor, Tensor],
+    incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,
     key_sums: Tensor | None,
     d_bias: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """Fill those that are not None; `incoming` is (d_out, lse, delta).
+    """Fill those that are not None.
 
     `key_sums` (B, H, parts, Sk) float32 are the sums of dS over the queries, in as many parts as :func:`parts_of_key_sums` says; `d_bias`
     (B, H, Sq, Sk) is dS itself, every element of which is written. Where the problem's keys are copies in an `order` (B, Hk, listed), with
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
-    if hopper_key_grad.takes(problem, incoming[0], d_bias):
+    if hopper_key_grad.takes(problem, incoming.d_out, d_bias):
         hopper_key_grad.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
         return
-    if hopper_key_grad_intervals.takes(problem, incoming[0], d_bias):
+    if hopper_key_grad_intervals.takes(problem, incoming.d_out, d_bias):
         hopper_key_grad_intervals.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias, order)
         return
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
@@ -51,11 +52,11 @@ def key_gradients(
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
         rules=rules_of(problem, lists),
-        incoming=tuple(strided(x, heads) for x in incoming),
+        incoming=incoming.strided(heads),
         wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
         order=strided(order, heads),
         groups=heads // kv_heads,
-        **launch_options(problem, tile, incoming[0], d_key, d_value, d_bias),
+        **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
     )
 
 

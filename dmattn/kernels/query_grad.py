@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import hopper_query_grad
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import rules_of, through_softcap
 from .sequence import place_queries
 from .softmax import score_gradient
@@ -16,22 +16,17 @@ from .tiles import launch_options, pick
 from .walk import key_lists, key_range, key_step
 
 
-def query_gradients(
-    problem: Any, incoming: tuple[Tensor, Tensor, Tensor], d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False
-) -> None:
-    """Fill those that are not None; `incoming` is (d_out, lse, delta), `d_bias` (B, H, Sq, Sk), every element of which is written.
+def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False) -> None:
+    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), every element of which is written.
 
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
-    if d_bias is None and hopper_query_grad.takes(problem, incoming[0]):
-        hopper_query_grad.query_gradients(problem, incoming, d_query)
-        return
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("products" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
     if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
-    d_out, lse, delta = (strided(x, heads) for x in incoming)
+    d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
         triton.cdiv(len_q, tile.block_m) * heads * batch,
@@ -45,7 +40,7 @@ def query_gradients(
         d_q=strided(d_query, heads),
         d_bias=strided(d_bias, heads),
         STORED=stored,
-        **launch_options(problem, tile, incoming[0], d_query, d_bias),
+        **launch_options(problem, tile, incoming.d_out, d_query, d_bias),
     )
 
 

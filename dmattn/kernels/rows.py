@@ -13,6 +13,7 @@ from torch import Tensor
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .replay import launch
+from .row_terms import Incoming
 from .scores import by_query, load_bias2, rules_of, scores
 from .softmax import divisor2
 from .tiles import block_dim, launch_options, pick
@@ -42,14 +43,14 @@ def takes(problem: Any) -> bool:
 
 def row_gradients(
     problem: Any,
-    incoming: tuple[Tensor, Tensor, Tensor],
+    incoming: Incoming,
     d_query: Tensor | None,
     d_key: Tensor | None,
     d_value: Tensor | None,
     d_bias: Tensor | None,
     key_sums: Tensor | None,
 ) -> None:
-    """Fill those that are not None of a problem that :func:`takes` admits; `incoming` is (d_out, lse, delta).
+    """Fill those that are not None of a problem that :func:`takes` admits.
 
     `d_bias` (B, H, Sq, Sk) is dS itself, `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
     """
@@ -63,10 +64,10 @@ def row_gradients(
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
         rules=rules_of(problem),
-        incoming=tuple(strided(x, heads) for x in incoming),
+        incoming=incoming.strided(heads),
         wanted=tuple(strided(x, heads) for x in (d_query, d_key, d_value, d_bias, sums)),
         BLOCKS_M=len_q // tile.block_m,
-        **launch_options(problem, tile, incoming[0], d_query, d_key, d_value, d_bias),
+        **launch_options(problem, tile, incoming.d_out, d_query, d_key, d_value, d_bias),
     )
 
 

@@ -1,0 +1,85 @@
+"""What the backward pass has to know of each query besides its row of scores: delta, and what its scores are lessened by."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
+from .replay import launch
+from .sequence import place
+from .softmax import divisor2
+from .tiles import block_dim
+
+BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
+ROWS = 32  # queries of a program
+
+
+class Incoming(NamedTuple):
+    """What comes from the output: dO, lse and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
+
+    They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
+    an empty row, whose dLSE may be anything. Queries past the end have no probabilities.
+    """
+
+    d_out: Tensor
+    lse: Tensor
+    terms: Tensor
+
+    @classmethod
+    def without_terms(cls, d_out: Tensor, lse: Tensor) -> "Incoming":
+        """The terms are memory as it is, to be filled by a kernel."""
+        batch, heads, len_q = lse.shape
+        return cls(d_out, lse, lse.new_empty((batch, heads, 2, triton.cdiv(len_q, BLOCK) * BLOCK)))
+
+    def strided(self, heads: int) -> tuple[Any, Any, Any]:
+        """dO, lse and delta as a kernel argument."""
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
+
+
+def fill_terms(incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
+    """Make the terms of all queries."""
+    batch, heads, len_q, value_dim = out.shape
+    launch(
+        _terms_kernel,
+        incoming.terms.shape[3] // ROWS * heads * batch,
+        out=strided(out, heads),
+        d_out=strided(incoming.d_out, heads),
+        lse=strided(incoming.lse, heads),
+        d_lse=strided(d_lse, heads),
+        terms=strided(incoming.terms, heads),
+        heads=heads,
+        len_q=len_q,
+        padded_len_q=incoming.terms.shape[3],
+        VALUE_DIM=value_dim,
+        BLOCK_M=ROWS,
+        BLOCK_DV=block_dim(value_dim),
+        enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
+    )
+
+
+@triton.jit
+def _terms_kernel(
+    out, d_out, lse, d_lse, terms, heads, len_q, padded_len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
+    block, head, batch = place(padded_len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, 0)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
+    d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
+    delta = tl.sum(out_tile * d_out_tile, 1)
+    lse_rows = load_rows(lse, seq, rows, float("-inf"))
+    if d_lse is not None:
+        delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
+    store_terms(terms, seq, rows.start, rows.index, divisor2(lse_rows), delta)
+
+
+@triton.jit
+def store_terms(terms, seq, start, index, divisor_rows, delta_rows):
+    """Write the terms of queries from `start` on, all of which there is room for."""
+    pointers = slice_pointer(terms, seq) + start + index
+    tl.store(pointers, divisor_rows)
+    tl.store(pointers + terms.row, delta_rows)
