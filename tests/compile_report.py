@@ -134,10 +134,11 @@ def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str,
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory, atomics on global memory and uneven sums of one compiled kernel.
+    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums and early starts of one compiled kernel.
 
     Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order. An uneven sum adds another
-    lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers.
+    lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers. A kernel that is
+    launched before another ends has to wait for it once, or starts early.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -151,7 +152,8 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
         atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", code, re.M)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
-    counts = {"atomics": len(atomics), "uneven": len(uneven)}
+    early = bool(getattr(compiled.metadata, "launch_pdl", False)) - len(re.findall(r"griddepcontrol\.wait", code))
+    counts = {"atomics": len(atomics), "uneven": len(uneven), "early": early}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
 
 
@@ -219,5 +221,5 @@ if __name__ == "__main__":
         print(json.dumps(found))
     else:
         for row in found:
-            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics", "uneven"))
+            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics", "uneven", "early"))
             print(f"{row['target']:7s} {row['case']:26s} {row['kernel']:26s} {numbers}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .ascending import ascending
 from .layout import Sequence, Span, inside, load_rows, strided
+from .overlap import follow
 from .replay import launch, replayed
 
 TILE = 4096  # keys at once
@@ -94,6 +95,7 @@ def _numbers_kernel(key_bias, valid, numbers_ptr, counts_ptr, state_ptr, shift, 
     its state (sequences, tiles, 3): the digits known of the last key to keep, how many keys that have them are wanted, and how many keys of
     the tiles before this are above them.
     """
+    follow()
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
     seq = Sequence(tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, 0, len_k)
@@ -119,6 +121,7 @@ def _digits_kernel(
     Reads numbers, and the counts of all tiles, from which it finds one more digit. Writes next_counts, of the digits that follow in the
     numbers which have those known, and its state.
     """
+    follow()
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
     known, wanted, before, _, _ = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)
@@ -144,6 +147,7 @@ def _best_kernel(
     Reads numbers, and the counts of all tiles, from which it finds the last digit. Writes its part of order (sequences, keep), and of last
     (sequences, Sk).
     """
+    follow()
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
     threshold, wanted, before, tied, level = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)

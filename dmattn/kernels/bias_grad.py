@@ -16,6 +16,7 @@ from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import load_bias2, rules_of
@@ -124,6 +125,7 @@ def _sum_parts_kernel(
 
     Grid of one axis: blocks of keys fastest, then blocks of queries, heads of slices, batch entries of slices.
     """
+    follow()
     blocks_m, blocks_n = tl.cdiv(len_q, BLOCK_M), tl.cdiv(len_k, BLOCK_N)
     program = tl.program_id(0)
     rows = Span(program // blocks_n % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
@@ -174,6 +176,7 @@ def _shared_gradient_kernel(
 
     Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts.
     """
+    follow()
     d_out, lse, delta = incoming
     slice_batch, sharing_heads, members, members_per_part = sharing
     program = tl.program_id(0)

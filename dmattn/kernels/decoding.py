@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .overlap import follow
 from .replay import launch
 from .scores import LOG2E, load_bias2, rules_of, scores
 from .softmax import softmax_finish, softmax_start, softmax_step
@@ -155,6 +156,7 @@ def _split_kernel(
     Row r of the tile is query r // GROUP under head r % GROUP. `parts` and `lse_parts` have the splits before the batch entries on their
     first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then splits, groups, batch entries.
     """
+    follow()
     program = tl.program_id(0)
     blocks = tl.cdiv(len_q, QUERIES)
     split = program // blocks % splits
@@ -218,6 +220,7 @@ def _merge_splits_kernel(
     `parts` and `lse_parts` have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest, then queries,
     heads, batch entries.
     """
+    follow()
     program = tl.program_id(0)
     blocks = tl.cdiv(value_dim, BLOCK_DV)
     row = program // blocks

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import decoding, hopper_forward, window_forward
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
+from .overlap import follow
 from .pairs_kept import kept_factor
 from .reorder import reordered
 from .replay import launch, replayed
@@ -58,6 +59,7 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
+    follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)

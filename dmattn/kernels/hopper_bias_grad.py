@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, padded_dim, serves, tiled
 from .hopper_registers import exponent_factor, load_vector, ruled
 from .layout import Sequence, Span, slice_pointer, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of
@@ -71,6 +72,7 @@ def _shared_gradient_kernel(
     Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES tiles of queries and keys
     are in shared memory, and LATE_STAGES of dO and values, which are needed later.
     """
+    follow()
     slice_batch, sharing_heads, members, members_per_part = sharing
     program = gl.program_id(0)
     blocks_m = gl.cdiv(len_q, 2 * BLOCK_M)

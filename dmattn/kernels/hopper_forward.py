@@ -47,6 +47,7 @@ from .hopper_walk import (
     work_of,
 )
 from .layout import slice_pointer, strided
+from .overlap import follow
 from .replay import launch
 from .scores import LOG2E
 from .softmax import softmax_step
@@ -112,6 +113,7 @@ def _forward_kernel(
     q, k, v, bias (of pairs) and packed (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from rules. A tile
     of BLOCK_N keys is copied by blocks.
     """
+    follow()
     SUB: gl.constexpr = k.block_shape[2]
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)

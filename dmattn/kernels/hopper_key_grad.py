@@ -36,6 +36,7 @@ from .hopper import (
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_tile, tile
 from .hopper_registers import store_rows
 from .layout import Sequence, Span, slice_pointer, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of
@@ -106,6 +107,7 @@ def _key_gradients_kernel(
     q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias or mask is read
     from rules.
     """
+    follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
     seq = Sequence(batch, kv_head * groups, len_q, len_k)
     col = block * (CONSUMERS * BLOCK_N)

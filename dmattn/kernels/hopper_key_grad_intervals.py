@@ -30,6 +30,7 @@ from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, tile
 from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of
@@ -97,6 +98,7 @@ def _key_gradients_kernel(
     q, k, v, d_out, bias (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias is read from rules. What is
     stored for each key is stored where `order` says, if there is one.
     """
+    follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     col = block * BLOCK_N
     seq = Sequence(batch, kv_head * groups, len_q, len_k)

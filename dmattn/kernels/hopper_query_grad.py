@@ -43,6 +43,7 @@ from .hopper_walk import (
     work_of,
 )
 from .layout import strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming, store_terms
 from .softmax import divisor2
@@ -101,6 +102,7 @@ def _query_gradients_kernel(
 
     q, k, v, d_out, out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
     """
+    follow()
     SUB: gl.constexpr = k.block_shape[2]
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .lists import append, close, empty_lists, list_pointer, room
+from .overlap import follow
 from .replay import launch
 from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
@@ -131,6 +132,7 @@ def _summary_kernel(
     first, last, bias, bounds, packed, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """One program: the bounds of BLOCKS blocks of keys of one (batch, head), and the blocks packed, each where it is wanted."""
+    follow()
     part, head, batch = place(len_k, heads, BLOCKS * BLOCK_N)
     seq = Sequence(batch, head, len_q, len_k)
     index = tl.arange(0, BLOCKS * BLOCK_N)
@@ -175,6 +177,7 @@ def middle_and_length(first, last, len_q):
 @triton.jit
 def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
+    follow()
     block, head, batch = place(len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, 0, len_q)

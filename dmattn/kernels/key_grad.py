@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of, through_softcap
@@ -75,6 +76,7 @@ def _key_gradients_kernel(
 
     What it stores for each key it stores where the keys lie, or where `order` says.
     """
+    follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..selection import EPOCHS, log_scale
 from .layout import Span, inside
+from .overlap import follow
 from .ranks import HIDDEN, ranked
 from .replay import launch, replayed
 from .sequence import LARGEST
@@ -104,6 +105,7 @@ def _count_kernel(ranks_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
     Reads ranks (sequences, Sk), numbers from the worst key to the best. Writes places, the inverse counted from the best, and its row of
     below (sequences, blocks, blocks): how many of these places have a position in the first 1, 2, ... blocks of positions.
     """
+    follow()
     blocks = tl.cdiv(len_k, BLOCK)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
@@ -119,6 +121,7 @@ def _count_kernel(ranks_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
 @triton.jit
 def _accumulate_kernel(below_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
     """One program: COLS columns of below (sequences, blocks, blocks) of one sequence, replaced by their running sums over the rows."""
+    follow()
     parts = tl.cdiv(blocks, COLS)
     sequence = tl.program_id(0) // parts
     cols = Span(tl.program_id(0) % parts * COLS, tl.arange(0, COLS), blocks)
@@ -151,6 +154,7 @@ def _deaths_kernel(
     Reads ranks, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
     the cell. Every key gets its own from one program: the first `keep` places, which never die, from the cells at the last positions.
     """
+    follow()
     blocks = tl.cdiv(len_k, BLOCK)
     diagonal = tl.program_id(0) % (2 * blocks - 1)
     sequence = tl.program_id(0) // (2 * blocks - 1)
@@ -201,6 +205,7 @@ def _count_epochs_kernel(last_ptr, epochs_ptr, end, span, len_q, len_k, EPOCHS: 
 
     Reads last, writes its row of epochs (sequences, tiles, EPOCHS): how many keys die in each.
     """
+    follow()
     tiles = tl.cdiv(len_k, TILE)
     sequence = tl.program_id(0) // tiles
     cols = Span(tl.program_id(0) % tiles * TILE, tl.arange(0, TILE), len_k)
@@ -224,6 +229,7 @@ def _order_kernel(
     TILES_AT_ONCE: tl.constexpr,
 ):
     """One program: TILE positions of one sequence. Reads last and epochs; writes first, and the positions where they stand in the order."""
+    follow()
     tiles = tl.cdiv(len_k, TILE)
     own = tl.program_id(0) % tiles
     sequence = tl.program_id(0) // tiles

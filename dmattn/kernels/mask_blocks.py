@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import states as states_of_a_mask
 from .layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
+from .overlap import follow
 from .replay import launch
 from .sequence import all_in_window, place, query_window, window_range
 
@@ -109,6 +110,7 @@ def _scan_kernel(
 
     Grid of one axis: blocks of words fastest, then granules of rows, heads, batch entries.
     """
+    follow()
     ONES: tl.constexpr = 0x01010101 if WIDTH == 4 else 1
     GRANULES: tl.constexpr = BLOCK * WIDTH // GRANULE
     program = tl.program_id(0)
@@ -141,6 +143,7 @@ def _mask_lists_kernel(
     states, lists, left, right, heads, len_q, len_k, OWN: tl.constexpr, WALK: tl.constexpr, BY_KEY: tl.constexpr
 ):  # fmt: skip
     """One program: the list of one block of OWN queries, of keys with BY_KEY, of one (batch, head). The rows of `states` are those of OWN."""
+    follow()
     if BY_KEY:
         owned, walked = len_k, len_q
     else:

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of, through_softcap
@@ -51,6 +52,7 @@ def _query_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias if not STORED."""
+    follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .ascending import ascending
 from .layout import Sequence, Span, inside, load_rows, strided
+from .overlap import follow
 from .replay import launch
 from .sequence import place
 
@@ -65,6 +66,7 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
 @triton.jit
 def _sort_kernel(key_bias, valid, numbers_ptr, heads, len_k, RUN: tl.constexpr):
     """One program: RUN keys of one (batch, head). Reads key_bias and valid, writes their numbers (sequences, Sk), ascending."""
+    follow()
     block, head, batch = place(len_k, heads, RUN)
     seq = Sequence(batch, head, 0, len_k)
     cols = Span(block * RUN, tl.arange(0, RUN).to(tl.int64), len_k)
@@ -79,6 +81,7 @@ def _sort_kernel(key_bias, valid, numbers_ptr, heads, len_k, RUN: tl.constexpr):
 @triton.jit
 def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK places of one sequence. Reads its runs of RUN ascending numbers, writes each number to its place among MERGED runs."""
+    follow()
     blocks = tl.cdiv(len_k, BLOCK)
     start = tl.program_id(0) % blocks * BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * len_k

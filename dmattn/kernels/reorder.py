@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .overlap import follow
 from .replay import launch
 from .sequence import place
 from .tiles import block_dim
@@ -77,6 +78,7 @@ def _reorder_kernel(
     Keys that no query attends are not read and become 0, as 0 * NaN is not 0; but where there are no others, nothing is written, unless EVERY
     key is to be, or they are the first.
     """
+    follow()
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
     in_list = Span(block * BLOCK, tl.arange(0, BLOCK), listed)

@@ -22,6 +22,7 @@ from triton.runtime import driver
 
 from .launch import launching
 from .layout import Strided
+from .overlap import launch_options
 from .tiles import dot_precision
 
 MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each
@@ -40,7 +41,7 @@ _forgetting: list[Callable[[], None]] = []
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
-    compiled = kernel[(programs,)](**arguments)
+    compiled = kernel[(programs,)](**arguments, **launch_options())
     recorder = getattr(_thread, "recorder", None)
     if recorder is None:
         return

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
+from .overlap import follow
 from .replay import launch
 from .sequence import place
 from .softmax import divisor2
@@ -64,6 +65,7 @@ def _terms_kernel(
     out, d_out, lse, d_lse, terms, heads, len_q, padded_len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
+    follow()
     block, head, batch = place(padded_len_q, heads, BLOCK_M)
     seq = Sequence(batch, head, len_q, 0)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .overlap import follow
 from .replay import launch
 from .row_terms import Incoming
 from .scores import by_query, load_bias2, rules_of, scores
@@ -82,6 +83,7 @@ def _row_gradients_kernel(
     Writes d_q, d_k, d_v, d_bias and key_sums, those that are wanted. Tuples hold a tile for each of the BLOCKS_M blocks of queries, and grow
     by `+`, as the language unpacks none.
     """
+    follow()
     d_out, lse, delta = incoming
     d_q, d_k, d_v, d_bias, key_sums = wanted
     seq = Sequence(tl.program_id(0) // heads, tl.program_id(0) % heads, len_q, len_k)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .bias_grad import Sharing
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from .overlap import follow
 from .pairs_kept import kept_factor
 from .replay import launch
 from .scores import load_bias2, rules_of, scores
@@ -48,6 +49,7 @@ def _window_forward_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of its share of the batch entries of one head. Grid of one axis: heads fastest, then shares."""
+    follow()
     _slices, _sharing_heads, members, members_per_part = sharing
     head = tl.program_id(0) % heads
     begin = tl.program_id(0) // heads * members_per_part

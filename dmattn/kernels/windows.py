@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from .overlap import follow
 from .replay import launch
 from .scores import load_bias2, rules_of, through_softcap
 from .sequence import LARGEST
@@ -98,6 +99,7 @@ def _window_gradients_kernel(
     Writes each member's d_q, d_k, d_v, key_sums and, unless it is SUMMED, d_bias; the sum of d_bias over the members once at the end. Grid of
     one axis: heads of slices fastest, then batch entries of slices, parts.
     """
+    follow()
     d_out, lse, d_lse = incoming
     d_q, d_k, d_v, d_bias, key_sums = wanted
     slice_batch, sharing_heads, members, members_per_part = sharing

@@ -1,0 +1,31 @@
+"""Kernels that are launched while the one before them ends (programmatic dependent launch, on Hopper and later).
+
+Every kernel begins with :func:`follow`, and waits there until all that the one before has written is visible. What is gained is the time
+between two kernels, a microsecond or two: some passes are a dozen short ones. The next one is launched as the programs of this one end; asking
+for it as they begin was slower (benchmarks/NOTES.md).
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime import driver
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def launch_options() -> dict[str, Any]:
+    """Keyword arguments of Triton's for a launch on the current device."""
+    if INTERPRETED.value:
+        return {}
+    target = driver.active.get_current_target()
+    return {"launch_pdl": True} if target.backend == "cuda" and target.arch >= 90 else {}
+
+
+@triton.jit
+def follow():
+    """Wait for the kernel before: the first thing in every kernel."""
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_wait()
