@@ -49,13 +49,13 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
         merged = torch.empty_like(numbers)
         launch(
             _merge_kernel,
-            batch * heads * triton.cdiv(len_k, BLOCK),
+            batch * heads * triton.cdiv(len_k, min(BLOCK, run)),
             runs_ptr=numbers,
             merged_ptr=merged,
             len_k=len_k,
             RUN=run,
             MERGED=MERGED,
-            BLOCK=BLOCK,
+            BLOCK=min(BLOCK, run),
             num_warps=4,
         )
         numbers, run = merged, run * MERGED
@@ -105,7 +105,7 @@ def _sort_kernel(key_bias, valid, numbers_ptr, heads, len_k, RUN: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK places of one sequence. Reads its runs of RUN ascending numbers, writes each number to its place among MERGED runs."""
+    """One program: BLOCK numbers of a run of one sequence. Reads MERGED runs of RUN ascending numbers, writes its own to their places among them."""
     PADDING: tl.constexpr = _largest(runs_ptr.dtype.element_ty)
     blocks = tl.cdiv(len_k, BLOCK)
     start = tl.program_id(0) % blocks * BLOCK
@@ -113,16 +113,23 @@ def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.con
     own = start + tl.arange(0, BLOCK)
     numbers = tl.load(runs_ptr + row + own, mask=own < len_k, other=PADDING)  # [BLOCK]
     group_start = start // (RUN * MERGED) * (RUN * MERGED)
-    run_start = group_start + tl.arange(0, MERGED) * RUN  # [MERGED]
-    run_length = len_k - run_start  # of the last run; others are longer than RUN
-    below = tl.zeros((BLOCK, MERGED), tl.int32)  # how many of a run are lower: what the steps taken so far have shown
+    below = ()  # how many of each other run are lower: what the steps taken so far have shown
+    for _ in tl.static_range(MERGED - 1):
+        below += (tl.zeros((BLOCK,), tl.int32),)
     step: tl.constexpr = RUN
     for halvings in tl.static_range(RUN.bit_length()):
-        further = below + (step >> halvings)
-        real = (further <= run_length[None, :]) & (further <= RUN)
-        number = tl.load(runs_ptr + row + run_start[None, :] + further - 1, mask=real, other=PADDING)
-        below = tl.where(number < numbers[:, None], further, below)
-    tl.store(merged_ptr + row + group_start + tl.sum(below, 1), numbers, mask=own < len_k)
+        shown = ()
+        for other in tl.static_range(MERGED - 1):
+            run_start = group_start + (start // RUN + 1 + other) % MERGED * RUN
+            further = below[other] + (step >> halvings)
+            real = further <= tl.minimum(len_k - run_start, RUN)
+            number = tl.load(runs_ptr + row + run_start + further - 1, mask=real, other=PADDING)
+            shown += (tl.where(number < numbers, further, below[other]),)
+        below = shown
+    places = group_start + own % RUN
+    for other in tl.static_range(MERGED - 1):
+        places += below[other]
+    tl.store(merged_ptr + row + places, numbers, mask=own < len_k)
 
 
 @triton.constexpr_function
