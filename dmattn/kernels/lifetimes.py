@@ -44,7 +44,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     end, span = log_scale(keep, len_q, len_k)
     ranks = ranked(key_bias, valid)
-    launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, BLOCKS=2 * block, num_warps=4)
+    launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, BLOCKS=triton.next_power_of_2(blocks), num_warps=4)
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
     launch(
         _deaths_kernel,
@@ -55,7 +55,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         last_ptr=last,
         **rules,
         BLOCK=block,
-        BLOCKS=2 * block,
+        BLOCKS=triton.next_power_of_2(blocks),
         WORD=min(block, 64),
         num_warps=max(1, block // 128),
     )
@@ -92,7 +92,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
 
 
 def block_size(len_k: int) -> int:
-    """Places, and positions, of a block: a power of two, and no more than twice as many blocks as a block has members."""
+    """Places, and positions, of a block: a power of two, of which there are at most twice as many as it has members."""
     return max(SMALLEST_BLOCK, triton.next_power_of_2(isqrt((len_k - 1) // 2) + 1))
 
 

@@ -43,7 +43,7 @@ def ranked(key_bias: Tensor, valid: Tensor | None) -> Tensor:
         heads=heads,
         len_k=len_k,
         RUN=run,
-        num_warps=4,
+        num_warps=8,
     )
     while run < len_k:
         merged = torch.empty_like(numbers)
