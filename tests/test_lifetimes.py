@@ -115,6 +115,29 @@ def test_kernels_plan_what_pytorch_plans_for_random_cases(seed, kernels_on):
         check_kernels(drawn(seed * count + number, longest), kernels_on)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("random", 300, 300, 40),
+        Case("keep-1-equal", 260, 260, 1, "equal"),
+        Case("rising", 256, 256, 100, "rising"),  # a place's better keys are the whole cell's
+        Case("falling", 300, 300, 129, "falling"),
+        Case("keep-all-but-one", 257, 257, 256),
+        Case("extreme-padding-and-prefix", 300, 90, 40, "extreme", 0.7),
+        Case("tied-batch-and-heads", 200, 200, 33, "tied", 0.9, sequences=(2, 2)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_kernels_plan_with_sets_of_several_words(case, device, half, monkeypatch):
+    """Blocks of 128, as those of 16384 keys are, and 16-bit scores; the counters of a tile are wide ones."""
+    if device == "cpu" and not ops.interpreting():
+        pytest.skip("kernels run on a GPU, or in Triton's interpreter")
+    module = importlib.import_module("dmattn.kernels.lifetimes")
+    monkeypatch.setattr(module, "SMALLEST_BLOCK", 128)
+    monkeypatch.setattr(module, "TILE", 512)
+    check_kernels(case, device, half)
+
+
 @pytest.mark.parametrize("dtype", ["half", torch.float64], ids=["half", "float64"])
 def test_scores_are_ranked_as_float32(dtype, kernels_on, half):
     """float64 scores that differ by less than float32 can tell are equal, and the later key wins."""

@@ -5,7 +5,8 @@ keys are in sight. With F(d, x) the number of keys among the first d places whos
 F(d, x + 1) >= keep. F grows along both axes, so all deaths lie on one staircase through the square of places and positions.
 
 Cut the square in blocks of about sqrt(N) by sqrt(N). The staircase passes at most one of the cells on each diagonal, 2 sqrt(N) cells in all; a
-table of F at the corners tells which, and one program finds the deaths inside each. Work O(N log N), memory O(N), whatever the scores.
+table of F at the corners tells which, and one program finds the deaths inside each. The better keys of a place are a set of positions there, as
+the bits of words: no two keys share a bit, so a running sum is a running union. Work O(N log N), memory O(N), whatever the scores.
 """
 
 from __future__ import annotations
@@ -44,7 +45,17 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     end, span = log_scale(keep, len_q, len_k)
     ranks = ranked(key_bias, valid)
-    launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, BLOCKS=triton.next_power_of_2(blocks), num_warps=4)
+    launch(
+        _count_kernel,
+        sequences * blocks,
+        ranks_ptr=ranks,
+        places_ptr=places,
+        below_ptr=below,
+        len_k=len_k,
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=4,
+    )
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
     launch(
         _deaths_kernel,
@@ -140,8 +151,6 @@ def _deaths_kernel(
 
     Reads ranks, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
     the cell. Every key gets its own from one program: the first `keep` places, which never die, from the cells at the last positions.
-
-    The better keys of each place are a set of positions, as the bits of words: no two keys share a bit, so a running sum is a running union.
     """
     blocks = tl.cdiv(len_k, BLOCK)
     diagonal = tl.program_id(0) % (2 * blocks - 1)
@@ -232,8 +241,8 @@ def _order_kernel(
     before = _before(died, dies, EPOCHS, TILE)
     start = tl.cumsum(total, 0) - total + tl.where(epoch % 2 == 0, earlier, total - 1 - earlier)  # [EPOCHS], of this tile
     slot = tl.gather(start, died, 0) + tl.where(died % 2 == 0, before, -before)
-    nobody = tl.sum(total) + position - tl.sum(earlier) - (tl.cumsum(dies.to(tl.int32), 0) - dies.to(tl.int32))  # slots of keys that no query keeps
-    slot = tl.where(dies, slot, nobody)
+    kept = tl.sum(earlier) + tl.cumsum(dies.to(tl.int32), 0) - dies.to(tl.int32)  # at smaller positions
+    slot = tl.where(dies, slot, tl.sum(total) + position - kept)
 
     tl.store(_row(first_ptr, sequence, len_k) + position, tl.maximum(position - (len_k - len_q), 0), mask=inside(cols))
     tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=inside(cols))
@@ -241,16 +250,17 @@ def _order_kernel(
 
 @triton.jit
 def _before(died, dies, EPOCHS: tl.constexpr, TILE: tl.constexpr):
-    """How many keys of a tile die in the epoch of each, at smaller positions: counters for several epochs share a number."""
-    BITS: tl.constexpr = 8 if TILE <= 256 else 16
+    """How many keys of a tile die in the epoch of each, at smaller positions: counters of several epochs share a number."""
+    BITS: tl.constexpr = 8 if TILE <= 256 else 16  # of a counter, for up to TILE - 1 keys
     SHARE: tl.constexpr = 64 // BITS
-    before = tl.zeros((TILE,), tl.int32)
+    shift = (died % SHARE * BITS).to(tl.int64)
+    one = tl.where(dies, tl.full((TILE,), 1, tl.int64) << shift, 0)
+    before = tl.zeros((TILE,), tl.int64)
     for group in tl.static_range(EPOCHS // SHARE):
-        member = dies & (died // SHARE == group)
-        one = tl.where(member, tl.full((TILE,), 1, tl.int64) << (died % SHARE * BITS).to(tl.int64), 0)
-        counts = tl.cumsum(one, 0) - one
-        before = tl.where(member, ((counts >> (died % SHARE * BITS).to(tl.int64)) & ((1 << BITS) - 1)).to(tl.int32), before)
-    return before
+        member = died // SHARE == group
+        counts = tl.cumsum(tl.where(member, one, 0), 0) - one
+        before = tl.where(member, (counts >> shift) & ((1 << BITS) - 1), before)
+    return before.to(tl.int32)
 
 
 @triton.jit

@@ -105,7 +105,10 @@ def _sort_kernel(key_bias, valid, numbers_ptr, heads, len_k, RUN: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK numbers of a run of one sequence. Reads MERGED runs of RUN ascending numbers, writes its own to their places among them."""
+    """One program: BLOCK numbers of one sequence. Reads MERGED runs of RUN ascending numbers, writes its own to their places among them all.
+
+    They lie in one run, and are sought in all the others at once.
+    """
     PADDING: tl.constexpr = _largest(runs_ptr.dtype.element_ty)
     blocks = tl.cdiv(len_k, BLOCK)
     start = tl.program_id(0) % blocks * BLOCK
