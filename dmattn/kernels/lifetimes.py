@@ -5,7 +5,8 @@ keys are in sight. With F(d, x) the number of keys among the first d places whos
 F(d, x + 1) >= keep. F grows along both axes, so all deaths lie on one staircase through the square of places and positions.
 
 Cut the square in blocks of about sqrt(N) by sqrt(N). The staircase passes at most one of the cells on each diagonal, 2 sqrt(N) cells in all; a
-table of F at the corners tells which, and one program finds the deaths inside each. Work O(N log N), memory O(N), whatever the scores.
+table of F at the corners tells which, and one program finds the deaths inside each. The better keys of a place are a set of positions there, as
+the bits of words: no two keys share a bit, so a running sum is a running union. Work O(N log N), memory O(N), whatever the scores.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from torch import Tensor
 from ..selection import EPOCHS, log_scale
 from .layout import Span, inside
 from .overlap import follow
-from .ranks import HIDDEN, ranked
+from .ranks import is_valid, position_of, ranked
 from .replay import launch, replayed
 from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
-MOST_ROWS = 128  # places of a cell at once
-TILE = 512  # positions of a program that works on positions alone
+TILE = 256  # positions of a program that works on positions alone
 
 
 @replayed
@@ -46,7 +46,17 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     end, span = log_scale(keep, len_q, len_k)
     ranks = ranked(key_bias, valid)
-    launch(_count_kernel, sequences * blocks, ranks_ptr=ranks, places_ptr=places, below_ptr=below, len_k=len_k, BLOCK=block, num_warps=4)
+    launch(
+        _count_kernel,
+        sequences * blocks,
+        ranks_ptr=ranks,
+        places_ptr=places,
+        below_ptr=below,
+        len_k=len_k,
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=4,
+    )
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
     launch(
         _deaths_kernel,
@@ -57,9 +67,9 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         last_ptr=last,
         **rules,
         BLOCK=block,
-        PART=triton.next_power_of_2(isqrt(block)),
-        ROWS=min(block, MOST_ROWS),
-        num_warps=4,
+        BLOCKS=triton.next_power_of_2(blocks),
+        WORD=min(block, 64),
+        num_warps=max(1, block // 128),
     )
     launch(
         _count_epochs_kernel,
@@ -94,26 +104,26 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
 
 
 def block_size(len_k: int) -> int:
-    """Places, and positions, of a block: a power of two, and no more blocks than a block has members."""
-    return max(SMALLEST_BLOCK, triton.next_power_of_2(isqrt(len_k - 1) + 1))
+    """Places, and positions, of a block: a power of two, of which there are at most twice as many as it has members."""
+    return max(SMALLEST_BLOCK, triton.next_power_of_2(isqrt((len_k - 1) // 2) + 1))
 
 
 @triton.jit
-def _count_kernel(ranks_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr):
+def _count_kernel(ranks_ptr, places_ptr, below_ptr, len_k, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """One program: BLOCK places of one sequence.
 
-    Reads ranks (sequences, Sk), numbers from the worst key to the best. Writes places, the inverse counted from the best, and its row of
-    below (sequences, blocks, blocks): how many of these places have a position in the first 1, 2, ... blocks of positions.
+    Reads ranks (sequences, Sk), numbers of keys from the best to the worst. Writes places, the inverse, and its row of below
+    (sequences, blocks, blocks): how many of these places have a position in the first 1, 2, ... blocks of positions.
     """
     follow()
     blocks = tl.cdiv(len_k, BLOCK)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
     places = Span(block * BLOCK, tl.arange(0, BLOCK), len_k)
-    positions = _positions(ranks_ptr, sequence, places)  # [BLOCK]
+    positions = position_of(_numbers(ranks_ptr, sequence, places))  # [BLOCK]
     tl.store(_row(places_ptr, sequence, len_k) + positions, places.start + places.index, mask=inside(places))
-    counts = tl.histogram(positions // BLOCK, BLOCK, mask=inside(places))  # [BLOCK], of which `blocks` are real
-    column = tl.arange(0, BLOCK)
+    counts = tl.histogram(positions // BLOCK, BLOCKS, mask=inside(places))  # [BLOCKS], of which `blocks` are real
+    column = tl.arange(0, BLOCKS)
     row_ptr = _row(below_ptr, sequence, blocks * blocks) + block * blocks
     tl.store(row_ptr + column, tl.cumsum(counts, 0), mask=column < blocks)
 
@@ -138,17 +148,8 @@ def _accumulate_kernel(below_ptr, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit(do_not_specialize=["keep", "len_q"])
 def _deaths_kernel(
-    ranks_ptr,
-    places_ptr,
-    below_ptr,
-    last_ptr,
-    keep,
-    len_q,
-    len_k,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    ranks_ptr, places_ptr, below_ptr, last_ptr, keep, len_q, len_k, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WORD: tl.constexpr
+):  # fmt: skip
     """One program: the cell, BLOCK places by BLOCK positions, in which the staircase passes one diagonal of one sequence.
 
     Reads ranks, places, and the table below. Writes last (sequences, Sk), by position, of the keys whose death is in
@@ -159,44 +160,39 @@ def _deaths_kernel(
     diagonal = tl.program_id(0) % (2 * blocks - 1)
     sequence = tl.program_id(0) // (2 * blocks - 1)
     table_ptr = _row(below_ptr, sequence, blocks * blocks)
-    row, column = _crossing(table_ptr, diagonal, keep, blocks, BLOCK)
+    row, column = _crossing(table_ptr, diagonal, keep, blocks, BLOCKS)
     corner = tl.load(table_ptr + (row - 1) * blocks + column - 1, mask=(row > 0) & (column > 0), other=0)  # F where the cell begins
+    rows = Span(row * BLOCK, tl.arange(0, BLOCK), len_k)  # places
+    numbers = _numbers(ranks_ptr, sequence, rows)
+    positions = position_of(numbers)  # [BLOCK]
+    lower = (positions < column * BLOCK).to(tl.int32)
+    wanted = keep - (corner + tl.cumsum(lower, 0) - lower)  # better keys from the first position of the cell on
 
-    row_start = row * BLOCK
-    column_start = column * BLOCK
-    own_places_ptr = _row(places_ptr, sequence, len_k)
-    cols = Span(column_start, tl.arange(0, BLOCK), len_k)  # positions
-    earlier = tl.load(own_places_ptr + cols.start + cols.index, mask=inside(cols), other=LARGEST) < row_start  # [BLOCK]
-    earlier = tl.cumsum(tl.sum(tl.reshape(earlier.to(tl.int32), (BLOCK // PART, PART)), 1), 0)  # [BLOCK // PART], with a place above the cell
-    ends = column_start + PART * (1 + tl.arange(0, BLOCK // PART))
-    from_start = corner  # F at the first position of the cell, at the place where the rows below begin
-    from_ends = corner + earlier  # and at the end of each PART of its positions
+    start = column * BLOCK  # of a word, among positions
+    death_start = tl.where(wanted > 0, len_k, -1)  # [BLOCK], of the word that has the death; -1 where that is before the cell
+    death_bits = tl.zeros((BLOCK,), tl.uint32)
+    death_number = tl.zeros((BLOCK,), tl.int32)
+    for _ in tl.static_range(BLOCK // WORD):
+        members = Span(start, tl.arange(0, WORD), len_k)
+        above = tl.load(_row(places_ptr, sequence, len_k) + start + members.index, mask=inside(members), other=LARGEST) < rows.start
+        own = _bits((positions >= start) & (positions < start + WORD), positions % WORD)
+        better = tl.sum(_bits(above, members.index), 0) + tl.cumsum(own, 0) - own
+        for half in tl.static_range(2):
+            bits = (better >> (32 * half)).to(tl.uint32)
+            ones = _ones(bits)
+            here = (wanted > 0) & (wanted <= ones)
+            death_start = tl.where(here, start + 32 * half, death_start)
+            death_bits = tl.where(here, bits, death_bits)
+            death_number = tl.where(here, wanted, death_number)
+            wanted -= ones
+        start += WORD
+    death = death_start + _bit_place(death_bits, death_number)
+    here = tl.where(wanted > 0, column == blocks - 1, death_start >= 0)
+
     offset = len_k - len_q
-    for start in range(0, BLOCK, ROWS):
-        rows = Span(row_start + start, tl.arange(0, ROWS), len_k)  # places
-        positions = _positions(ranks_ptr, sequence, rows)  # [ROWS]
-        hidden = tl.load(_ranks(ranks_ptr, sequence, rows), mask=inside(rows), other=0) >> 32 == HIDDEN
-        lower = (positions < column_start).to(tl.int32)
-        at_start = from_start + tl.cumsum(lower, 0) - lower
-        from_start += tl.sum(lower, 0)
-        lower = (positions[:, None] < ends[None, :]).to(tl.int32)
-        at_ends = from_ends[None, :] + tl.cumsum(lower, 0) - lower  # [ROWS, BLOCK // PART]
-        from_ends += tl.sum(lower, 0)
-
-        short = at_ends < keep
-        passed = tl.sum(short.to(tl.int32), 1)  # [ROWS], the parts before the one with the death
-        wanted = keep - tl.maximum(at_start, tl.max(tl.where(short, at_ends, 0), 1))
-        here = (at_start < keep) & (passed < BLOCK // PART)
-        part = column_start + passed * PART
-        members = part[:, None] + tl.arange(0, PART)[None, :]  # [ROWS, PART], positions
-        rivals = tl.load(own_places_ptr + members, mask=here[:, None] & (members < len_k), other=LARGEST)
-        better = tl.cumsum((rivals < (rows.start + rows.index)[:, None]).to(tl.int32), 1)
-        death = tl.where(here, part + tl.sum((better < wanted[:, None]).to(tl.int32), 1), len_k)
-        here = here | ((column == blocks - 1) & (passed == BLOCK // PART))
-
-        lives = (death > positions) & (death > offset) & ~hidden
-        death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
-        tl.store(_row(last_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
+    lives = (death > positions) & (death > offset) & is_valid(numbers)
+    death = tl.where(lives, tl.minimum(death - offset, len_q), 0)
+    tl.store(_row(last_ptr, sequence, len_k) + positions, death, mask=here & inside(rows))
 
 
 @triton.jit(do_not_specialize=["end", "span", "len_q"])
@@ -246,39 +242,92 @@ def _order_kernel(
     cols = Span(own * TILE, tl.arange(0, TILE), len_k)
     position = cols.start + cols.index  # [TILE]
     last = tl.load(_row(last_ptr, sequence, len_k) + position, mask=inside(cols), other=0)  # [TILE]
-    dies = ((_epoch(last, end, span, len_q, len_k, EPOCHS)[:, None] == epoch[None, :]) & (last > 0)[:, None]).to(tl.int32)  # [TILE, EPOCHS]
-    before = earlier[None, :] + tl.cumsum(dies, 0) - dies  # keys of the epoch at smaller positions
-    start = tl.cumsum(total, 0) - total  # [EPOCHS]
-    slots = tl.where((epoch % 2 == 0)[None, :], start[None, :] + before, (start + total - 1)[None, :] - before)
-    nobody = tl.sum(total) + position - tl.sum(before, 1)  # [TILE], the slots of keys that no query keeps
-    slot = tl.where(last > 0, tl.sum(dies * slots, 1), nobody)
+    dies = last > 0
+    died = tl.where(dies, _epoch(last, end, span, len_q, len_k, EPOCHS), 0)
+    before = _before(died, dies, EPOCHS, TILE)
+    start = tl.cumsum(total, 0) - total + tl.where(epoch % 2 == 0, earlier, total - 1 - earlier)  # [EPOCHS], of this tile
+    slot = tl.gather(start, died, 0) + tl.where(died % 2 == 0, before, -before)
+    kept = tl.sum(earlier) + tl.cumsum(dies.to(tl.int32), 0) - dies.to(tl.int32)  # at smaller positions
+    slot = tl.where(dies, slot, tl.sum(total) + position - kept)
 
     tl.store(_row(first_ptr, sequence, len_k) + position, tl.maximum(position - (len_k - len_q), 0), mask=inside(cols))
     tl.store(_row(order_ptr, sequence, len_k) + slot, position, mask=inside(cols))
 
 
 @triton.jit
-def _crossing(table_ptr, diagonal, keep, blocks, BLOCK: tl.constexpr):
+def _before(died, dies, EPOCHS: tl.constexpr, TILE: tl.constexpr):
+    """How many keys of a tile die in the epoch of each, at smaller positions: counters of several epochs share a number."""
+    BITS: tl.constexpr = 8 if TILE <= 256 else 16  # of a counter, for up to TILE - 1 keys
+    SHARE: tl.constexpr = 64 // BITS
+    shift = (died % SHARE * BITS).to(tl.int64)
+    one = tl.where(dies, tl.full((TILE,), 1, tl.int64) << shift, 0)
+    before = tl.zeros((TILE,), tl.int64)
+    for group in tl.static_range(EPOCHS // SHARE):
+        member = died // SHARE == group
+        counts = tl.cumsum(tl.where(member, one, 0), 0) - one
+        before = tl.where(member, (counts >> shift) & ((1 << BITS) - 1), before)
+    return before.to(tl.int32)
+
+
+@triton.jit
+def _crossing(table_ptr, diagonal, keep, blocks, BLOCKS: tl.constexpr):
     """(row, column) of the cell in which the staircase passes a diagonal: the first whose far corner has F >= keep, or the last of all."""
     shift = blocks - 1 - diagonal  # column - row on the diagonal
     low = tl.maximum(-shift, 0)
     high = tl.minimum(diagonal, blocks - 1)
-    rows = low + tl.arange(0, BLOCK)  # no more blocks than a block has members
+    rows = low + tl.arange(0, BLOCKS)
     corners = tl.load(table_ptr + rows * blocks + rows + shift, mask=rows < high, other=keep)
     row = low + tl.sum((corners < keep).to(tl.int32), 0)
     return row, row + shift
 
 
 @triton.jit
-def _positions(ranks_ptr, sequence, places):
-    """Positions of the keys at a span of places, counted from the best; LARGEST beyond the last."""
-    return tl.load(_ranks(ranks_ptr, sequence, places), mask=inside(places), other=LARGEST).to(tl.int32)
+def _numbers(ranks_ptr, sequence, places):
+    """Numbers of the keys at a span of places."""
+    return tl.load(_row(ranks_ptr, sequence, places.length) + places.start + places.index, mask=inside(places), other=0)
 
 
 @triton.jit
-def _ranks(ranks_ptr, sequence, places):
-    """Pointers to the numbers of the keys at a span of places, counted from the best."""
-    return _row(ranks_ptr, sequence, places.length) + (places.length - 1 - places.start - places.index)
+def _bits(real, index):
+    """Words of 64 bits with the bit of an index set, where it is real."""
+    return tl.where(real, tl.full(index.shape, 1, tl.uint64) << index.to(tl.uint64), 0)
+
+
+@triton.jit
+def _ones(bits):
+    """How many bits of words of 32 are set."""
+    _, nibbles, _, _ = _ones_of_parts(bits)
+    return ((((nibbles + (nibbles >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _bit_place(bits, number):
+    """Where the number-th of the set bits of words of 32 stands, counted from 1; 0 where number is 0."""
+    pairs, nibbles, octets, halves = _ones_of_parts(bits)
+    place = tl.zeros(bits.shape, tl.uint32)
+    place, number = _pass_part(halves, place, number, 16)
+    place, number = _pass_part(octets, place, number, 8)
+    place, number = _pass_part(nibbles, place, number, 4)
+    place, number = _pass_part(pairs, place, number, 2)
+    place, number = _pass_part(bits, place, number, 1)
+    return place.to(tl.int32)
+
+
+@triton.jit
+def _ones_of_parts(bits):
+    """How many bits are set in each 2, 4, 8 and 16 bits of words of 32, in the place of those bits."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    octets = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    return pairs, nibbles, octets, (octets + (octets >> 8)) & 0x00FF00FF
+
+
+@triton.jit
+def _pass_part(ones, place, number, WIDTH: tl.constexpr):
+    """(place, number) of a set bit after a step past a part of WIDTH bits, if it stands beyond that."""
+    passed = ((ones >> place) & (2 * WIDTH - 1)).to(tl.int32)
+    beyond = number > passed
+    return place + tl.where(beyond, WIDTH, 0).to(tl.uint32), number - tl.where(beyond, passed, 0)
 
 
 @triton.jit
