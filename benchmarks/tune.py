@@ -29,9 +29,9 @@ from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered
-from dmattn.kernels.replay import forget
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
+from dmattn.replay import forget
 
 CANDIDATES = {
     "forward": (

@@ -13,10 +13,9 @@ from conftest import needs_cuda
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import attention, dynamic_mask_attention, ops
+from dmattn import attention, dynamic_mask_attention, ops, replay
 from dmattn.equivalence import Case
 from dmattn.problem import Problem
-from dmattn.states import states_shape
 
 CASES = (
     Case("nothing", 130),
@@ -105,13 +104,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Launches on CPU tensors, with everything that a Hopper GPU would choose."""
     from triton.runtime import driver, jit
 
-    from dmattn.kernels import hopper, replay
+    from dmattn import kernels
+    from dmattn.kernels import hopper
 
     seen = Launches()
     monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
     monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
     monkeypatch.setattr(hopper, "GLUON", True)
     monkeypatch.setattr(replay, "_repeatable", lambda x: True)
+    monkeypatch.setattr(ops, "interpreting", lambda: True)
+    monkeypatch.setattr(ops, "_kernels", lambda device, interpreted: kernels)
+    monkeypatch.setattr(ops, "_path", lambda problem: kernels)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(driver, "_active", type("NoDevice", (), {"get_current_stream": lambda self, device: 0})(), raising=False)
     return seen
@@ -120,19 +123,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @on_a_cpu
 @named
 def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmattn.kernels import backward, forward, replay
-
     def call(seed: int) -> list[tuple]:
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
-        out, lse, _ = ops.allocate_forward(problem)
-        if problem.mask is not None:
-            problem = problem._replace(states=torch.empty(states_shape(problem.mask), dtype=torch.uint8))
-        gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
-        operands = [*problem, out, lse, d_out, d_lse, *gradients]
-        forward(problem, out, lse)
+        out, lse, states, *_ = ops._forward(problem)
+        problem = problem._replace(states=states)
+        operands = [*problem, out, lse, d_out, d_lse]
         seen = launches.taken(operands)
-        backward(problem, out, lse, d_out, d_lse, *gradients)
-        return seen + launches.taken(operands)
+        gradients = ops._backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), problem)
+        return seen + launches.taken([*operands, *gradients])
 
     with launches:
         recorded, repeated = call(0), call(1)
@@ -143,15 +141,12 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, m
 
 @on_a_cpu
 def test_plans_are_repeated(launches: Launches) -> None:
-    from dmattn.kernels import best, lifetimes
-
     def call(seed: int) -> list[tuple]:
         key_bias = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(seed))
         valid = torch.ones(2, 1, 5000, dtype=torch.bool).expand(2, 3, 5000)
-        order, first, last = ops.allocate_best(key_bias, 7, 1)
-        best(key_bias, valid, order, first, last, 1)
-        seen = launches.taken([key_bias, valid, order, first, last])
-        planned = lifetimes(key_bias, valid, 7, 5000)
+        planned = ops._best(key_bias, valid, 7, 1)
+        seen = launches.taken([key_bias, valid, *planned])
+        planned = ops._lifetimes(key_bias, valid, 7, 5000)
         return seen + launches.taken([key_bias, valid, *planned])
 
     with launches:
@@ -162,14 +157,9 @@ def test_plans_are_repeated(launches: Launches) -> None:
 
 @on_a_cpu
 def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> None:
-    from dmattn.kernels import forward
-
     def call(*tensors: Tensor) -> list[tuple]:
-        problem = Problem.canonical(*tensors, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
-        out, lse, _ = ops.allocate_forward(problem)
-        operands = [*tensors, out, lse]
-        forward(problem, out, lse)
-        return launches.taken(operands)
+        out, lse = attention(*tensors, return_lse=True)
+        return launches.taken([*tensors, out, lse])
 
     shared = torch.randn(1, 2, 70, 32)
     with launches:
@@ -182,8 +172,6 @@ def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> 
 @on_a_cpu
 @pytest.mark.parametrize("change", ["stride", "alignment", "option", "dtype", "precision"])
 def test_what_looks_different_is_not_repeated(change: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmattn.kernels import forward, replay
-
     def call(changed: bool) -> None:
         kind = torch.float16 if changed and change == "dtype" else torch.float32
         query, key = torch.randn(1, 2, 70, 32, dtype=kind), torch.randn(1, 2, 70, 33, dtype=kind)[..., :32].contiguous()
@@ -194,9 +182,7 @@ def test_what_looks_different_is_not_repeated(change: str, launches: Launches, m
         if changed and change == "precision":
             monkeypatch.setattr(replay, "dot_precision", lambda x: "tf32")
         causal = changed and change == "option"
-        problem = Problem.canonical(query, key, query, mask=None, bias=None, causal=causal, window=None, scale=None, softcap=None)
-        out, lse, _ = ops.allocate_forward(problem)
-        forward(problem, out, lse)
+        attention(query, key, query, causal=causal)
 
     for changed in (False, False):
         call(changed)
@@ -208,8 +194,6 @@ def test_what_looks_different_is_not_repeated(change: str, launches: Launches, m
 @on_a_cpu
 def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
     """A number read from a tensor, or a tensor from elsewhere, is not in the arguments that decide."""
-    from dmattn.kernels import replay
-
     elsewhere, calls = torch.ones(3), []
 
     @replay.replayed
@@ -244,8 +228,6 @@ def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
 def test_what_is_hidden_from_the_recorder_is_not_recorded(launches: Launches) -> None:
     from torch.utils._mode_utils import no_dispatch
 
-    from dmattn.kernels import replay
-
     @replay.replayed
     def function(x: Tensor) -> None:
         x.add_(1)
@@ -262,7 +244,6 @@ def test_what_is_hidden_from_the_recorder_is_not_recorded(launches: Launches) ->
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_may_be_a_view_or_a_copy(inference: bool, launches: Launches) -> None:
     """Operators of several steps are one step in inference mode."""
-    from dmattn.kernels import replay
 
     @replay.replayed
     def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,8 +262,6 @@ def test_what_may_be_a_view_or_a_copy(inference: bool, launches: Launches) -> No
 
 @on_a_cpu
 def test_a_call_inside_a_recorded_one_is_part_of_it(launches: Launches) -> None:
-    from dmattn.kernels import replay
-
     calls = []
 
     @replay.replayed
@@ -302,8 +281,6 @@ def test_a_call_inside_a_recorded_one_is_part_of_it(launches: Launches) -> None:
 
 @on_a_cpu
 def test_a_failure_ends_the_recording(launches: Launches) -> None:
-    from dmattn.kernels import replay
-
     @replay.replayed
     def function(x: Tensor, fails: list[bool]) -> Tensor:
         if fails.pop():
@@ -323,8 +300,6 @@ def test_a_failure_ends_the_recording(launches: Launches) -> None:
 
 @on_a_cpu
 def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None:
-    from dmattn.kernels import replay
-
     calls = []
 
     @replay.replayed
@@ -347,7 +322,6 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
 
 @on_a_cpu
 def test_views_begin_where_they_began(launches: Launches) -> None:
-    from dmattn.kernels import replay
     from dmattn.kernels.layout import strided
 
     addresses: list[tuple] = []
@@ -370,8 +344,6 @@ def test_views_begin_where_they_began(launches: Launches) -> None:
 
 @on_a_cpu
 def test_a_tensor_lives_no_longer_than_it_is_needed(launches: Launches) -> None:
-    from dmattn.kernels import replay
-
     @replay.replayed
     def function(x: Tensor) -> Tensor:
         first = x * 2
@@ -401,8 +373,6 @@ def test_a_tensor_lives_no_longer_than_it_is_needed(launches: Launches) -> None:
 
 @on_a_cpu
 def test_records_are_forgotten_when_they_are_many(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmattn.kernels import replay
-
     calls = []
 
     @replay.replayed
@@ -428,19 +398,20 @@ def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each call that was repeated from a record."""
-    from dmattn.kernels import replay
-
     calls: list[int] = []
-    repeat = replay._Record.repeat
-    monkeypatch.setattr(replay._Record, "repeat", lambda record, operands: (calls.append(1), repeat(record, operands))[1])
+    record = replay._Recorder.record
+
+    def counting(recorder: Any, result: Any) -> Callable[..., Any] | None:
+        written = record(recorder, result)
+        return written and (lambda *arguments: (calls.append(1), written(*arguments))[1])
+
+    monkeypatch.setattr(replay._Recorder, "record", counting)
     return calls
 
 
 @needs_cuda
 @named
 def test_repeated_calls_give_the_same_bits(case: Case, repeated: list[int]) -> None:
-    from dmattn.kernels import replay
-
     results(case, 0)
     assert not repeated
     again = results(case, 2)
@@ -452,8 +423,6 @@ def test_repeated_calls_give_the_same_bits(case: Case, repeated: list[int]) -> N
 
 @needs_cuda
 def test_a_dynamic_mask_is_repeated(repeated: list[int]) -> None:
-    from dmattn.kernels import replay
-
     def call(seed: int, length: int) -> list[Tensor]:
         torch.manual_seed(seed)
         leaves = [

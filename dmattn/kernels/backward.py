@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
+from ..replay import launch
 from . import rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
+from .launch import on_its_device
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
 from .reorder import reordered
-from .replay import launch, replayed
 from .sequence import place
 from .tiles import block_dim
 from .windows import fits, window_gradients
@@ -26,7 +27,7 @@ from .windows import fits, window_gradients
 DELTA_ROWS = 32
 
 
-@replayed
+@on_its_device
 def backward(
     problem: Any,
     out: Tensor,

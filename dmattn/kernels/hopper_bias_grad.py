@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..replay import launch
 from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, padded_dim, serves, tiled
 from .hopper_registers import exponent_factor, load_vector, ruled
 from .layout import Sequence, Span, slice_pointer, strided
-from .replay import launch
 from .scores import rules_of
 from .sequence import in_window
 from .softmax import divisor2

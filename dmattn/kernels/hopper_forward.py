@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..replay import launch
 from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
@@ -47,7 +48,6 @@ from .hopper_walk import (
     work_of,
 )
 from .layout import slice_pointer, strided
-from .replay import launch
 from .scores import LOG2E
 from .softmax import softmax_step
 

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -35,7 +36,6 @@ from .hopper import (
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, store_tile, tile
 from .hopper_registers import store_rows
 from .layout import Sequence, Span, slice_pointer, strided
-from .replay import launch
 from .scores import rules_of
 from .sequence import place_keys
 from .walk import query_lists, query_range, query_step

@@ -13,12 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..replay import launch
 from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, of_pairs, padded_dim, serves, stage_of, tiled
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, packed_rows, tile
 from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
-from .replay import launch
 from .scores import rules_of
 from .sequence import next_step, place_keys, query_window
 

@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..replay import launch
 from .hopper import store, tiled_vectors
 from .hopper_registers import exponent_factor, load_vector, mask_of, ruled
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
-from .replay import launch
 from .scores import LOG2E
 from .sequence import next_step, place
 from .softmax import divisor2

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..replay import launch
 from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
@@ -43,7 +44,6 @@ from .hopper_walk import (
     work_of,
 )
 from .layout import strided
-from .replay import launch
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
-from .replay import launch
 from .scores import rules_of, through_softcap
 from .sequence import LARGEST, place_keys
 from .softmax import score_gradient

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
-from .replay import launch
 from .scores import by_query, load_bias2, rules_of, scores
 from .softmax import divisor2
 from .tiles import block_dim, launch_options, pick
