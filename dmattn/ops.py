@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 
 from . import chunked, selection
 from .masks import IntervalMask
-from .problem import Problem, autocast, with_axes
+from .problem import Intervals, Problem, autocast, with_axes
 from .replay import not_to_be_repeated, replayed
 from .states import states_shape
 
@@ -61,9 +61,9 @@ def _forward(problem: Problem) -> _Forward:
 
 
 @replayed
-def _checked_forward(query: Tensor, key: Tensor, value: Tensor, mask: tuple, *others: Any) -> _Forward:
-    """The same of the arguments of :meth:`Problem.canonical`, where `mask` is (mask, None, None, None) or None and an IntervalMask's fields."""
-    return _forward(Problem.canonical(query, key, value, mask[0] if mask[1] is None else IntervalMask(*mask[1:]), *others))
+def _checked_forward(*arguments: Any) -> _Forward:
+    """The same of the arguments of :meth:`Problem.canonical`."""
+    return _forward(Problem.canonical(*arguments))
 
 
 @torch.library.custom_op(
@@ -265,21 +265,22 @@ backward.register_autograd(_refuse)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | IntervalMask | None, bias: Tensor | None, *options: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | IntervalMask | Intervals | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of the arguments of :meth:`Problem.canonical`, which may be wrong; differentiable.
 
     By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
     long as several small problems on a GPU.
     """
-    masks: tuple[Any, ...] = (mask, None, None, None)
+    masks: tuple[Any, ...] = (mask, None, None)
     if type(mask) is IntervalMask:
-        masks = (None, mask.first, mask.last, mask.len_q)
+        mask = Intervals(mask.first, mask.last, mask.len_q)
+        masks = (None, mask.first, mask.last)
     missing = query is None or key is None or value is None
-    if missing or not nothing_watches((query, key, value, bias, *masks[:3])) or forward_ad._current_level >= 0:
+    if missing or not nothing_watches((query, key, value, bias, *masks)) or forward_ad._current_level >= 0:
         return _by_operator(Problem.canonical(query, key, value, mask, bias, *options))
     query, key, value = autocast(query, key, value)
-    return _directly(_checked_forward, (query, key, value, masks, bias, *options), (query, key, value, bias), (*masks[:3], None))
+    return _directly(_checked_forward, (query, key, value, mask, bias, *options), (query, key, value, bias), (*masks, None))
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:

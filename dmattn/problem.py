@@ -20,6 +20,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
 
+class Intervals(NamedTuple):
+    """The fields of an IntervalMask."""
+
+    first: Tensor
+    last: Tensor
+    len_q: int | None
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
@@ -60,7 +68,7 @@ class Problem(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | IntervalMask | None,
+        mask: Tensor | IntervalMask | Intervals | None,
         bias: Tensor | None,
         causal: bool,
         window: Window,
@@ -88,7 +96,7 @@ class Problem(NamedTuple):
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = "(B, H, Sq, Sk)" if packed is None else "(sequences, H, max_seqlen_q, max_seqlen_k)"
         first = last = None
-        if isinstance(mask, IntervalMask) and packed is None:
+        if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
             check_tensor("mask.first", mask.first)
             check_tensor("mask.last", mask.last)
             first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_cuda
+from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import attention, dynamic_mask_attention, ops, replay
+from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, replay
 from dmattn.equivalence import Case
-from dmattn.problem import Problem
+from dmattn.problem import Intervals, Problem
 
 CASES = (
     Case("nothing", 130),
@@ -37,9 +38,9 @@ named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 on_a_cpu = pytest.mark.skipif(ops.interpreting(), reason="the interpreter launches nothing")
 
 
-def problem_of(case: Case, device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Problem, Tensor, Tensor]:
+def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
     """A problem with its incoming gradients, other numbers for another seed."""
-    inputs = case.inputs(dtype, device, seed=seed)
+    inputs = case.inputs(torch.bfloat16, device, seed=seed)
     problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
     if case.name == "keys-in-order":
         bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
@@ -140,6 +141,159 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, m
 
 
 @on_a_cpu
+@named
+def test_a_checked_call_launches_what_its_problem_would(case: Case, launches: Launches) -> None:
+    if case.name == "keys-in-order":
+        pytest.skip("no caller has an order")
+
+    def calls(seed: int) -> list[list[tuple]]:
+        inputs = case.inputs(torch.bfloat16, "cpu", seed=seed)
+        options = {"causal": False, "window": None, "scale": None, "softcap": None, "dropout_p": 0.0} | case.options
+        mask, tensors = inputs.mask, (inputs.query, inputs.key, inputs.value)
+        mask = Intervals(mask.first, mask.last, mask.len_q) if isinstance(mask, IntervalMask) else mask
+        problem = Problem.canonical(*tensors, mask=mask, bias=inputs.bias, **options)
+        launches.seen.clear()
+        seen = []
+        for forward, arguments in ((ops._checked_forward, (*tensors, mask, inputs.bias, *options.values())), (ops._forward, (problem,))):
+            *results, rules = forward(*arguments)
+            assert rules == ops._rules_of(problem)
+            seen.append(launches.taken([*problem[:-2], *results]))
+        return seen
+
+    with launches:
+        (checked, plain), (repeated, _) = calls(0), calls(1)
+    assert checked
+    assert checked == repeated == plain
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
+def test_what_is_wrong_is_refused_after_calls_that_are_right(arguments: dict, error: type, message: str, launches: Launches) -> None:
+    right = {"window": (1, 1), "scale": 1, "softcap": 1.0, "mask": torch.ones(5, 7, dtype=torch.bool), "bias": torch.zeros(5, 7)}
+    for call in ({}, {"causal": True}, right):
+        attention(**tensors(), **call)
+    asked = launches.asked
+    for call in ({}, {"causal": True}, right):
+        attention(**tensors(), **call)
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                attention(**tensors() | call | arguments)
+    assert launches.asked == asked
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"window": 1}, {"window": True}),
+        ({"window": 3}, {"window": (3,)}),
+        ({"window": 3}, {"window": [3, 3]}),
+        ({"window": (1, 2)}, {"window": (True, 2)}),
+        ({"scale": 1}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"mask": IntervalMask.causal(5, 7)}, {"mask": IntervalMask(*(torch.zeros(7, dtype=torch.int32) for _ in range(2)), len_q=4)}),
+        ({"mask": torch.ones(5, 7, dtype=torch.bool)}, {"mask": torch.ones(5, 7, dtype=torch.uint8)}),
+        ({"mask": torch.ones(5, 7, dtype=torch.bool)}, {"mask": (torch.ones(5, 7, dtype=torch.bool), None, None, None)}),
+    ],
+    ids=str,
+)
+def test_what_is_equal_is_not_the_same(right: dict, wrong: dict, launches: Launches) -> None:
+    """1 is True and 1.0 to a dictionary."""
+    attention(**tensors(), **right)
+    asked = launches.asked
+    attention(**tensors(), **right)
+    assert launches.asked == asked
+    with pytest.raises((TypeError, ValueError), match="dmattn: "):
+        attention(**tensors(), **wrong)
+
+
+@on_a_cpu
+def test_what_changes_between_two_calls_is_seen(launches: Launches) -> None:
+    """Autocast, what requires a gradient, and whether gradients are taken."""
+    query, key, value = tensors().values()
+    bias = torch.zeros(5, 7)
+
+    def call() -> Tensor:
+        return attention(query, key, value, bias=bias)
+
+    assert [call().grad_fn for _ in range(2)] == [None, None]
+    asked = launches.asked
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [call().dtype for _ in range(2)] == [torch.bfloat16] * 2
+    assert launches.asked == 2 * asked
+    assert call().dtype == torch.float32
+    for learned in (query, bias):
+        learned.requires_grad_()
+        out = call()
+        with torch.no_grad():
+            assert not call().requires_grad
+        (gradient,) = torch.autograd.grad(out.sum(), learned)
+        assert gradient.shape == learned.shape
+        learned.requires_grad_(False)
+        assert not call().requires_grad
+
+
+@on_a_cpu
+def test_who_watches_launches_sees_those_that_were_recorded(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    def call() -> int:
+        before = launches.asked
+        attention(**tensors())
+        return launches.asked - before
+
+    assert [call(), call()] == [1, 0]
+    watch = lambda metadata: None  # noqa: E731
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hooks.add(watch)
+        assert [call(), call()] == [1, 1]
+        hooks.remove(watch)
+        assert call() == 0
+
+
+@on_a_cpu
+def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+    """Where its launcher allocates nothing: with what it would have passed on."""
+    passed: list[tuple] = []
+
+    class CudaLauncher:
+        global_scratch_size, profile_scratch_size = 0, 0
+
+        def launch(self, *given: Any) -> None:
+            passed.append(given)
+
+        def __call__(self, *given: Any) -> None:
+            self.launch("coop", given)
+
+    class Compiled:
+        function, packed_metadata, run = "function", (4, 1), CudaLauncher()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *given, stream: self.run(*grid, stream, self.function, self.packed_metadata, None, None, None, *given)
+
+    class Kernel:
+        arg_names = ("x", "number")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            return lambda **given: Compiled()
+
+    @replay.replayed
+    def function(x: Tensor) -> None:
+        replay.launch(Kernel(), 3, x=x[2:], number=1.5)
+
+    for scratch in (0, 8):
+        replay.forget()
+        monkeypatch.setattr(CudaLauncher, "global_scratch_size", scratch)
+        x = torch.zeros(5)
+        function(torch.zeros(5))
+        assert not passed
+        function(x)
+        assert passed.pop() == ("coop", (3, 1, 1, 0, "function", (4, 1), None, None, None, x.data_ptr() + 8, 1.5))
+
+
+@on_a_cpu
 def test_plans_are_repeated(launches: Launches) -> None:
     def call(seed: int) -> list[tuple]:
         key_bias = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(seed))
@@ -158,7 +312,7 @@ def test_plans_are_repeated(launches: Launches) -> None:
 @on_a_cpu
 def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> None:
     def call(*tensors: Tensor) -> list[tuple]:
-        out, lse = attention(*tensors, return_lse=True)
+        out, lse, *_ = ops._checked_forward(*tensors, None, None, False, None, None, None, 0.0)
         return launches.taken([*tensors, out, lse])
 
     shared = torch.randn(1, 2, 70, 32)
