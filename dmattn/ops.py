@@ -321,7 +321,7 @@ def _directly(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _Direct.apply(function, arguments, fixed, *learned)
+        return _apply_directly(function, arguments, fixed, *learned)
     return function(*arguments)[:2]
 
 
@@ -345,6 +345,9 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, None, *_gradients(ctx, d_out, d_lse, ctx.needs_input_grad[3:])
+
+
+_apply_directly = super(torch.autograd.Function, _Direct).apply  # without what torch.autograd.Function.apply does for torch.func
 
 
 def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:

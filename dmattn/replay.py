@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import wraps
+from functools import lru_cache, wraps
 from threading import local
+from types import CodeType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -150,6 +151,17 @@ class _Source(str):
     """An expression in a record."""
 
 
+def _varies(x: Any) -> bool:
+    """Whether an expression stands in a value."""
+    return type(x) is _Source or (isinstance(x, tuple) and any(map(_varies, x)))
+
+
+@lru_cache(maxsize=MOST)
+def _compiled(text: str) -> CodeType:
+    """The code of a record, which is the same for calls that differ in numbers alone."""
+    return compile(text, "<record>", "exec")
+
+
 class _Step(NamedTuple):
     """A line of a record, on tensors by their numbers: those it reads, whether only their addresses, those it makes, whether it does more."""
 
@@ -212,7 +224,7 @@ class _Recorder(TorchDispatchMode):
         given = self._part(arguments, self._address, reads)
         launcher = _launcher_past_python(compiled)
         if launcher is None:
-            line = f"{self._constant(runner)}(*{self._source(given)}, stream=stream)"
+            line = f"{self._constant(runner)}{self._source(given)[:-1]}stream=stream)"
         else:
             seen: list[tuple] = []
             pretended = copy(launcher)
@@ -272,7 +284,8 @@ class _Recorder(TorchDispatchMode):
                 lines += [f"p{number} = t{number}.data_ptr()" for number in sorted(step.reads - addressed)]
                 addressed |= step.reads
             lines += [step.line, *(f"del t{number}" for number in unneeded)]
-        exec("\n    ".join([f"def repeat({passed}):", *lines, ending]), self.names)
+        text = "\n    ".join([f"def repeat({passed}):", *lines, ending])
+        exec(_compiled(text), self.names)
         return self.names["repeat"]
 
     def _constant(self, x: Any) -> str:
@@ -282,9 +295,11 @@ class _Recorder(TorchDispatchMode):
 
     def _source(self, x: Any) -> str:
         """A value as an expression."""
-        if x is None or type(x) in (_Source, bool, int):
-            return str(x)
-        return f"({''.join(f'{self._source(value)}, ' for value in x)})" if isinstance(x, tuple) else self._constant(x)
+        if type(x) is _Source:
+            return x
+        if not isinstance(x, tuple) or not _varies(x):
+            return self._constant(x)
+        return f"({''.join(f'{self._source(value)}, ' for value in x)})"
 
     def _known(self, x: Tensor) -> int | None:
         known, number = self.numbers.get(id(x), (None, 0))
@@ -313,7 +328,7 @@ class _Recorder(TorchDispatchMode):
             number, further = self.views[number]
             offset += further
         reads.add(number or 0)
-        return _Source(f"p{number} + {offset}" if offset else f"p{number}")
+        return _Source(f"p{number} + {self._constant(offset)}" if offset else f"p{number}")
 
     def _part(self, x: Any, of_tensor: Callable[[Tensor, set[int]], _Source], reads: set[int]) -> Any:
         """A value, with expressions in the place of tensors."""
