@@ -1,6 +1,7 @@
 """The operators ``dmattn::forward``, ``backward``, ``lifetimes`` and ``best``: the door to autograd, torch.compile and the device code.
 
-Eager calls with plain tensors reach the same functions by :func:`call`, past the dispatcher: a profiler shows no operator there.
+Eager calls with plain tensors reach the same functions by :func:`attend` and :func:`call`, past the dispatcher: a profiler shows no operator
+there.
 
 The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors,
 and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
@@ -35,8 +36,6 @@ _LEARNED = ("query", "key", "value", "bias")  # what can require a gradient, in 
 _FIXED = ("mask", "first", "last", "order")  # the other tensors of a caller
 _RULES = tuple(name for name, kind in get_type_hints(Problem).items() if not _TYPES[kind].startswith("Tensor"))
 _learned_of, _fixed_of, _rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (_LEARNED, _FIXED, _RULES))
-
-
 _Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules
 
 
@@ -52,8 +51,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, _present(states, out)
 
 
-@replayed
-def _forward(problem: Problem) -> _Forward:
+def _attended(problem: Problem) -> _Forward:
     out, lse, states = allocate_forward(problem)
     if out.numel() or lse.numel():
         _path(problem).forward(problem._replace(states=states), out, lse)
@@ -61,9 +59,14 @@ def _forward(problem: Problem) -> _Forward:
 
 
 @replayed
+def _forward(problem: Problem) -> _Forward:
+    return _attended(problem)
+
+
+@replayed
 def _checked_forward(*arguments: Any) -> _Forward:
     """The same of the arguments of :meth:`Problem.canonical`."""
-    return _forward(Problem.canonical(*arguments))
+    return _attended(Problem.canonical(*arguments))
 
 
 @torch.library.custom_op(

@@ -14,7 +14,7 @@ from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, replay
+from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference, replay
 from dmattn.equivalence import Case
 from dmattn.problem import Intervals, Problem
 
@@ -376,6 +376,21 @@ def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
             expected = torch.full((3,), number + 1.0) if factors is None else torch.tensor(factors) * number
             assert torch.equal(function(torch.full((3,), float(number))), expected)
         assert len(calls) == 4
+
+
+@on_a_cpu
+def test_the_pytorch_path_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators are as many as its chunks."""
+    monkeypatch.setattr(replay, "_repeatable", lambda x: True)
+    written = []
+    record = replay._Recorder.record
+    monkeypatch.setattr(replay._Recorder, "record", lambda recorder, result: written.append(record(recorder, result)))
+    query, key, value = (x.double().requires_grad_() for x in tensors().values())
+    for _ in range(3):
+        out = attention(query, key, value)
+        torch.testing.assert_close(out, reference.attention(query, key, value))
+        out.sum().backward()
+    assert written == [None] * 2, "forward and backward, at the first call"
 
 
 @on_a_cpu
