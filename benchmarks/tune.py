@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import ops
@@ -28,10 +29,10 @@ from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered
-from dmattn.kernels.replay import forget
 from dmattn.kernels.row_terms import Incoming, fill_terms
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
+from dmattn.replay import forget
 
 CANDIDATES = {
     "forward": (

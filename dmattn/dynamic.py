@@ -7,9 +7,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .functional import attention, run
+from .functional import attention
 from .masks import IntervalMask
-from .ops import plan
+from .ops import call, plan
 from .problem import FLOATS, Problem, check_tensor
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
@@ -98,7 +98,7 @@ def dynamic_mask_attention(
         return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
     valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
     order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
-    out, lse = run(problem._replace(right=None, first=first, last=last, bias=key_bias[:, :, None], order=order))
+    out, lse = call(problem._replace(right=None, first=first, last=last, bias=key_bias[:, :, None], order=order))
     return (out, lse) if return_lse else out
 
 

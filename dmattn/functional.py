@@ -7,12 +7,10 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
-from torch.autograd import forward_ad
 
 from .masks import IntervalMask
-from .ops import call
-from .problem import Problem, Window, check_tensor
+from .ops import attend
+from .problem import Window, check_tensor
 from .reference import logsumexp
 
 __all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]
@@ -118,19 +116,7 @@ def attention(
     """
     if not isinstance(return_lse, bool):
         raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
-    problem = Problem.canonical(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-    )
-    out, lse = run(problem)
+    out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p)
     return (out, lse) if return_lse else out
 
 
@@ -179,21 +165,8 @@ def scaled_dot_product_attention(
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     if not isinstance(is_causal, bool):
         raise TypeError(f"dmattn: is_causal: expected True or False, received {type(is_causal).__name__}")
-    problem = Problem.canonical(
-        query,
-        key,
-        value,
-        mask=attn_mask if is_bool else None,
-        bias=None if is_bool else attn_mask,
-        causal=is_causal,
-        window=None,
-        scale=scale,
-        softcap=None,
-        dropout_p=dropout_p,
-        top_left=True,
-        mask_name="attn_mask",
-    )
-    out, _ = run(problem)
+    mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
+    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, True, "attn_mask")
     return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out
 
 
@@ -240,28 +213,6 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     weights = torch.softmax(stacked, 0)[..., None]
     merged = (torch.stack(tuple(outs)) * weights).sum(0).masked_fill(empty[..., None], 0.0)
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
-
-
-def run(problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem, differentiable."""
-    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
-    compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
-    if not compiling and functorch.peek_interpreter_stack() is not None and any(_in_func_grad(x) for x in tensors):
-        raise RuntimeError(
-            "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
-        )
-    if forward_ad._current_level >= 0 and (compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)):
-        raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
-    return call(problem)
-
-
-def _in_func_grad(x: Tensor) -> bool:
-    """Whether torch.func differentiates with respect to `x`, which vmap may have wrapped besides."""
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
 
 
 def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:

@@ -1,6 +1,7 @@
 """The operators ``dmattn::forward``, ``backward``, ``lifetimes`` and ``best``: the door to autograd, torch.compile and the device code.
 
-Eager calls with plain tensors reach the same functions by :func:`call`, past the dispatcher: a profiler shows no operator there.
+Eager calls with plain tensors reach the same functions by :func:`attend` and :func:`call`, past the dispatcher: a profiler shows no operator
+there.
 
 The first two allocate their results here, the same way for real and for fake tensors, then let either the Triton kernels (CUDA tensors,
 and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, and float64 anywhere) fill them.
@@ -9,8 +10,7 @@ and CPU tensors under ``TRITON_INTERPRET=1``) or the PyTorch path (CPU tensors, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from types import ModuleType
@@ -18,19 +18,25 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from . import chunked, selection
-from .problem import Problem
+from .masks import IntervalMask
+from .problem import Intervals, Problem, autocast, with_axes
+from .replay import not_to_be_repeated, replayed
 from .states import states_shape
 
 FIELDS = Problem._fields  # the arguments of forward, and the last of backward, in order
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
-_tensors_of = itemgetter(*(place for place, kind in enumerate(get_type_hints(Problem).values()) if _TYPES[kind].startswith("Tensor")))
-_NO_TENSORS: dict[str, Any] = dict.fromkeys(_tensors_of(FIELDS))
-_NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
+_LEARNED = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
+_FIXED = ("mask", "first", "last", "order")  # the other tensors of a caller
+_RULES = tuple(name for name, kind in get_type_hints(Problem).items() if not _TYPES[kind].startswith("Tensor"))
+_learned_of, _fixed_of, _rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (_LEARNED, _FIXED, _RULES))
+_Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules
 
 
 @torch.library.custom_op(
@@ -41,16 +47,26 @@ _NEEDS = ("query", "key", "value", "bias")  # what can require a gradient, in th
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
-    out, lse, states = _forward(Problem(*inputs))
+    out, lse, states, *_ = _forward(Problem(*inputs))
     return out, lse, _present(states, out)
 
 
-def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+def _attended(problem: Problem) -> _Forward:
     out, lse, states = allocate_forward(problem)
     if out.numel() or lse.numel():
-        with _no_autocast(problem.query):
-            _path(problem).forward(problem if states is None else problem._replace(states=states), out, lse)
-    return out, lse, states
+        _path(problem).forward(problem._replace(states=states), out, lse)
+    return out, lse, states, problem.seed, _rules_of(problem)
+
+
+@replayed
+def _forward(problem: Problem) -> _Forward:
+    return _attended(problem)
+
+
+@replayed
+def _checked_forward(*arguments: Any) -> _Forward:
+    """The same of the arguments of :meth:`Problem.canonical`."""
+    return _attended(Problem.canonical(*arguments))
 
 
 @torch.library.custom_op(
@@ -61,19 +77,19 @@ def _forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
-    return tuple(_present(gradient, out) for gradient in _backward(d_out, d_lse, out, lse, needs, Problem(*inputs)))
+    return tuple(_present(gradient, out) for gradient in _backward(d_out, d_lse, out, lse, tuple(needs), Problem(*inputs)))
 
 
+@replayed
 def _backward(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: Sequence[bool], problem: Problem
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], problem: Problem
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     gradients = allocate_backward(problem, needs)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
         return tuple(gradient if gradient is None else gradient.zero_() for gradient in gradients)
     wanted = [None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients]
     if any(gradient is not None for gradient in wanted):
-        with _no_autocast(problem.query):
-            _path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
+        _path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
     return gradients
 
 
@@ -93,6 +109,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     return _lifetimes(key_bias, valid, keep, len_q)
 
 
+@replayed
 def _lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     if not (key_bias.is_cuda or interpreting()) or key_bias.numel() == 0:
         return selection.lifetimes(key_bias, valid, keep, len_q)
@@ -120,6 +137,7 @@ def best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -
     return _best(key_bias, valid, keep, len_q)
 
 
+@replayed
 def _best(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     order, first, last = allocate_best(key_bias, keep, len_q)
     torch._check(1 <= keep <= key_bias.shape[-1], lambda: f"dmattn::best: keep {keep} of {key_bias.shape[-1]} keys")
@@ -167,7 +185,7 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def allocate_backward(problem: Problem, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Uninitialised gradients: strides like the inputs, the bias's contiguous; None where none is needed."""
-    query, key, value, bias = (getattr(problem, name) if need else None for name, need in zip(_NEEDS, needs, strict=True))
+    query, key, value, bias = (getattr(problem, name) if need else None for name, need in zip(_LEARNED, needs, strict=True))
     gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
     return (*gradients, None if bias is None else bias.new_empty(bias.shape))
 
@@ -201,35 +219,40 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch)), states), (0, 0, None)
 
 
-def _save(ctx: Any, problem: Problem, out: Tensor, lse: Tensor, states: Tensor | None) -> None:
-    """Keep what :func:`_gradients` takes."""
+def _save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | None], results: _Forward) -> None:
+    """Keep what :func:`_gradients` takes. The caller's tensors may still lack leading axes."""
+    out, lse, states, seed, ctx.rules = results
     ctx.set_materialize_grads(False)
-    problem = problem._replace(states=states)
-    ctx.save_for_backward(*_tensors_of(problem), out, lse)
-    ctx.rules = problem._replace(**_NO_TENSORS)
+    ctx.save_for_backward(*learned, *fixed, seed, states, out, lse)
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of query, key, value and bias, each None unless it is needed."""
-    *tensors, out, lse = ctx.saved_tensors
-    problem = ctx.rules._replace(**dict(zip(_NO_TENSORS, tensors, strict=True)))
+    query, key, value, bias, mask, first, last, order, seed, states, out, lse = saved = ctx.saved_tensors
+    mask, first, last = with_axes(mask, 4), with_axes(first, 3), with_axes(last, 3)
+    tensors = (query, key, value, mask, first, last, with_axes(bias, 4))
+    rules = dict(zip(_RULES, ctx.rules, strict=True))
+    problem = Problem(*tensors, order=order, seed=seed, states=states, **rules)
     if d_out is None:
         d_out = torch.zeros_like(out)
-    plain = nothing_watches((d_out, d_lse, out, lse, *tensors))
-    if plain and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
-        return list(_backward(d_out, d_lse, out, lse, needs, problem))
-    gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
-    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
+        gradients = _backward(d_out, d_lse, out, lse, tuple(needs), problem)
+    else:
+        gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
+    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+    if found[3] is not None:
+        found[3] = found[3].view(bias.shape)
+    return found
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[2])
-    _save(ctx, Problem(*inputs), *output)
+    _save(ctx, _learned_of(inputs), _fixed_of(inputs), (*output, Problem(*inputs).seed, _rules_of(inputs)))
 
 
 def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    needs = [ctx.needs_input_grad[FIELDS.index(name)] for name in _NEEDS]
-    named = dict(zip(_NEEDS, _gradients(ctx, d_out, d_lse, needs), strict=True))
+    needs = _learned_of(ctx.needs_input_grad)
+    named = dict(zip(_LEARNED, _gradients(ctx, d_out, d_lse, needs), strict=True))
     return tuple(named.get(name) for name in FIELDS)
 
 
@@ -244,18 +267,65 @@ forward.register_autograd(_gradients_of_operator, setup_context=_save_of_operato
 backward.register_autograd(_refuse)
 
 
-def call(problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the operator, or where nobody can tell the difference by its functions alone.
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | IntervalMask | Intervals | None, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of the arguments of :meth:`Problem.canonical`, which may be wrong; differentiable.
 
-    What PyTorch does in Python around an operator takes as long as several small problems on a GPU.
+    By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
+    long as several small problems on a GPU.
     """
-    if torch.compiler.is_compiling() or not nothing_watches(_tensors_of(problem)):  # a compiler cannot trace the itemgetter
-        out, lse, _ = torch.ops.dmattn.forward(*problem)
-        return out, lse
-    learned = [getattr(problem, name) for name in _NEEDS]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned):
-        return _Direct.apply(problem, *learned)
-    return _forward(problem)[:2]
+    masks: tuple[Any, ...] = (mask, None, None)
+    if type(mask) is IntervalMask:
+        mask = Intervals(mask.first, mask.last, mask.len_q)
+        masks = (None, mask.first, mask.last)
+    missing = query is None or key is None or value is None
+    if missing or not nothing_watches((query, key, value, bias, *masks)) or forward_ad._current_level >= 0:
+        return _by_operator(Problem.canonical(query, key, value, mask, bias, *options))
+    query, key, value = autocast(query, key, value)
+    return _directly(_checked_forward, (query, key, value, mask, bias, *options), (query, key, value, bias), (*masks, None))
+
+
+def call(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same of a problem."""
+    # a compiler cannot trace the itemgetter
+    if torch.compiler.is_compiling() or not nothing_watches((*_learned_of(problem), *_fixed_of(problem))) or forward_ad._current_level >= 0:
+        return _by_operator(problem)
+    return _directly(_forward, (problem,), _learned_of(problem), _fixed_of(problem))
+
+
+def _by_operator(problem: Problem) -> tuple[Tensor, Tensor]:
+    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
+    compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
+    if not compiling and functorch.peek_interpreter_stack() is not None and any(map(_in_func_grad, tensors)):
+        raise RuntimeError(
+            "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
+        )
+    if forward_ad._current_level >= 0 and (compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)):
+        raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
+    out, lse, _ = torch.ops.dmattn.forward(*problem)
+    return out, lse
+
+
+def _in_func_grad(x: Tensor) -> bool:
+    """Whether torch.func differentiates with respect to `x`, which vmap may have wrapped besides."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _directly(
+    function: Callable[..., _Forward], arguments: tuple, learned: tuple[Any, ...], fixed: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of a function of this file; of its arguments, `learned` are those that may require a gradient, `fixed` the other tensors."""
+    query, key, value, bias = learned
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_directly(function, arguments, fixed, *learned)
+    return function(*arguments)[:2]
 
 
 def plan(name: str, key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,19 +340,22 @@ class _Direct(torch.autograd.Function):
     """The operator's own functions, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, *learned: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, states = _forward(problem)
-        _save(ctx, problem, out, lse, states)
-        return out, lse
+    def forward(ctx: Any, function: Callable[..., _Forward], arguments: tuple, fixed: tuple, *learned: Any) -> tuple[Tensor, Tensor]:
+        results = function(*arguments)
+        _save(ctx, learned, fixed, results)
+        return results[:2]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx, d_out, d_lse, ctx.needs_input_grad[1:])
+        return None, None, None, *_gradients(ctx, d_out, d_lse, ctx.needs_input_grad[3:])
+
+
+_apply_directly = super(torch.autograd.Function, _Direct).apply  # without what torch.autograd.Function.apply does for torch.func
 
 
 def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or functorch.peek_interpreter_stack() is not None:
         return False
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -296,16 +369,11 @@ def _is_plain(x: Tensor | None) -> bool:
     return x is None or (type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor())
 
 
-def _no_autocast(query: Tensor) -> AbstractContextManager[Any]:
-    """Autocast is off inside, where it was on: the problem has its dtypes."""
-    device = query.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _path(problem: Problem) -> ModuleType:
     """The module whose `forward` and `backward` serve `problem`."""
     query, bias = problem.query, problem.bias
     if not _by_kernels(query):
+        not_to_be_repeated()
         return chunked
     interpreted = interpreting()
     if interpreted and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):

@@ -20,6 +20,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Window = int | tuple[int | None, int | None] | None
 
 
+class Intervals(NamedTuple):
+    """The fields of an IntervalMask."""
+
+    first: Tensor
+    last: Tensor
+    len_q: int | None
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
@@ -60,8 +68,7 @@ class Problem(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        mask: Tensor | IntervalMask | None,
+        mask: Tensor | IntervalMask | Intervals | None,
         bias: Tensor | None,
         causal: bool,
         window: Window,
@@ -82,14 +89,14 @@ class Problem(NamedTuple):
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
         _check_qkv(query, key, value)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = "(B, H, Sq, Sk)" if packed is None else "(sequences, H, max_seqlen_q, max_seqlen_k)"
         first = last = None
-        if isinstance(mask, IntervalMask) and packed is None:
+        if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
             check_tensor("mask.first", mask.first)
             check_tensor("mask.last", mask.last)
             first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
@@ -132,7 +139,7 @@ class Problem(NamedTuple):
         )  # fmt: skip
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the operator runs in the autocast dtype, as torch's own attention does; float64 is left alone there too."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -185,11 +192,16 @@ def _checked_mask(mask: Any, expected: str) -> Tensor:
     return mask
 
 
+def with_axes(x: Any, axes: int) -> Any:
+    """A tensor, if there is one, with leading axes of 1 up to that many."""
+    return x if x is None or x.ndim >= axes else x[(None,) * (axes - x.ndim)]
+
+
 def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, kv_heads: int, device: torch.device) -> Tensor:
     """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1; `axes` names them."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
-    view = tensor if tensor.ndim == len(full) else tensor[(None,) * (len(full) - tensor.ndim)]
+    view = with_axes(tensor, len(full))
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
         choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .broadcast import per_query_head
-from .functional import run
 from .masks import IntervalMask, check_cumulative, sequence_of
-from .ops import nothing_watches
+from .ops import call, nothing_watches
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]
@@ -130,8 +129,11 @@ def attention_varlen(
         if tensor.ndim != 3:
             raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     problem = Problem.canonical(
-        *(x.transpose(0, 1)[None] for x in (query, key, value)),
+        query,
+        key,
+        value,
         mask=mask,
         bias=bias,
         causal=causal,
@@ -215,7 +217,7 @@ def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int,
             first, last = ((x - ends_q[keys.sequence]).clamp(0, max_seqlen_q).to(torch.int32) for x in (first, last))
             return _padded(problem._replace(bias=bias), mask, first, last, queries, keys)
         problem = problem._replace(bias=_packed_bias(mask, bias, problem.query.shape[1], queries, keys))
-    out, lse = run(problem._replace(first=first, last=last))
+    out, lse = call(problem._replace(first=first, last=last))
     return out[0].transpose(0, 1), lse[0]
 
 
@@ -250,7 +252,7 @@ def _padded(
         problem = problem._replace(first=first, last=last)
     else:
         problem = problem._replace(mask=mask & IntervalMask(first, last).to_dense(queries.longest))
-    out, lse = run(problem)
+    out, lse = call(problem)
     out, lse = (_Pack.apply(x.transpose(1, 2), queries.sequence, queries.position) for x in (out, lse))
     return out, lse.t().contiguous()
 

@@ -120,7 +120,7 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_to_repeat() -> Iterator[None]:
     """No call repeats what one of another test did, which may have changed how the kernels choose."""
     yield
-    replay = sys.modules.get("dmattn.kernels.replay")
+    replay = sys.modules.get("dmattn.replay")
     if replay is not None:
         replay.forget()
 

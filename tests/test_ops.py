@@ -341,7 +341,7 @@ def test_float32_precision_is_read_however_it_was_set() -> None:
 def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How each pass was reached: "direct" or "operator"."""
     names: list[str] = []
-    for name in ("_forward", "_backward"):
+    for name in ("_attended", "_backward"):
         function = getattr(ops, name)
 
         def recording(*arguments, function=function):

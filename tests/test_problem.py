@@ -82,7 +82,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
 def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dmattn.functional, "run", lambda problem: pytest.fail("ran with a wrong argument"))
+    monkeypatch.setattr(dmattn.ops, "allocate_forward", lambda problem: pytest.fail("ran with a wrong argument"))
     given = tensors(**arguments)
     before = {name: x.clone() for name, x in given.items() if type(x) is torch.Tensor and x.device.type == "cpu" and x.layout == torch.strided}
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))

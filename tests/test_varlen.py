@@ -305,7 +305,7 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
         seen.append(problem.query.shape[0])
         return torch.zeros_like(problem.query), torch.zeros(problem.query.shape[:3])
 
-    monkeypatch.setattr(varlen, "run", run)
+    monkeypatch.setattr(varlen, "call", run)
     with Watch() as watch:
         packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
     assert watch.waits == 0
@@ -444,7 +444,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
 def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "run", lambda problem: pytest.fail("ran with a wrong argument"))
+    monkeypatch.setattr(varlen, "call", lambda problem: pytest.fail("ran with a wrong argument"))
     good = dict(query=zeros(5, 4, 8), key=zeros(7, 2, 8), value=zeros(7, 2, 8), max_seqlen_q=4, max_seqlen_k=6)
     with pytest.raises(error, match=f"dmattn: {message}"):
         dmattn.attention_varlen(**good | dict(cu_seqlens_q=ends((1, 4)), cu_seqlens_k=ends((6, 1))) | arguments)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import attention, ops
+from dmattn import attention, ops, replay
 from dmattn.equivalence import Case, Inputs, results
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 backward = importlib.import_module("dmattn.kernels.backward")  # the package has a function of this name
-replay = importlib.import_module("dmattn.kernels.replay")
 windows = importlib.import_module("dmattn.kernels.windows")
 interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]

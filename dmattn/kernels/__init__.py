@@ -2,7 +2,7 @@
 
 Reading order: `layout` (how tensors arrive), `sequence` (which program works where), `lists` (the blocks that it visits), `intervals` and
 `mask_blocks` (which make lists), `walk` (over keys or queries), `scores` (the rules on pairs), `softmax`, `launch` (devices and assemblers),
-`replay` (launches, and calls repeated from a record), `tiles` (sizes), then `forward`, `backward`, `key_grad`, `query_grad`, `bias_grad`,
+`tiles` (sizes), then `forward`, `backward`, `key_grad`, `query_grad`, `bias_grad`,
 `windows` (short sequences), `rows` (many of medium length), `decoding` (few queries, many keys) and `hopper` with its three passes; apart from
 these `ascending`, `ranks`, `lifetimes` and `best`, which plan a dynamic mask, and `reorder`, which follows the plan.
 

@@ -13,14 +13,14 @@ from ..broadcast import per_query_gradient
 from . import hopper_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients, parts_of_key_sums
+from .launch import on_its_device
 from .query_grad import query_gradients
 from .reorder import reordered
-from .replay import replayed
 from .row_terms import Incoming, fill_terms
 from .windows import fits, window_gradients
 
 
-@replayed
+@on_its_device
 def backward(
     problem: Any,
     out: Tensor,

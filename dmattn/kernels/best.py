@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .ascending import ascending
+from .launch import on_its_device
 from .layout import Sequence, Span, inside, load_rows, strided
 from .overlap import follow
-from .replay import launch, replayed
 
 TILE = 4096  # keys at once
 MOST_TILES = 64  # programs of a sequence, at most: each reads what all of them counted
@@ -26,7 +27,7 @@ DIGIT = tl.constexpr(8)  # bits. tl.histogram takes time in proportion to its bi
 BINS = tl.constexpr(1 << DIGIT.value)
 
 
-@replayed
+@on_its_device
 def best(key_bias: Tensor, valid: Tensor | None, order: Tensor, first: Tensor | None, last: Tensor | None, len_q: int) -> None:
     """Fill `order` (B, Hk, keep) with positions, ascending, `last` (B, Hk, Sk) with `len_q` or 0, and `first`, one number, with 0.
 

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from . import hopper_bias_grad
 from .intervals import any_live_interval
 from .launch import device_family
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import load_bias2, rules_of
 from .sequence import all_in_window, in_window

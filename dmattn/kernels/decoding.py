@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
-from .replay import launch
 from .scores import LOG2E, load_bias2, rules_of, scores
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import Tile, block_dim, launch_options, pick

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from . import decoding, hopper_forward, window_forward
+from .launch import on_its_device
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
 from .overlap import follow
 from .pairs_kept import kept_factor
 from .reorder import reordered
-from .replay import launch, replayed
 from .scores import rules_of, scores
 from .sequence import place_queries
 from .softmax import softmax_finish, softmax_start, softmax_step
@@ -21,7 +22,7 @@ from .walk import key_lists, key_range, key_step
 from .windows import fits
 
 
-@replayed
+@on_its_device
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
     if problem.mask is not None:

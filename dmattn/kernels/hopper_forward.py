@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..replay import launch
 from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
@@ -48,7 +49,6 @@ from .hopper_walk import (
 )
 from .layout import slice_pointer, strided
 from .overlap import follow
-from .replay import launch
 from .scores import LOG2E
 from .softmax import softmax_step
 

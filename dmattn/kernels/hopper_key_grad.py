@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -37,7 +38,6 @@ from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_
 from .hopper_registers import store_rows
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of
 from .sequence import place_keys

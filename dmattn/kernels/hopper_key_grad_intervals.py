@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -31,7 +32,6 @@ from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of
 from .sequence import next_step, place_keys, query_window

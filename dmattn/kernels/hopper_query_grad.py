@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..replay import launch
 from .bias_grad import processors
 from .hopper import (
     CONSUMER_REGISTERS,
@@ -44,7 +45,6 @@ from .hopper_walk import (
 )
 from .layout import strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming, store_terms
 from .softmax import divisor2
 

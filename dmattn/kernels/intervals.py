@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .lists import append, close, empty_lists, list_pointer, room
 from .overlap import follow
-from .replay import launch
 from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
 

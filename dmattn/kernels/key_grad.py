@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of, through_softcap
 from .sequence import LARGEST, place_keys

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, wraps
 from threading import RLock
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +25,23 @@ def launching(x: Tensor) -> Iterator[None]:
         if assembler is not None:
             stack.enter_context(_assembling_with(assembler))
         yield
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` within :func:`launching` for its first tensor, which is the first argument or the first in it."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        with launching(arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]):
+            return function(*arguments)
+
+    return call
+
+
+def hooked() -> bool:
+    """Whether something is to be told of every launch (`triton.knobs.runtime`)."""
+    entering, leaving = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(entering, "calls", entering) or getattr(leaving, "calls", leaving))
 
 
 @contextmanager

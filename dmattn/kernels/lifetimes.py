@@ -18,18 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from ..selection import EPOCHS, log_scale
+from .launch import on_its_device
 from .layout import Span, inside
 from .overlap import follow
 from .ranks import is_valid, position_of, ranked
-from .replay import launch, replayed
 from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
 TILE = 256  # positions of a program that works on positions alone
 
 
-@replayed
+@on_its_device
 def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`dmattn.selection.lifetimes` returns, bit by bit, and no wait for the device.
 

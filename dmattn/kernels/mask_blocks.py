@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import states as states_of_a_mask
+from ..replay import launch
 from .layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 from .overlap import follow
-from .replay import launch
 from .sequence import all_in_window, place, query_window, window_range
 
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)

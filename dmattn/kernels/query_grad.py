@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import rules_of, through_softcap
 from .sequence import place_queries

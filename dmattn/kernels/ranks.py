@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .ascending import ascending
 from .layout import Sequence, Span, inside, load_rows, strided
 from .overlap import follow
-from .replay import launch
 from .sequence import place
 
 RUN = 1024  # keys of a run that one program sorts

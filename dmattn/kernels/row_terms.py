@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
 from .overlap import follow
-from .replay import launch
 from .sequence import place
 from .softmax import divisor2
 from .tiles import block_dim

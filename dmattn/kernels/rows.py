@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .bias_grad import processors
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
-from .replay import launch
 from .row_terms import Incoming
 from .scores import by_query, load_bias2, rules_of, scores
 from .softmax import divisor2

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..precision import dot_precision
 from .launch import device_family
 
 
@@ -122,9 +123,3 @@ def block_dim(dim: int) -> int:
 def _needs_wide_index(*tensors: Tensor | None) -> bool:
     """Whether an offset inside one tile may pass 2**31 elements, so that indices must be 64-bit."""
     return any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in tensors)
-
-
-def dot_precision(x: Tensor) -> str:
-    """torch's float32 matmul precision as Triton calls it, read where both of torch's ways to set it are seen and neither raises."""
-    rounded = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" and torch.version.hip is None
-    return "tf32" if rounded else "ieee"

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .bias_grad import Sharing
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .pairs_kept import kept_factor
-from .replay import launch
 from .scores import load_bias2, rules_of, scores
 from .softmax import softmax_finish, softmax_start, softmax_step
 from .tiles import launch_options

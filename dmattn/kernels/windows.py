@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..replay import launch
 from .bias_grad import BiasGradient, Sharing
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
-from .replay import launch
 from .scores import load_bias2, rules_of, through_softcap
 from .sequence import LARGEST
 from .softmax import probabilities
