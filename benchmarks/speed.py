@@ -26,7 +26,7 @@ from dmattn import attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
-DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "eager")
+DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "cudnn", "eager")  # cudnn: NVIDIA's frontend of it, which has dBias
 PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Record = dict[str, Any]
@@ -164,6 +164,8 @@ def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
     if name in peers.SDPA_BACKENDS:
         backend = peers.SDPA_BACKENDS[name]
         return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
+    if name == "cudnn":
+        return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
     problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
     if not tensors["query"].is_cuda:
         return problem.out
