@@ -255,7 +255,10 @@ class CudnnGraph:
         for port, x in zip(self.outputs, outputs, strict=True):
             form = described(x)
             port.set_output(True).set_dim(form["dim"]).set_stride(form["stride"]).set_data_type(form["data_type"])
-        self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        try:
+            self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        except cudnn.cudnnGraphNotSupportedError as error:
+            raise ValueError(f"refused: {operation}: {error}") from None
         self.workspace_bytes = self.graph.get_workspace_size()
 
     def __call__(self, inputs: dict[str, Tensor | None], outputs: Sequence[Tensor]) -> None:

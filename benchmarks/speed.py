@@ -1,4 +1,5 @@
-"""Forward and backward time and memory beside FlexAttention, SDPA and eager PyTorch, all in one process. ``python benchmarks/speed.py --help``.
+"""Forward and backward time and memory beside FlexAttention, SDPA, cuDNN and eager PyTorch, all in one process.
+``python benchmarks/speed.py --help``; the peer cudnn needs ``pip install nvidia-cudnn-frontend``.
 
 Every contender gets the same tensors, query, key, value and bias requiring grad; in inference nothing does, and there is no backward pass.
 Times are medians by CUDA events with a cold L2 cache. Extra memory is the peak beyond inputs, results and one float32 vector per query. A
@@ -226,7 +227,7 @@ def _passes(record: Record) -> Sequence[str]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [workload.name for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(description="Speed and memory of dmattn beside FlexAttention, SDPA and eager PyTorch.")
+    parser = argparse.ArgumentParser(description="Speed and memory of dmattn beside FlexAttention, SDPA, cuDNN and eager PyTorch.")
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
