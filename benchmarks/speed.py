@@ -1,4 +1,5 @@
-"""Forward and backward time and memory beside FlexAttention, SDPA and eager PyTorch, all in one process. ``python benchmarks/speed.py --help``.
+"""Forward and backward time and memory beside FlexAttention, SDPA, cuDNN and eager PyTorch, all in one process.
+``python benchmarks/speed.py --help``; the peer cudnn needs ``pip install nvidia-cudnn-frontend``.
 
 Every contender gets the same tensors, query, key, value and bias requiring grad; in inference nothing does, and there is no backward pass.
 Times are medians by CUDA events with a cold L2 cache. Extra memory is the peak beyond inputs, results and one float32 vector per query. A
@@ -26,7 +27,7 @@ from dmattn import attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
-DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "eager")
+DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "cudnn", "eager")  # cudnn: NVIDIA's frontend of it, which has dBias
 PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Record = dict[str, Any]
@@ -164,6 +165,8 @@ def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
     if name in peers.SDPA_BACKENDS:
         backend = peers.SDPA_BACKENDS[name]
         return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
+    if name == "cudnn":
+        return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
     problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
     if not tensors["query"].is_cuda:
         return problem.out
@@ -224,7 +227,7 @@ def _passes(record: Record) -> Sequence[str]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [workload.name for workload in WORKLOADS]
-    parser = argparse.ArgumentParser(description="Speed and memory of dmattn beside FlexAttention, SDPA and eager PyTorch.")
+    parser = argparse.ArgumentParser(description="Speed and memory of dmattn beside FlexAttention, SDPA, cuDNN and eager PyTorch.")
     parser.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import runpy
 import subprocess
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from conftest import needs_cuda
 
 from dmattn import ops
 
@@ -148,6 +150,33 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
             assert "CPU" in record["contenders"]["flex"]["forward"]["error"]
     assert "refused" in result["workloads"][0]["contenders"]["sdpa_flash"]["forward"]["error"]
     assert sum("decode_128k" in line and "bitwise" in line for line in printed) == 1
+
+
+@pytest.mark.parametrize(("module", "reason"), [(None, "ModuleNotFoundError: cuDNN's frontend is not installed"), ("cudnn", "needs a GPU")])
+def test_where_cudnn_cannot_run_its_reason_is_recorded(module, reason, monkeypatch):
+    """Without the frontend, and with it but tensors on a CPU, for which nothing of it is imported."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    speed, memory = (importlib.import_module(f"benchmarks.{name}") for name in ("speed", "memory"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *package: module if name == "cudnn" else find(name, *package))
+    assert "cudnn" in speed.DEFAULT_PEERS
+    workload = speed.WORKLOADS[0].tiny()
+    for script in (speed, memory):
+        found = script.measure(workload, "fp32", torch.device("cpu"), ["cudnn"])["contenders"]
+        assert reason in found["cudnn"]["forward"]["error"]
+        assert "error" not in found["dmattn"]["forward"]
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["plain_d128_causal", "bias1h_d64", "biasbh_d128_causal", "blockmask_10pct", "decode_128k"])
+def test_cudnn_computes_the_same(name, monkeypatch):
+    """To a rounding of bfloat16 here and there."""
+    pytest.importorskip("cudnn", reason="NVIDIA's frontend of cuDNN")
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    speed = importlib.import_module("benchmarks.speed")
+    (workload,) = (workload.tiny() for workload in speed.WORKLOADS if workload.name == name)
+    found = speed.measure(workload, "bf16", torch.device("cuda"), ["cudnn"])["contenders"]["cudnn"]
+    assert max(found["difference"]) < 0.02, found
 
 
 def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_path):
