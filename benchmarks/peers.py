@@ -202,6 +202,8 @@ class CudnnProblem:
             self.hidden = query.new_zeros(seen.shape).masked_fill_(~seen, HIDDEN)
         bias = self._added(query, bias)
         self.trained = query.requires_grad
+        if self.trained and bias is not None and bias.shape[2] == 1 < query.shape[2] and bias.shape[3] > 1:
+            raise ValueError("refused: cuDNN 9.19's gradients are wrong beside a bias that all queries share, and may break the device")
         options: dict[str, Any] = {"attn_scale": query.shape[3] ** -0.5}
         if causal:
             square, alignments = query.shape[2] == key.shape[2], cudnn.diagonal_alignment

@@ -103,6 +103,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Launches on CPU tensors, with everything that a Hopper GPU would choose."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
     from dmattn import kernels
@@ -117,7 +118,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(ops, "_kernels", lambda device, interpreted: kernels)
     monkeypatch.setattr(ops, "_path", lambda problem: kernels)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(driver, "_active", type("NoDevice", (), {"get_current_stream": lambda self, device: 0})(), raising=False)
+    functions = {"get_current_stream": lambda self, device: 0, "get_current_target": lambda self: GPUTarget("cuda", 90, 32)}
+    monkeypatch.setattr(driver, "_active", type("NoDevice", (), functions)(), raising=False)
     return seen
 
 
