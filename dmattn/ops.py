@@ -240,7 +240,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequ
     else:
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
     found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if found[3] is not None:
+    if found[3] is not None and bias.ndim < 4:
         found[3] = found[3].view(bias.shape)
     return found
 

@@ -116,6 +116,10 @@ def test_derivatives_that_do_not_exist_say_so(device: str) -> None:
     (grad,) = torch.autograd.grad(attention(query, inputs.key, inputs.value).sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match=r"attention has no second derivative.*dmattn.reference.attention"):
         grad.sum().backward()
+    bias = torch.zeros(5, 7, device=device, requires_grad=True)  # which lacks leading axes
+    (grad,) = torch.autograd.grad(attention(inputs.query.detach(), inputs.key, inputs.value, bias=bias).sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        grad.sum().backward()
     primal, tangent = inputs.query.detach(), torch.ones_like(inputs.query)
 
     def ours(q):
