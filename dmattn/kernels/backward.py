@@ -12,7 +12,7 @@ from torch import Tensor
 from ..broadcast import per_query_gradient
 from . import hopper_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
-from .key_grad import key_gradients, parts_of_key_sums
+from .key_grad import key_gradients
 from .launch import on_its_device
 from .query_grad import query_gradients
 from .reorder import reordered
@@ -40,8 +40,8 @@ def backward(
     d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
     key_sums = None
     if kind is BiasGradient.PER_KEY:
-        parts = 1 if fits(problem) else parts_of_key_sums(problem, d_out)
-        key_sums = lse.new_empty((*lse.shape[:2], parts, len_k))
+        whole = d_bias.shape[:2] == problem.key.shape[:2] and (problem.key.shape[1] == lse.shape[1] or not fits(problem))
+        key_sums = d_bias if whole else lse.new_empty((*lse.shape[:2], 1, len_k))
     if order is not None and order.shape[2] < len_k:
         for of_keys in (d_key, d_value, key_sums):
             if of_keys is not None:
@@ -53,7 +53,7 @@ def backward(
         window_gradients(problem, (d_out, lse, d_lse), *wanted, order)
     else:
         _by_blocks(problem, Incoming.without_terms(d_out, lse), out, d_lse, *wanted, order)
-    if kind is BiasGradient.PER_KEY:
+    if kind is BiasGradient.PER_KEY and key_sums is not d_bias:
         sum_of_key_sums(key_sums, d_bias)
     elif kind is BiasGradient.PER_QUERY:
         per_query_gradient(lse, d_lse, d_bias)

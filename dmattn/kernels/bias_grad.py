@@ -48,9 +48,9 @@ class BiasGradient(Enum):
 
 
 def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
-    """(B, H, parts, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
+    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
     by_head = key_sums.unflatten(1, (d_bias.shape[1], -1))
-    d_bias.copy_(by_head.sum((0, 2, 3) if d_bias.shape[0] == 1 else (2, 3)).view(d_bias.shape))
+    d_bias.copy_(by_head.sum((0, 2) if d_bias.shape[0] == 1 else 2).view(d_bias.shape))
 
 
 class Sharing(NamedTuple):

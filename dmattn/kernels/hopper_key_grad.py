@@ -36,6 +36,7 @@ from .hopper import (
 )
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_tile, tile
 from .hopper_registers import store_rows
+from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -82,7 +83,7 @@ def key_gradients(
         terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
-        key_sums=strided(None if key_sums is None else key_sums[:, :, 0], heads),
+        key_sums=strided(vectors_of(key_sums), heads),
         heads=heads,
         groups=heads // kv_heads,
         len_q=len_q,
@@ -92,6 +93,7 @@ def key_gradients(
         DIM=dim,
         CONSUMERS=consumers,
         EVEN_N=len_k % (consumers * block_n) == 0,
+        BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
@@ -101,6 +103,7 @@ def key_gradients(
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_N: gl.constexpr,
+    BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
 
@@ -141,8 +144,8 @@ def _key_gradients_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
                 (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 1],
@@ -151,9 +154,9 @@ def _key_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
                 (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 4, 1],
@@ -202,7 +205,7 @@ def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups,
 @gluon.jit
 def _consume(
     tiles, ready, own, rules, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
     k_tiles, v_tiles, kv_full = own
@@ -221,10 +224,12 @@ def _consume(
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     fixed = (k_tile, v_tile, tiles, ready, rules, results)
     mbarrier.wait(kv_full.index(0), 0)
+    sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        if not BY_GROUP:
+            sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         per_key = (bias_by_key(rules, this, col, PAIRS), 0, 0)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:
@@ -270,15 +275,23 @@ def _consume(
                 store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
                 store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
-        if key_sums is not None:
-            cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
-            gl.store(slice_pointer(key_sums, this) + cols.to(gl.int64) * key_sums.row, sums, mask=cols < seq.len_k)
+        if key_sums is not None and not BY_GROUP:
+            _store_sums(key_sums, this, col, sums, PAIRS)
+    if key_sums is not None and BY_GROUP:
+        _store_sums(key_sums, seq, col, sums, PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
         store_rows(d_k, seq, col, seq.len_k, dk * rules.scale, HEAD_DIM)
     if d_v is not None:
         store_rows(d_v, seq, col, seq.len_k, dv, VALUE_DIM)
+
+
+@gluon.jit
+def _store_sums(key_sums, seq, col, sums, PAIRS: gl.constexpr):
+    """The sums over the queries for a block of keys."""
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+    gl.store(slice_pointer(key_sums, seq) + cols.to(gl.int64) * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ from .hopper import (
 from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, tile
 from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
+from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -37,7 +38,6 @@ from .scores import rules_of
 from .sequence import next_step, place_keys, query_window
 
 STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
-CONSUMERS = 2  # and so the sums over queries that `key_gradients` writes for each key
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
@@ -54,7 +54,7 @@ def key_gradients(
     d_bias: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """As in key_grad.py, for what it takes; `key_sums` (B, H, CONSUMERS, Sk) are sums in as many parts."""
+    """As in key_grad.py, for what it takes."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
@@ -74,7 +74,7 @@ def key_gradients(
         terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
-        key_sums=strided(key_sums, heads),
+        key_sums=strided(vectors_of(key_sums), heads),
         order=strided(order, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -83,6 +83,7 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
+        BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
@@ -91,7 +92,7 @@ def key_gradients(
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
@@ -120,25 +121,27 @@ def _key_gradients_kernel(
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
     if _is_dead(rules, bounds, seq, groups, col):
-        _store_zeros((d_k, d_v, key_sums), order, seq, groups, col, HEAD_DIM, VALUE_DIM, DIM)
+        _store_zeros((d_k, d_v, key_sums), order, seq, groups, col, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)
     else:
         kv_full = barriers(1, 1)
         q_full = barriers(STAGES, 1)
         d_out_full = barriers(STAGES, 1)
         free = barriers(STAGES, 1)
         given = barriers(2, 1)
+        sums_given = barriers(2, 1)
+        given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
         copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
         copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
         tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
-        own = (k_tile, v_tile, kv_full, given)
+        own = (k_tile, v_tile, kv_full, given, given_sums, sums_given)
         results = (d_k, d_v, key_sums, d_bias, order)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM)),
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM)),
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)),
                 (_produce, (q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
             ],
             [4, 1],
@@ -163,7 +166,7 @@ def _is_dead(rules, bounds, seq, groups, col):
 
 
 @gluon.jit
-def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr):
+def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     d_k, d_v, key_sums = results
@@ -174,20 +177,33 @@ def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE
         store_rows(d_v, seq, col, seq.len_k, zeros, VALUE_DIM, order)
     if key_sums is not None:
         no_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
-        for head in range(seq.head, seq.head + groups):
-            for part in gl.static_range(2):
-                _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, part, no_sums, SUMS)
+        for head in range(seq.head, seq.head + (1 if BY_GROUP else groups)):
+            _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_sums, SUMS)
 
 
 @gluon.jit
-def _store_sums(key_sums, order, seq, col, part, sums, LAYOUT: gl.constexpr):
-    """One part of the sums over the queries for a block of keys."""
+def _store_sums(key_sums, order, seq, col, sums, LAYOUT: gl.constexpr):
+    """The sums over the queries for a block of keys."""
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     places = cols.to(gl.int64)
     if order is not None:
         places = places_of(order, seq, cols, seq.len_k)
-    pointers = slice_pointer(key_sums, seq) + part * key_sums.row + places * key_sums.col
-    gl.store(pointers, sums, mask=cols < seq.len_k)
+    gl.store(slice_pointer(key_sums, seq) + places * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)
+
+
+@gluon.jit
+def _store_both_sums(key_sums, order, seq, col, sums, own, turn, which: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same of what each consumer has summed: the second gives its sums to the first, the `turn`-th time."""
+    _, _, _, _, given_sums, sums_given = own
+    if which == 0:
+        mbarrier.wait(sums_given.index(1), turn & 1)
+        sums += given_sums.load(gl.SliceLayout(1, LAYOUT))
+        mbarrier.arrive(sums_given.index(0), count=1)
+        _store_sums(key_sums, order, seq, col, sums, LAYOUT)
+    else:
+        mbarrier.wait(sums_given.index(0), (turn & 1) ^ 1)
+        given_sums.store(sums)
+        mbarrier.arrive(sums_given.index(1), count=1)
 
 
 @gluon.jit
@@ -216,22 +232,24 @@ def _produce(q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, co
 @gluon.jit
 def _consume(
     tiles, ready, own, rules, bounds, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """What every second tile of queries gives to the gradients of the program's keys, and from the first consumer, the gradients."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    k_tile, v_tile, kv_full, given = own
+    k_tile, v_tile, kv_full, given, _, _ = own
     d_k, d_v, key_sums, d_bias, order = results
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
+    sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        if not BY_GROUP:
+            sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
         middle2, length = interval_of(rules, this, col, BLOCK_N, PAIRS)
         per_key = (bias_by_key(rules, this, col, PAIRS), middle2, length)
         begin, end, last_to_begin, first_to_end = _range(rules, bounds, this, col)
@@ -254,8 +272,10 @@ def _consume(
             turn = stage_of(step, STAGES)
             dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         before += gl.cdiv(end - begin, BLOCK_M)
-        if key_sums is not None:
-            _store_sums(key_sums, order, this, col, which, sums, PAIRS)
+        if key_sums is not None and not BY_GROUP:
+            _store_both_sums(key_sums, order, this, col, sums, own, head - seq.head, which, PAIRS)
+    if key_sums is not None and BY_GROUP:
+        _store_both_sums(key_sums, order, seq, col, sums, own, 0, which, PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     exchange = _exchange(tiles, DIM)

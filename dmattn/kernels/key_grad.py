@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..replay import launch
 from . import hopper_key_grad, hopper_key_grad_intervals
+from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -29,7 +30,7 @@ def key_gradients(
 ) -> None:
     """Fill those that are not None.
 
-    `key_sums` (B, H, parts, Sk) float32 are the sums of dS over the queries, in as many parts as :func:`parts_of_key_sums` says; `d_bias`
+    `key_sums` are the sums of dS over the queries, (B, H, 1, Sk), or (B, Hk, 1, Sk) those over the queries of a group of heads; `d_bias`
     (B, H, Sq, Sk) is dS itself, every element of which is written. Where the problem's keys are copies in an `order` (B, Hk, listed), with
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
@@ -45,7 +46,7 @@ def key_gradients(
     lists = query_lists(problem, *tile[:2])
     if d_bias is not None and (lists is not None or problem.first is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals
-    sums = None if key_sums is None else key_sums[:, :, 0]
+    sums = vectors_of(key_sums)
     launch(
         _key_gradients_kernel,
         triton.cdiv(len_k, tile.block_n) * kv_heads * batch,
@@ -57,24 +58,20 @@ def key_gradients(
         wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
         order=strided(order, heads),
         groups=heads // kv_heads,
+        BY_GROUP=by_group(problem, key_sums),
         **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
     )
 
 
-def parts_of_key_sums(problem: Any, d_out: Tensor) -> int:
-    """In how many parts `key_gradients` sums over the queries."""
-    return hopper_key_grad_intervals.CONSUMERS if hopper_key_grad_intervals.takes(problem, d_out, None) else 1
-
-
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, incoming, wanted, order, groups, heads, len_q, len_k,
+    q, k, v, rules, incoming, wanted, order, groups, heads, len_q, len_k, BY_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    What it stores for each key it stores where the keys lie, or where `order` says.
+    What it stores for each key it stores where the keys lie, or where `order` says. Sums over the queries are those of a head, or BY_GROUP.
     """
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
@@ -93,9 +90,11 @@ def _key_gradients_kernel(
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
+    sums = tl.full([BLOCK_N], 0.0, tl.float32)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
         seq = Sequence(batch, head, len_q, len_k)
-        sums = tl.full([BLOCK_N], 0.0, tl.float32)
+        if not BY_GROUP:
+            sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
@@ -117,8 +116,10 @@ def _key_gradients_kernel(
             for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_M) * BLOCK_M, len_q, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
-        if key_sums is not None:
+        if key_sums is not None and not BY_GROUP:
             store_rows(key_sums, seq, places, sums)
+    if key_sums is not None and BY_GROUP:
+        store_rows(key_sums, first_seq, places, sums)
     if d_k is not None:
         store_tile(d_k, first_seq, places, dims, dk * rules.scale)
     if d_v is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..replay import launch
 from .bias_grad import processors
+from .key_sums import vectors_of
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -53,11 +54,11 @@ def row_gradients(
 ) -> None:
     """Fill those that are not None of a problem that :func:`takes` admits.
 
-    `d_bias` (B, H, Sq, Sk) is dS itself, `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
+    `d_bias` (B, H, Sq, Sk) is dS itself, `key_sums` (B, H, 1, Sk) are the sums of dS over the queries.
     """
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("rows", problem)
-    sums = None if key_sums is None else key_sums[:, :, 0]
+    sums = vectors_of(key_sums)
     launch(
         _row_gradients_kernel,
         batch * heads,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..replay import launch
 from .bias_grad import BiasGradient, Sharing
+from .key_sums import vectors_of
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .scores import load_bias2, rules_of, through_softcap
@@ -44,7 +45,7 @@ def window_gradients(
 ) -> None:
     """Fill those that are not None of a problem that :func:`fits`; `incoming` is (d_out, lse, d_lse).
 
-    `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) float32 are the sums of dS over the queries.
+    `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) are the sums of dS over the queries.
     `order` says where the gradients and sums of keys belong, as in key_grad.py.
     """
     heads = problem.query.shape[1]
@@ -57,7 +58,7 @@ def window_gradients(
         slices = heads
         sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
         stored = d_bias
-    sums = None if key_sums is None else key_sums[:, :, 0]
+    sums = vectors_of(key_sums)
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     launch(
         _window_gradients_kernel,
