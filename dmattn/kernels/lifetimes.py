@@ -25,7 +25,7 @@ from .replay import launch, replayed
 from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
-TILE = 256  # positions of a program that works on positions alone
+SMALLEST_TILE, LARGEST_TILE = 256, 1024  # positions of a program that works on positions alone
 
 
 @replayed
@@ -37,7 +37,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     batch, heads, len_k = key_bias.shape
     sequences = batch * heads
     block = block_size(len_k)
-    blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
+    tile = min(max(SMALLEST_TILE, triton.next_power_of_2(triton.cdiv(len_k, 128))), LARGEST_TILE)
+    blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, tile)
     order, first, last, places, below, epochs = (
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
@@ -54,7 +55,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_k=len_k,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
-        num_warps=4,
+        num_warps=1,
     )
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
     launch(
@@ -68,7 +69,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
         WORD=min(block, 64),
-        num_warps=max(1, block // 128),
+        num_warps=1 if block <= 256 else block // 128,
     )
     launch(
         _count_epochs_kernel,
@@ -80,7 +81,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
-        TILE=TILE,
+        TILE=tile,
         num_warps=4,
     )
     launch(
@@ -95,9 +96,9 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
-        TILE=TILE,
+        TILE=tile,
         TILES_AT_ONCE=64,
-        num_warps=4,
+        num_warps=2 if tile <= 256 else 4,
     )
     return order, first, last
 
@@ -269,10 +270,17 @@ def _crossing(table_ptr, diagonal, keep, blocks, BLOCKS: tl.constexpr):
     shift = blocks - 1 - diagonal  # column - row on the diagonal
     low = tl.maximum(-shift, 0)
     high = tl.minimum(diagonal, blocks - 1)
-    rows = low + tl.arange(0, BLOCKS)
-    corners = tl.load(table_ptr + rows * blocks + rows + shift, mask=rows < high, other=keep)
-    row = low + tl.sum((corners < keep).to(tl.int32), 0)
+    STEP: tl.constexpr = min(BLOCKS, 16)  # first steps of so many rows, then the rows of the one in which it is
+    row = low + STEP * _count_short(table_ptr, low + STEP * (1 + tl.arange(0, BLOCKS // STEP)) - 1, high, shift, keep, blocks)
+    row += _count_short(table_ptr, row + tl.arange(0, STEP), high, shift, keep, blocks)
     return row, row + shift
+
+
+@triton.jit
+def _count_short(table_ptr, rows, high, shift, keep, blocks):
+    """How many of the far corners of a diagonal's cells in rows before `high` have F < keep."""
+    corners = tl.load(table_ptr + rows * blocks + rows + shift, mask=rows < high, other=keep)
+    return tl.sum((corners < keep).to(tl.int32), 0)
 
 
 @triton.jit
