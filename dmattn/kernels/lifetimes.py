@@ -270,17 +270,10 @@ def _crossing(table_ptr, diagonal, keep, blocks, BLOCKS: tl.constexpr):
     shift = blocks - 1 - diagonal  # column - row on the diagonal
     low = tl.maximum(-shift, 0)
     high = tl.minimum(diagonal, blocks - 1)
-    STEP: tl.constexpr = min(BLOCKS, 16)  # first steps of so many rows, then the rows of the one in which it is
-    row = low + STEP * _count_short(table_ptr, low + STEP * (1 + tl.arange(0, BLOCKS // STEP)) - 1, high, shift, keep, blocks)
-    row += _count_short(table_ptr, row + tl.arange(0, STEP), high, shift, keep, blocks)
-    return row, row + shift
-
-
-@triton.jit
-def _count_short(table_ptr, rows, high, shift, keep, blocks):
-    """How many of the far corners of a diagonal's cells in rows before `high` have F < keep."""
+    rows = low + tl.arange(0, BLOCKS)
     corners = tl.load(table_ptr + rows * blocks + rows + shift, mask=rows < high, other=keep)
-    return tl.sum((corners < keep).to(tl.int32), 0)
+    row = low + tl.sum((corners < keep).to(tl.int32), 0)
+    return row, row + shift
 
 
 @triton.jit
