@@ -58,7 +58,7 @@ def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: Fa
             BLOCK=ROWS,
             PART=PART,
             EVERY=listed < len_k or reads_all(result),
-            num_warps=4,
+            num_warps=8,
         )
     return result
 
@@ -89,9 +89,10 @@ def _reorder_kernel(
     places, first_rows, last_rows = _listed(order, first, last, seq, in_list)
     store_rows(to_first, seq, in_list, first_rows)
     store_rows(to_last, seq, in_list, last_rows)
-    attended = Span(0, tl.where(first_rows < last_rows, places, len_k), len_k)
-    if (block == 0) | (tl.min(attended.index, 0) < len_k) | EVERY:
+    alive = first_rows < last_rows
+    if (block == 0) | (tl.max(alive.to(tl.int32), 0) != 0) | EVERY:
         if bias is not None:
+            attended = Span(0, tl.where(alive, places, len_k), len_k)
             store_rows(to_bias, seq, in_list, load_rows(bias, seq, attended, 0.0))
         for start in tl.range(0, BLOCK, PART):
             part = Span(block * BLOCK + start, tl.arange(0, PART), listed)
