@@ -85,7 +85,7 @@ def kernels_on(device, monkeypatch):
     if device == "cpu":
         if not ops.interpreting():
             pytest.skip("kernels run on a GPU, or in Triton's interpreter")
-        small = {"lifetimes": {"SMALLEST_BLOCK": 4, "TILE": 16}, "ranks": {"RUN": 8, "MERGED": 2, "BLOCK": 4}}
+        small = {"lifetimes": {"SMALLEST_BLOCK": 4, "SMALLEST_TILE": 16}, "ranks": {"RUN": 8, "MERGED": 2, "BLOCK": 4}}
         for module, sizes in small.items():
             for name, size in sizes.items():
                 monkeypatch.setattr(importlib.import_module(f"dmattn.kernels.{module}"), name, size)
@@ -134,7 +134,7 @@ def test_kernels_plan_with_sets_of_several_words(case, device, half, monkeypatch
         pytest.skip("kernels run on a GPU, or in Triton's interpreter")
     module = importlib.import_module("dmattn.kernels.lifetimes")
     monkeypatch.setattr(module, "SMALLEST_BLOCK", 128)
-    monkeypatch.setattr(module, "TILE", 512)
+    monkeypatch.setattr(module, "SMALLEST_TILE", 512)
     check_kernels(case, device, half)
 
 

@@ -27,7 +27,7 @@ from .ranks import is_valid, position_of, ranked
 from .sequence import LARGEST
 
 SMALLEST_BLOCK = 64  # places or positions of a cell, at least
-TILE = 256  # positions of a program that works on positions alone
+SMALLEST_TILE, LARGEST_TILE = 256, 1024  # positions of a program that works on positions alone
 
 
 @on_its_device
@@ -39,7 +39,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
     batch, heads, len_k = key_bias.shape
     sequences = batch * heads
     block = block_size(len_k)
-    blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, TILE)
+    tile = min(max(SMALLEST_TILE, triton.next_power_of_2(triton.cdiv(len_k, 128))), LARGEST_TILE)
+    blocks, tiles = triton.cdiv(len_k, block), triton.cdiv(len_k, tile)
     order, first, last, places, below, epochs = (
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
@@ -56,7 +57,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_k=len_k,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
-        num_warps=4,
+        num_warps=1,
     )
     launch(_accumulate_kernel, sequences * triton.cdiv(blocks, 16), below_ptr=below, blocks=blocks, ROWS=128, COLS=16, num_warps=4)
     launch(
@@ -70,7 +71,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
         WORD=min(block, 64),
-        num_warps=max(1, block // 128),
+        num_warps=1 if block <= 256 else block // 128,
     )
     launch(
         _count_epochs_kernel,
@@ -82,7 +83,7 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
-        TILE=TILE,
+        TILE=tile,
         num_warps=4,
     )
     launch(
@@ -97,9 +98,9 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         len_q=len_q,
         len_k=len_k,
         EPOCHS=EPOCHS,
-        TILE=TILE,
+        TILE=tile,
         TILES_AT_ONCE=64,
-        num_warps=4,
+        num_warps=2 if tile <= 256 else 4,
     )
     return order, first, last
 

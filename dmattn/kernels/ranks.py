@@ -98,7 +98,7 @@ def _sort_kernel(key_bias, valid, numbers_ptr, heads, len_k, RUN: tl.constexpr):
     if valid is not None:
         scores = tl.where(load_rows(valid, seq, cols, 0) != 0, scores, 0)
     keys = ((1 << BITS) - 1 - scores) * RUN + (RUN - 1 - index)
-    keys = tl.sort(tl.where(inside(cols), keys, _largest(SORTED)))
+    keys = tl.sort(tl.where(inside(cols), keys, (1 << BITS) * RUN))
     positions = cols.start + (RUN - 1 - keys % RUN)
     worse = (keys // RUN - (1 << (BITS - 1))).to(WRITTEN)
     row_ptr = numbers_ptr + (batch * heads + head).to(tl.int64) * len_k
@@ -112,7 +112,7 @@ def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.con
     They lie in one run, and are sought in all the others at once.
     """
     follow()
-    PADDING: tl.constexpr = _largest(runs_ptr.dtype.element_ty)
+    PADDING: tl.constexpr = (1 << (runs_ptr.dtype.element_ty.primitive_bitwidth - 1)) - 1
     blocks = tl.cdiv(len_k, BLOCK)
     start = tl.program_id(0) % blocks * BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * len_k
@@ -136,9 +136,3 @@ def _merge_kernel(runs_ptr, merged_ptr, len_k, RUN: tl.constexpr, MERGED: tl.con
     for other in tl.static_range(MERGED - 1):
         places += below[other]
     tl.store(merged_ptr + row + places, numbers, mask=own < len_k)
-
-
-@triton.constexpr_function
-def _largest(dtype):
-    """The largest number of a signed type."""
-    return (1 << (dtype.primitive_bitwidth - 1)) - 1

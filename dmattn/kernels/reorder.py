@@ -19,6 +19,7 @@ from .sequence import place
 from .tiles import block_dim
 
 ROWS = 128  # keys a program; no block of keys that another kernel visits is larger
+PART = 64  # keys of them that are copied at once
 
 
 def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: False) -> Any:
@@ -56,6 +57,7 @@ def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: Fa
             BLOCK_D=block_dim(head_dim),
             BLOCK_DV=block_dim(value_dim),
             BLOCK=ROWS,
+            PART=PART,
             EVERY=listed < len_k or reads_all(result),
             num_warps=8,
         )
@@ -71,7 +73,7 @@ def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor
 def _reorder_kernel(
     order, sources, targets, kv_heads, len_k, listed,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
-    EVERY: tl.constexpr,
+    PART: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK listed keys of one (batch, key-value head), copied from where they stand to their place in the list.
 
@@ -82,19 +84,30 @@ def _reorder_kernel(
     block, head, batch = place(listed, kv_heads, BLOCK)
     seq = Sequence(batch, head, 0, len_k)
     in_list = Span(block * BLOCK, tl.arange(0, BLOCK), listed)
-    places = Span(0, load_rows(order, seq, in_list, len_k).to(tl.int64), len_k)  # len_k, past the end, beyond the list
     dims = Span(0, tl.arange(0, BLOCK_D).to(tl.int64), None if HEAD_DIM == BLOCK_D else HEAD_DIM)  # a transposed key's stride may be Sk
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     key, value, first, last, bias = sources
     to_key, to_value, to_first, to_last, to_bias = targets
-    first_rows = load_rows(first, seq, places, 0)
-    last_rows = load_rows(last, seq, places, 0)
+    places, first_rows, last_rows = _listed(order, first, last, seq, in_list)
     store_rows(to_first, seq, in_list, first_rows)
     store_rows(to_last, seq, in_list, last_rows)
     alive = first_rows < last_rows
     if (block == 0) | (tl.max(alive.to(tl.int32), 0) != 0) | EVERY:
-        attended = Span(0, tl.where(alive, places.index, len_k), len_k)
-        store_tile(to_key, seq, in_list, dims, load_tile(key, seq, attended, dims))
-        store_tile(to_value, seq, in_list, value_dims, load_tile(value, seq, attended, value_dims))
         if bias is not None:
+            attended = Span(0, tl.where(alive, places, len_k), len_k)
             store_rows(to_bias, seq, in_list, load_rows(bias, seq, attended, 0.0))
+        for start in tl.range(0, BLOCK, PART):
+            part = Span(block * BLOCK + start, tl.arange(0, PART), listed)
+            part_places, first_rows_of_part, last_rows_of_part = _listed(order, first, last, seq, part)
+            copied = Span(0, tl.where(first_rows_of_part < last_rows_of_part, part_places, len_k), len_k)
+            key_tile = load_tile(key, seq, copied, dims)
+            value_tile = load_tile(value, seq, copied, value_dims)
+            store_tile(to_key, seq, part, dims, key_tile)
+            store_tile(to_value, seq, part, value_dims, value_tile)
+
+
+@triton.jit
+def _listed(order, first, last, seq, in_list):
+    """(places, first, last) of listed keys; len_k, past the end, and an empty interval beyond the list."""
+    places = Span(0, load_rows(order, seq, in_list, seq.len_k).to(tl.int64), seq.len_k)
+    return places.index, load_rows(first, seq, places, 0), load_rows(last, seq, places, 0)
