@@ -208,7 +208,8 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
         key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
         valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
         with compiling_only(gpu_target(name), seen) as records:
-            kernels.lifetimes(key_bias, valid, 1024, length)
+            for scores in (key_bias, key_bias.float().contiguous()):
+                kernels.lifetimes(scores, valid, 1024, length)
             for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
                 kernels.best(scores, valid, *ops.allocate_best(scores, 100, 1), 1)
         rows += [{"target": name, "case": case_name, **record} for record in records]
