@@ -1,7 +1,7 @@
 """The backward pass: delta, then dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
 Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
-dQ, dK and dV.
+dQ, dK and dV; where many (batch, head) with narrow heads share a bias that fits on chip, dBias is made with dQ.
 """
 
 from typing import Any
@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import rows
+from . import hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
+from .hopper_key_tile import packed_rows
 from .key_grad import key_gradients, parts_of_key_sums
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, strided
 from .query_grad import query_gradients
@@ -82,6 +83,9 @@ def _by_blocks(
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
+    if hopper_resident.takes_backward(problem, incoming[0]):
+        _resident(problem, incoming, d_query, d_key, d_value, d_bias)
+        return
     if not rows.takes(problem):
         stored = keys_wanted and _serves_queries(dense, problem)
         if keys_wanted or key_sums is not None:
@@ -92,6 +96,23 @@ def _by_blocks(
         rows.row_gradients(problem, incoming, d_query, d_key, d_value, dense, key_sums)
     if shared:
         shared_gradient(problem, incoming, d_bias)
+
+
+def _resident(
+    problem: Any,
+    incoming: tuple[Tensor, Tensor, Tensor],
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """As :func:`_by_blocks`, where the bias stays on chip. Parts of dBias lie in the memory of dK or dV until these are made."""
+    d_out, lse, delta = incoming
+    packed = packed_rows(lse, delta)
+    if d_query is not None or d_bias is not None:
+        hopper_resident_query_grad.query_gradients(problem, d_out, packed, d_query, d_bias, (d_key, d_value))
+    if d_key is not None or d_value is not None:
+        hopper_resident_key_grad.key_gradients(problem, d_out, packed, d_key, d_value)
 
 
 def _serves_queries(dense: Tensor | None, problem: Any) -> bool:
