@@ -7,13 +7,14 @@ which are widened at every use.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .bias_grad import processors
 from .hopper import of_pairs, serves
-from .hopper_registers import rounded_pairs
+from .hopper_registers import rounded_pairs, up_to
 from .layout import slice_pointer
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
@@ -26,14 +27,20 @@ LARGEST = gl.constexpr(1e38)  # size of a finite bias divided by the scale
 def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
     """Whether a problem is one for these kernels, whose programs have so many rows of the bias, with the `others` that they copy.
 
-    The bias of pairs is the only rule, and has no batch axis; its slices are enough for what the processors do to be many members of each.
+    The bias of pairs is the only rule, and has no batch axis; its slices have members enough for each processor to walk many. Lengths are whole
+    blocks of 64, head dims 16 or 32 and all is bfloat16, as measured: of float16 with 200 x 264 and a head dim of 24, rows of the forward pass
+    came out wrong (benchmarks/NOTES.md).
     """
     bias = problem.bias
     if not of_pairs(bias) or bias.shape[0] > 1 or any(x is not None for x in (problem.mask, problem.first, problem.left, problem.right)):
         return False
     if problem.key.shape[2] > MOST_KEYS or not serves(problem, (16, DIM), *others):
         return False
-    batch, heads, len_q, _ = problem.query.shape
+    batch, heads, len_q, head_dim = problem.query.shape
+    if {problem.query.dtype, bias.dtype} != {torch.bfloat16} or len_q % 64 or problem.key.shape[2] % 64:
+        return False
+    if any(dim not in (16, DIM) for dim in (head_dim, problem.value.shape[3])):
+        return False
     members = -(-len_q // rows) * batch * heads
     return members >= FEWEST_MEMBERS * processors(problem.query.device)
 
@@ -95,21 +102,31 @@ def allocate_bias(CHUNKS: gl.constexpr, COLS: gl.constexpr, WIDE: gl.constexpr):
 
 @gluon.jit
 def keep_bias(chunks, rules, seq, row, col, COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr):
-    """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows. -inf beyond its ends."""
+    """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows.
+
+    It is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is stored, and none has probabilities.
+    """
     COUNT: gl.constexpr = chunks.shape[1]
     for i in range(chunks.shape[0]):
         down = gl.arange(0, 64, gl.SliceLayout(1, PAIRS))[:, None]
-        across = i * COLS + gl.arange(0, COLS, gl.SliceLayout(0, PAIRS))[None, :]
+        across = gl.arange(0, COLS, gl.SliceLayout(0, PAIRS))[None, :]
         if KEYS_DOWN:
             rows, cols = across, down
+            first_row, first_col = row + i * COLS, col
         else:
             rows, cols = down, across
-        pointers = slice_pointer(rules.bias, seq) + gl.cast(row, gl.int64) * rules.bias.row + gl.cast(col, gl.int64) * rules.bias.col
-        inside = (rows < seq.len_q - row) & (cols < seq.len_k - col)
-        given = gl.load(pointers + (rows * rules.bias.row + cols * rules.bias.col), mask=inside, other=float("-inf"))
+            first_row, first_col = row, col + i * COLS
+        # beyond the ends the last entry is read again, which takes no mask of pairs
+        near_rows = gl.minimum(rows, seq.len_q - 1 - first_row)
+        near_cols = gl.minimum(cols, seq.len_k - 1 - first_col)
+        pointers = (
+            slice_pointer(rules.bias, seq) + gl.cast(first_row, gl.int64) * rules.bias.row + gl.cast(first_col, gl.int64) * rules.bias.col
+        )
+        given = gl.load(pointers + (near_rows * rules.bias.row + near_cols * rules.bias.col))
         bias = given.to(gl.float32)
         largest = LARGEST * rules.scale
         bias = gl.where(bias > largest, largest, bias)  # which keeps what is not a number
+        bias = up_to(bias, cols, seq.len_k - 1 - first_col)
         if chunks.dtype == gl.float32:
             chunks.index(i).store(by_threads(bias / rules.scale))
         else:

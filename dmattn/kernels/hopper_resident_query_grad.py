@@ -297,8 +297,9 @@ def _consume(
 def _store(parts, part, bias_head, row, col, len_q, len_k, totals, PAIRS: gl.constexpr):
     """A consumer's sums to their part."""
     for i in gl.static_range(len(totals)):
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-        cols = col + i * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))
-        pointers = slice_pointer(parts, Sequence(part, bias_head, len_q, len_k))
-        pointers = pointers + (rows.to(gl.int64) * parts.row)[:, None] + (cols.to(gl.int64) * parts.col)[None, :]
-        gl.store(pointers, totals[i].to(parts.ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (cols < len_k)[None, :])
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
+        cols = gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))
+        start = col + i * CHUNK
+        pointers = slice_pointer(parts, Sequence(part, bias_head, len_q, len_k)) + gl.cast(row, gl.int64) * parts.row + start * parts.col
+        inside = (rows < len_q - row)[:, None] & (cols < len_k - start)[None, :]
+        gl.store(pointers + (rows * parts.row)[:, None] + (cols * parts.col)[None, :], totals[i].to(parts.ptr.dtype.element_ty), mask=inside)
