@@ -53,7 +53,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_takes(given: dict) -> None:
     one = problem(**given)
     assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query)
+    assert hopper_query_grad.takes(one, one.query, one.query)
     assert hopper_key_grad.takes(one, one.query, None)
     assert hopper_bias_grad.takes(one, one.query)
 
@@ -66,7 +66,7 @@ def test_takes(given: dict) -> None:
 def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
     one = problem(mask=mask, bias=bias)
     assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query)
+    assert hopper_query_grad.takes(one, one.query, one.query)
     assert hopper_key_grad.takes(one, one.query, None)
     assert not hopper_key_grad_intervals.takes(one, one.query, None)
     assert not hopper_bias_grad.takes(one, one.query)
@@ -76,7 +76,7 @@ def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) ->
 def test_takes_intervals_but_for_a_shared_bias() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
     assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query)
+    assert hopper_query_grad.takes(one, one.query, one.query)
     assert hopper_key_grad_intervals.takes(one, one.query, None)
     assert not hopper_key_grad.takes(one, one.query, None)
     assert not hopper_bias_grad.takes(one, one.query)
@@ -115,7 +115,7 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys
 def test_leaves(given: dict) -> None:
     one = problem(**given)
     assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query)
+    assert not hopper_query_grad.takes(one, one.query, one.query)
     assert not hopper_key_grad.takes(one, one.query, None)
     assert not hopper_key_grad_intervals.takes(one, one.query, None)
     assert not hopper_bias_grad.takes(one, one.query)
@@ -134,13 +134,13 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
     assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query)
+    assert not hopper_query_grad.takes(one, one.query, one.query)
     long = problem(head_dim=64, length=2048)
     assert hopper_forward.takes(long)
     assert not hopper_forward.takes(long._replace(right=0))
     assert not hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
     assert hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
-    assert hopper_query_grad.takes(problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)), one.query)
+    assert hopper_query_grad.takes(problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)), one.query, one.query)
     assert hopper_key_grad.takes(one, one.query, None)
 
 
@@ -156,7 +156,7 @@ def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
 def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
     one = problem(scale=scale)
     assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query)
+    assert not hopper_query_grad.takes(one, one.query, one.query)
     assert not hopper_key_grad.takes(one, one.query, None)
 
 
