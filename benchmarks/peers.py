@@ -32,7 +32,8 @@ SDPA_BACKENDS = {
 }
 GQA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 CUDNN_TYPES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT"}
-HIDDEN = -32752.0  # where a mask is a bias: no probability is left to such a score, and with any other bias added it is finite in float16
+HIDDEN = -32752.0  # where a mask is a bias: no probability is left to such a score, and with a bias above -32000 it is finite in float16
+CUDNN_WRONG = 91900  # the version whose gradients were seen to be wrong beside a bias that all queries share (benchmarks/NOTES.md)
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor:
@@ -202,7 +203,8 @@ class CudnnProblem:
             self.hidden = query.new_zeros(seen.shape).masked_fill_(~seen, HIDDEN)
         bias = self._added(query, bias)
         self.trained = query.requires_grad
-        if self.trained and bias is not None and bias.shape[2] == 1 < query.shape[2] and bias.shape[3] > 1:
+        shared = bias is not None and bias.shape[2] == 1 < query.shape[2] and bias.shape[3] > 1
+        if self.trained and shared and cudnn.backend_version() <= CUDNN_WRONG:
             raise ValueError("refused: cuDNN 9.19's gradients are wrong beside a bias that all queries share, and may break the device")
         options: dict[str, Any] = {"attn_scale": query.shape[3] ** -0.5}
         if causal:

@@ -25,6 +25,7 @@ from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_ke
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients
+from dmattn.kernels.key_sums import empty_key_sums
 from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
@@ -91,7 +92,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
     kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None
-    key_sums = lse.new_empty((*lse.shape[:2], 1, problem.key.shape[2])) if kind is BiasGradient.PER_KEY else None
+    key_sums = empty_key_sums(d_bias, problem, False) if kind is BiasGradient.PER_KEY else None
     dense = d_bias if kind is BiasGradient.DENSE else None
     calls = {
         "forward": lambda: forward(problem, out, lse),

@@ -110,7 +110,7 @@ class Problem(NamedTuple):
         if bias is not None:
             check_tensor(mask_name or "bias", bias)
             if bias.dtype not in FLOATS:
-                _fail(mask_name or "bias", "a dtype of float16, bfloat16, float32 or float64", bias.dtype)
+                _fail(mask_name or "bias", f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64", bias.dtype)
             bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq

@@ -86,8 +86,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             return record(*arguments)
         if key in records or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
             return function(*arguments)
-        if len(records) >= MOST:
-            records.pop(next(iter(records)), None)  # the oldest
+        for oldest in list(records)[: max(0, len(records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
+            records.pop(oldest, None)
         result, records[key] = _recorded(function, arguments)
         return result
 

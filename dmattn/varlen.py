@@ -55,7 +55,7 @@ def attention_varlen(
     dropout_p: float = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@torch.compiler.disable  # compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11
+@torch.compiler.disable(reason="dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -138,7 +138,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
 
     Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order. An uneven sum adds another
     lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers. A kernel that is
-    launched before another ends has to wait for it once, or starts early.
+    launched before another ends has to wait for it before it touches global memory, or starts early.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -152,8 +152,10 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
         atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", code, re.M)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
-    early = bool(getattr(compiled.metadata, "launch_pdl", False)) - len(re.findall(r"griddepcontrol\.wait", code))
-    counts = {"atomics": len(atomics), "uneven": len(uneven), "early": early}
+    waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
+    touches = re.search(r"(?:ld|st|red|atom)\.global|cp\.async", code)
+    early = getattr(compiled.metadata, "launch_pdl", False) != (len(waits) == 1) or bool(waits and touches and touches.start() < waits[0])
+    counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early)}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
 
 

@@ -13,6 +13,7 @@ from ..broadcast import per_query_gradient
 from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
+from .key_sums import empty_key_sums
 from .launch import on_its_device
 from .query_grad import query_gradients
 from .reorder import reordered
@@ -40,8 +41,7 @@ def backward(
     d_pairs = d_bias if kind in (BiasGradient.DENSE, BiasGradient.SHARED) else None
     key_sums = None
     if kind is BiasGradient.PER_KEY:
-        whole = d_bias.shape[:2] == problem.key.shape[:2] and (problem.key.shape[1] == lse.shape[1] or not fits(problem))
-        key_sums = d_bias if whole else lse.new_empty((*lse.shape[:2], 1, len_k))
+        key_sums = empty_key_sums(d_bias, problem, fits(problem))
     if order is not None and order.shape[2] < len_k:
         for of_keys in (d_key, d_value, key_sums):
             if of_keys is not None:
