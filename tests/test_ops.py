@@ -349,7 +349,7 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         function = getattr(ops, name)
 
         def recording(*arguments, function=function):
-            names.append("operator" if any(frame.name == "backend_impl" for frame in traceback.extract_stack(limit=8)) else "direct")
+            names.append("operator" if any(frame.name == "backend_impl" for frame in traceback.extract_stack(limit=12)) else "direct")
             return function(*arguments)
 
         monkeypatch.setattr(ops, name, recording)
