@@ -236,38 +236,23 @@ def _consume(
             open_begin, open_end = open_queries(rules, this, col, begin, end)
             if rules.right is not None or not EVEN_N:
                 for start in range(begin, open_begin, BLOCK_M):
-                    dk, dv, sums = tile(
-                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                        start, col, PAIRS, FACTOR, DIM, True,
-                    )  # fmt: skip
+                    dk, dv, sums = _add(fixed, this, per_key, dk, dv, sums, step, start, col, which, CONSUMERS, PAIRS, FACTOR, DIM, True)
                     step += 1
             for start in range(open_begin, open_end, BLOCK_M):
-                dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, False,
-                )  # fmt: skip
+                dk, dv, sums = _add(fixed, this, per_key, dk, dv, sums, step, start, col, which, CONSUMERS, PAIRS, FACTOR, DIM, False)
                 step += 1
             if rules.left is not None:
                 for start in range(open_end, end, BLOCK_M):
-                    dk, dv, sums = tile(
-                        fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                        start, col, PAIRS, FACTOR, DIM, True,
-                    )  # fmt: skip
+                    dk, dv, sums = _add(fixed, this, per_key, dk, dv, sums, step, start, col, which, CONSUMERS, PAIRS, FACTOR, DIM, True)
                     step += 1
         else:
             for position in range(begin, end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
-                dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, True,
-                )  # fmt: skip
+                dk, dv, sums = _add(fixed, this, per_key, dk, dv, sums, step, start, col, which, CONSUMERS, PAIRS, FACTOR, DIM, True)
                 step += 1
             for position in range(end, full_end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
-                dk, dv, sums = tile(
-                    fixed, this, per_key, dk, dv, sums, stage_of(step, STAGES), _place(step, which, CONSUMERS),
-                    start, col, PAIRS, FACTOR, DIM, False,
-                )  # fmt: skip
+                dk, dv, sums = _add(fixed, this, per_key, dk, dv, sums, step, start, col, which, CONSUMERS, PAIRS, FACTOR, DIM, False)
                 step += 1
         if d_bias is not None and rules.lists is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
@@ -295,6 +280,10 @@ def _store_sums(key_sums, seq, col, sums, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _place(step, which: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where a consumer's tiles of bias and mask are at a step, and where its tile of dBias."""
-    return step % STAGES * CONSUMERS + which, which
+def _add(
+    fixed, seq, per_key, dk, dv, sums, step, start, col, which: gl.constexpr, CONSUMERS: gl.constexpr,
+    PAIRS: gl.constexpr, FACTOR: gl.constexpr, DIM: gl.constexpr, EDGE: gl.constexpr,
+):  # fmt: skip
+    """The tile of a step added to (dk, dv, sums); the consumers' tiles of bias and mask stand side by side, and so do those of dBias."""
+    place = (step % STAGES * CONSUMERS + which, which)
+    return tile(fixed, seq, per_key, dk, dv, sums, stage_of(step, STAGES), place, start, col, PAIRS, FACTOR, DIM, EDGE)
