@@ -140,12 +140,12 @@ def _key_gradients_kernel(
     tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
     own = (k_tiles, v_tiles, kv_full)
-    results = (d_k, d_v, key_sums, d_bias)
+    results = (key_sums, d_bias)  # d_k and d_v inside it would be stored by two bytes
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, d_k, d_v, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, d_k, d_v, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
                 (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 1],
@@ -154,9 +154,9 @@ def _key_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
-                (_consume, (tiles, ready, own, rules, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, d_k, d_v, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, d_k, d_v, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, d_k, d_v, results, seq, groups, col, 2, HEAD_DIM, VALUE_DIM, EVEN_N, BY_GROUP)),
                 (_produce, (q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups, col)),
             ],
             [4, 4, 1],
@@ -204,7 +204,7 @@ def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups,
 
 @gluon.jit
 def _consume(
-    tiles, ready, own, rules, results, seq, groups, col,
+    tiles, ready, own, rules, d_k, d_v, results, seq, groups, col,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
@@ -215,14 +215,14 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     _, _, _, _, _, d_bias_tiles = tiles
-    d_k, d_v, key_sums, d_bias = results
+    key_sums, d_bias = results
     owner = Span(col, 0, None)
     col += which * BLOCK_N
     k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM])
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile, v_tile, tiles, ready, rules, results)
+    fixed = (k_tile, v_tile, tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
     sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
     step = 0
