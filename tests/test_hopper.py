@@ -152,7 +152,7 @@ def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, 1e-20, 1e20])
 def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
     one = problem(scale=scale)
     assert not hopper_forward.takes(one)
@@ -179,6 +179,33 @@ def test_scores_below_all_of_float32_are_hidden(pairs: bool) -> None:
     assert (lse[:, :, hidden] == float("-inf")).all()
     assert out.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+@needs_cuda
+@pytest.mark.parametrize("intervals", [False, True], ids=["dense", "intervals"])
+def test_a_bias_of_keys_is_as_exact_as_float32(intervals: bool) -> None:
+    """It is part of the products, in three parts: far from 0 it shifts lse and no probability, and -inf hides."""
+    query, key, value = (tensor(1, 2, LENGTH, 128, device="cuda").requires_grad_() for _ in range(3))
+    near = torch.randint(-1024, 1024, (1, 2, 1, LENGTH), device="cuda") / 256  # 2 ** 12 more or less, nothing of it is lost
+    near[..., 5:90:3] = float("-inf")
+    mask = IntervalMask.causal(LENGTH, LENGTH, device="cuda") if intervals else None
+    d_out = torch.randn_like(query)
+    results = []
+    for shift in (0.0, 4096.0, -4096.0):
+        bias = (near + shift).requires_grad_()
+        out, lse = attention(query, key, value, mask=mask, bias=bias, return_lse=True)
+        results.append((out, lse - shift, *torch.autograd.grad(out, (query, key, value, bias), d_out)))
+    visible = near.isfinite() & torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").tril() if intervals else near.isfinite()
+    reference = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), near.double().where(visible, float("-inf"))
+    )
+    torch.testing.assert_close(results[0][0].double(), reference, rtol=2e-2, atol=1e-2)
+    for shifted in results[1:]:
+        torch.testing.assert_close(shifted[1], results[0][1], rtol=0.0, atol=2e-3)  # two parts of three would be off by 6e-2
+        for before, after in zip(results[0], shifted, strict=True):
+            torch.testing.assert_close(after, before, rtol=2e-2, atol=4e-2)
+    assert all((gradient[..., 5:90:3, :] == 0).all() for gradient in results[0][3:5])
+    assert (results[0][5][..., 5:90:3] == 0).all()
 
 
 def test_other_devices_and_older_compilers_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

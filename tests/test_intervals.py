@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import triton.language as tl
@@ -38,13 +36,13 @@ def test_blocks_past_the_end_of_a_list(case: Case, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter; on a GPU the cases for Hopper do")
 @pytest.mark.parametrize("window", [None, (25, 0), (3, 40)], ids=str)
 @pytest.mark.parametrize("bias", ["bg1k", "bhq1", "1h1k"])
-def test_what_is_packed_of_keys(bias: str, window: tuple[int, int] | None, unwritten_shows: None) -> None:
+def test_what_is_described_of_keys(bias: str, window: tuple[int, int] | None, unwritten_shows: None) -> None:
     block = 16
-    given = Case("packed", 37, 70, heads=4, kv_heads=2, intervals="random", bias=bias).inputs(torch.float32)
+    given = Case("described", 37, 70, heads=4, kv_heads=2, intervals="random", bias=bias).inputs(torch.float32)
     options = dict(mask=given.mask, bias=given.bias, causal=False, window=window, scale=None, softcap=None)
     problem = Problem.canonical(given.query, given.key, given.value, **options)
-    packed = intervals.packed_keys(problem, 64, block)[1]
-    middle2, length, *bias2 = packed.unflatten(-1, (-1, block)).movedim(3, 0).flatten(3).view(torch.float32)  # [parts, B, H, Sk and some]
+    _, packed, lifts = intervals.described_keys(problem, 64, block)
+    middle2, length = packed.unflatten(-1, (-1, block)).movedim(3, 0).flatten(3).view(torch.float32)  # [2, B, H, Sk and some]
     i, j = torch.arange(37)[:, None], torch.arange(packed.shape[2] * block)
     visible = (2 * i - middle2[:, :, None]).abs() < length[:, :, None]
     first, last = (torch.nn.functional.pad(x, (0, len(j) - 70)) for x in (problem.first, problem.last))
@@ -53,6 +51,8 @@ def test_what_is_packed_of_keys(bias: str, window: tuple[int, int] | None, unwri
     if window is not None:
         expected &= (j - i - 33 <= window[1]) & (i + 33 - j <= window[0])
     assert torch.equal(visible, expected.expand(visible.shape))
-    assert len(bias2) == (2 if bias.endswith("1k") else 0)
-    if bias2:
-        torch.testing.assert_close(bias2[0][..., :70], (given.bias[:, :, 0] / math.log(2)).expand(bias2[0][..., :70].shape))
+    assert (lifts is not None) == bias.endswith("1k")
+    if lifts is not None:
+        assert torch.equal(lifts[..., 3:], torch.zeros_like(lifts[..., 3:]))
+        lifted = lifts.double().sum(-1) * problem.scale
+        torch.testing.assert_close(lifted, given.bias[:, :, 0].double().expand(lifted.shape), rtol=2.0**-23, atol=0.0)

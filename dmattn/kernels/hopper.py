@@ -27,13 +27,15 @@ GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3
 
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.9 on, and before
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.7 on, and before
 
 
 def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
     """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
 
     It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
-    a positive scale (a larger product is a larger score then) that float32 has a normal number for, and neither softcap nor dropout.
+    a positive scale (a larger product is a larger score then) that leaves room to say a bias in units of the products, and neither softcap nor
+    dropout.
     """
     query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
     if device_family(query.device) != "sm_90" or not GLUON:
@@ -42,7 +44,7 @@ def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
         return False
     if problem.first is not None and query.shape[2] > 1 << 22:
         return False  # twice a place is not exact in float32
-    if problem.softcap is not None or problem.seed is not None or not problem.scale >= torch.finfo(torch.float32).tiny:
+    if problem.softcap is not None or problem.seed is not None or not 2.0**-64 <= problem.scale <= 2.0**64:
         return False
     by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
     if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):

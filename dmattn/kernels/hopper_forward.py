@@ -32,22 +32,24 @@ from .hopper import (
     stage_of,
     tiled,
 )
+from .hopper_lift import ones_for_lifts
 from .hopper_registers import as_factor, bias_vector, exponent_factor, mask_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import (
     copy_blocks,
-    copy_packed,
+    copy_described,
     even_work,
+    intervals_of,
     key_walk,
+    lift_tile,
     listed_key,
     listed_keys,
     open_keys,
-    packed_bias2,
-    packed_intervals,
     tile_range,
     visits_of,
     work_of,
 )
 from .layout import slice_pointer, strided
+from .lift import COLUMNS
 from .overlap import follow
 from .scores import LOG2E
 from .softmax import softmax_step
@@ -72,7 +74,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     consumers = consumers_of(len_q, dim)
     pairs = of_pairs(problem.bias)
     block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
-    rules, packed, sub = key_walk(problem, consumers * block_m, block_n)
+    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, block_n)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
         _forward_kernel,
@@ -81,7 +83,8 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if pairs else None, block_m, sub),
-        packed=packed,
+        intervals=intervals,
+        lifts=lifts,
         rules=rules,
         out=strided(out, heads),
         lse=strided(lse, heads),
@@ -104,14 +107,14 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, packed, rules, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, lifts, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, bias (of pairs) and packed (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from rules. A tile
-    of BLOCK_N keys is copied by blocks.
+    q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
+    rules. A tile of BLOCK_N keys is copied by blocks.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -119,11 +122,16 @@ def _forward_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = k_tiles
-    packed_tiles = k_tiles
+    interval_tiles = k_tiles
+    lift_tiles = k_tiles
+    ones = k_tiles
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if packed is not None:
-        packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
+    if intervals is not None:
+        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
+    if lifts is not None:
+        lift_tiles = gl.allocate_shared_memory(lifts.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], lifts.layout)
+        ones = ones_for_lifts(BLOCK_M)
     q_full = barriers(1, 1)
     q_free = barriers(1, CONSUMERS)
     k_full = barriers(STAGES, 1)
@@ -132,7 +140,7 @@ def _forward_kernel(
     v_free = barriers(STAGES, CONSUMERS)
     turns = barriers(CONSUMERS, 1)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
     ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
     lengths = (works, heads, len_q, len_k)
     if CONSUMERS == 2:
@@ -140,7 +148,7 @@ def _forward_kernel(
             [
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -151,7 +159,7 @@ def _forward_kernel(
                 (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
                 (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_produce, (q, k, v, bias, packed, tiles, ready, rules, lengths, groups)),
+                (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -159,9 +167,9 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
-    """Copy queries, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups):
+    """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
+    q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
@@ -170,7 +178,8 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
     TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
+    INTERVAL_BYTES: gl.constexpr = 0 if intervals is None else BLOCKS * intervals.block_type.nbytes
+    LIFT_BYTES: gl.constexpr = 0 if lifts is None else BLOCKS * lifts.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
@@ -189,10 +198,9 @@ def _produce(q, k, v, bias, packed, tiles, ready, rules, lengths, groups):
             stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
+            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
             copy_blocks(k, seq.batch, kv_head, starts, full, k_tiles, stage)
-            if packed is not None:
-                copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
+            copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS, SUB)
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 head = seq.head // rules.bias.group
@@ -227,7 +235,7 @@ def _consume(
     which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
-    q_tiles, _, v_tiles, _, _ = tiles
+    q_tiles, _, v_tiles, _, _, _, _ = tiles
     STAGES: gl.constexpr = v_tiles.shape[0]
     BLOCK_N: gl.constexpr = v_tiles.shape[3]
     DIM: gl.constexpr = v_tiles.shape[4]
@@ -310,7 +318,7 @@ def _tile(
     """
     q_tile, tiles, ready, rules, seq, row, walk = fixed
     acc, weights, row_max, row_sum, turn = sums
-    q_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones = tiles
     _, _, k_full, k_free, v_full, v_free, turns = ready
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -324,14 +332,16 @@ def _tile(
     before, phase_before = stage_of(turn - 1, STAGES)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    hiding = (1, 0, 0)
+    hiding = (1, 0, 0, 0)
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0)
+        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0, 0)
     mbarrier.wait(k_full.index(stage), phase)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     if IN_TURN:
         mbarrier.wait(turns.index(which), (turn & 1) ^ (1 if which == 0 else 0))
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if rules.bias_rows is None and rules.bias_cols is not None:
+        s = warpgroup_mma(ones, lift_tile(lift_tiles, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     if not FIRST:
         mbarrier.wait(v_full.index(before), phase_before)
         acc = warpgroup_mma(
@@ -341,14 +351,12 @@ def _tile(
         mbarrier.arrive(turns.index((which + 1) % CONSUMERS), count=1)
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(CONSUMERS * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    elif rules.bias_cols is not None:
-        bias = packed_bias2(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
     else:
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     s = warpgroup_mma_wait(0 if FIRST else 1, [s])
     if EDGE and rules.first is not None:
-        middle2, length = packed_intervals(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
-        hiding = (1, middle2, length)
+        middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
+        hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     mbarrier.arrive(k_free.index(stage), count=1)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, exponent_factor(rules))

@@ -34,7 +34,8 @@ from .hopper import (
     tiled_mask,
     tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, store_tile, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, key_totals, lane_sums, open_queries, store_tile, tile, uniform_bias_of
+from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import store_rows
 from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, slice_pointer, strided
@@ -139,7 +140,10 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
     tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
-    own = (k_tiles, v_tiles, kv_full)
+    lifting = ((k_tiles, k_tiles, k_tiles), k_tiles)
+    if rules.bias_rows is None and rules.bias_cols is not None:
+        lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
+    own = (k_tiles, v_tiles, kv_full, lifting)
     results = (key_sums, d_bias)  # d_k and d_v inside it would be stored by two bytes
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -169,7 +173,7 @@ def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups,
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
     q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
     q_full, d_out_full, free = ready
-    k_tiles, _, _ = own
+    k_tiles, _, _, _ = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     BIAS_BYTES: gl.constexpr = 0 if bias is None else CONSUMERS * bias.block_type.nbytes
     step = 0
@@ -208,7 +212,7 @@ def _consume(
     which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
-    k_tiles, v_tiles, kv_full = own
+    k_tiles, v_tiles, kv_full, lifting = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
@@ -222,15 +226,19 @@ def _consume(
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile, v_tile, tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    rooms, ones = lifting
+    lifts = rooms[which]
+    fixed = (k_tile, v_tile, (lifts, ones), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
-    sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+    sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not BY_GROUP:
-            sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
-        per_key = (bias_by_key(rules, this, col, PAIRS), 0, 0)
+            sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+        per_key = (uniform_bias_of(rules, this), 0, 0)
+        if rules.bias_rows is None and rules.bias_cols is not None:
+            store_lifts(lifts, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:
             open_begin, open_end = open_queries(rules, this, col, begin, end)
@@ -261,9 +269,9 @@ def _consume(
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
                 store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
         if key_sums is not None and not BY_GROUP:
-            _store_sums(key_sums, this, col, sums, PAIRS)
+            _store_sums(key_sums, this, col, key_totals(sums, PAIRS), PAIRS)
     if key_sums is not None and BY_GROUP:
-        _store_sums(key_sums, seq, col, sums, PAIRS)
+        _store_sums(key_sums, seq, col, key_totals(sums, PAIRS), PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:

@@ -27,7 +27,8 @@ from .hopper import (
     tiled,
     tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, bias_by_key, open_queries, tile
+from .hopper_key_tile import BLOCK_M, BLOCK_N, key_totals, lane_sums, open_queries, tile, uniform_bias_of
+from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import interval_of, places_of, store_rows
 from .intervals import block_bounds
 from .key_sums import by_group, vectors_of
@@ -60,6 +61,7 @@ def key_gradients(
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
+    alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
     launch(
         _key_gradients_kernel,
         triton.cdiv(len_k, block_n) * kv_heads * batch,
@@ -83,6 +85,7 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
+        ALIKE=alike,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
@@ -92,12 +95,12 @@ def key_gradients(
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
     q, k, v, d_out, bias (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias is read from rules. What is
-    stored for each key is stored where `order` says, if there is one.
+    stored for each key is stored where `order` says, if there is one. ALIKE: the heads of a group have the same intervals and bias of keys.
     """
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
@@ -129,6 +132,9 @@ def _key_gradients_kernel(
         free = barriers(STAGES, 1)
         given = barriers(2, 1)
         sums_given = barriers(2, 1)
+        lifting = ((q_tiles, q_tiles), q_tiles)
+        if rules.bias_rows is None and rules.bias_cols is not None:
+            lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
         given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
@@ -136,12 +142,12 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
         tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
-        own = (k_tile, v_tile, kv_full, given, given_sums, sums_given)
+        own = (k_tile, v_tile, kv_full, lifting, given, given_sums, sums_given)
         results = (d_k, d_v, key_sums, d_bias, order)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)),
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)),
+                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)),
                 (_produce, (q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
             ],
             [4, 1],
@@ -194,7 +200,7 @@ def _store_sums(key_sums, order, seq, col, sums, LAYOUT: gl.constexpr):
 @gluon.jit
 def _store_both_sums(key_sums, order, seq, col, sums, own, turn, which: gl.constexpr, LAYOUT: gl.constexpr):
     """The same of what each consumer has summed: the second gives its sums to the first, the `turn`-th time."""
-    _, _, _, _, given_sums, sums_given = own
+    _, _, _, _, _, given_sums, sums_given = own
     if which == 0:
         mbarrier.wait(sums_given.index(1), turn & 1)
         sums += given_sums.load(gl.SliceLayout(1, LAYOUT))
@@ -232,30 +238,31 @@ def _produce(q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, co
 @gluon.jit
 def _consume(
     tiles, ready, own, rules, bounds, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """What every second tile of queries gives to the gradients of the program's keys, and from the first consumer, the gradients."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    k_tile, v_tile, kv_full, given, _, _ = own
+    k_tile, v_tile, kv_full, lifting, given, _, _ = own
     d_k, d_v, key_sums, d_bias, order = results
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    rooms, ones = lifting
+    lifts = rooms[which]
+    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), (lifts, ones), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    of_group = 0
+    if ALIKE:
+        of_group = _described(rules, bounds, seq, col, lifts, PAIRS)
     mbarrier.wait(kv_full.index(0), 0)
-    sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+    sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not BY_GROUP:
-            sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
-        middle2, length = interval_of(rules, this, col, BLOCK_N, PAIRS)
-        per_key = (bias_by_key(rules, this, col, PAIRS), middle2, length)
-        begin, end, last_to_begin, first_to_end = _range(rules, bounds, this, col)
-        open_begin, open_end = open_queries(rules, this, col, begin, end)
-        open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(last_to_begin, seq.len_q), BLOCK_M))
-        open_end = gl.minimum(open_end, next_step(begin, first_to_end - BLOCK_M + 1, BLOCK_M))
+            sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+        per_key, steps = of_group if ALIKE else _described(rules, bounds, this, col, lifts, PAIRS)
+        begin, end, open_begin, open_end = steps
         mine = begin + ((before + which) % 2) * BLOCK_M
         open_begin = next_step(mine, open_begin, 2 * BLOCK_M)
         open_end = gl.maximum(next_step(mine, open_end, 2 * BLOCK_M), open_begin)
@@ -273,9 +280,9 @@ def _consume(
             dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if key_sums is not None and not BY_GROUP:
-            _store_both_sums(key_sums, order, this, col, sums, own, head - seq.head, which, PAIRS)
+            _store_both_sums(key_sums, order, this, col, key_totals(sums, PAIRS), own, head - seq.head, which, PAIRS)
     if key_sums is not None and BY_GROUP:
-        _store_both_sums(key_sums, order, seq, col, sums, own, 0, which, PAIRS)
+        _store_both_sums(key_sums, order, seq, col, key_totals(sums, PAIRS), own, 0, which, PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     exchange = _exchange(tiles, DIM)
@@ -293,6 +300,22 @@ def _consume(
         if d_v is not None:
             exchange.index(1).store(dv)
         mbarrier.arrive(given.index(1), count=1)
+
+
+@gluon.jit
+def _described(rules, bounds, seq, col, lifts, PAIRS: gl.constexpr):
+    """(what `tile` has to know of a block of keys, (begin, end, begin and end of the tiles of which no pair is hidden)).
+
+    Their lifts are stored.
+    """
+    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
+    if rules.bias_rows is None and rules.bias_cols is not None:
+        store_lifts(lifts, rules, seq, col)
+    begin, end, last_to_begin, first_to_end = _range(rules, bounds, seq, col)
+    open_begin, open_end = open_queries(rules, seq, col, begin, end)
+    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(last_to_begin, seq.len_q), BLOCK_M))
+    open_end = gl.minimum(open_end, next_step(begin, first_to_end - BLOCK_M + 1, BLOCK_M))
+    return (uniform_bias_of(rules, seq), middle2, length), (begin, end, open_begin, open_end)
 
 
 @gluon.jit

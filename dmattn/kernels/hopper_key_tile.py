@@ -25,10 +25,10 @@ def tile(
     """One tile of queries added to (dk, dv, sums).
 
     `turn` is (its stage, the parity of how often that was used), `place` where among the tiles of bias and mask, and of dBias, the consumer's
-    are; `per_key` is what the keys have that does not depend on the query: their bias, and of their intervals twice the middle and the length.
+    are; `per_key` is what does not depend on the query: a bias that is one number, and of the keys' intervals twice the middle and the length.
     """
-    key_bias, middle2, length = per_key
-    k_tile, v_tile, tiles, ready, rules, results = fixed
+    uniform_bias, middle2, length = per_key
+    k_tile, v_tile, lifting, tiles, ready, rules, results = fixed
     q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
     q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
@@ -43,16 +43,23 @@ def tile(
     q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if rules.bias_rows is None and rules.bias_cols is not None:
+        lifts, ones = lifting
+        s = warpgroup_mma(lifts, ones.permute((1, 0)), s, is_async=True)
     mbarrier.wait(d_out_full.index(stage), phase)
     d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
     d_p = warpgroup_mma(v_tile, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
-    bias = _bias_of(key_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
+    bias = _bias_of(uniform_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     row_vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     divisor_rows = row_vectors.index(2 * stage).load(gl.SliceLayout(0, PAIRS))
     s = warpgroup_mma_wait(1, [s])
-    s = ruled(s, bias, (kept, middle2, length), rules, seq, start + rows, col + cols, EDGE)
+    rows2 = 0
+    if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
+        rows2 = (2 * (rows & ~6)).to(gl.float32)
+        middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)
+    s = ruled(s, bias, (kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[None, :])
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
@@ -62,12 +69,24 @@ def tile(
     if d_k is not None:
         dk = warpgroup_mma(gl.convert_layout(ds.to(q_tiles.dtype), FACTOR), q_tile, dk, is_async=True)
     if key_sums is not None:
-        sums += gl.sum(ds, 1)
+        sums += lane_sums(ds)
     if d_bias is not None:
         store_tile(d_bias, d_bias_tiles.index(of_consumer), ds, seq, start, col)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(free.index(stage), count=1)
     return dk, dv, sums
+
+
+@gluon.jit
+def lane_sums(ds):
+    """The sums over the queries that a lane has, [BLOCK_N, 4]; :func:`key_totals` of what they come to."""
+    return gl.sum(gl.sum(ds.reshape([BLOCK_N, BLOCK_M // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def key_totals(sums, PAIRS: gl.constexpr):
+    """The sums over all lanes' queries."""
+    return gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, PAIRS))
 
 
 @gluon.jit
@@ -95,22 +114,19 @@ def store_tile(d_bias, buffer, ds, seq, start, col):
 
 
 @gluon.jit
-def bias_by_key(rules, seq, col, PAIRS: gl.constexpr):
-    """The bias of a block of keys times LOG2E, [BLOCK_N, 1], where it does not depend on the query; else 0."""
-    if rules.bias is None or rules.bias_rows is not None:
+def uniform_bias_of(rules, seq):
+    """The bias of a sequence times LOG2E where that is one number; else 0."""
+    if rules.bias is None or rules.bias_rows is not None or rules.bias_cols is not None:
         return 0.0
-    elif rules.bias_cols is None:
-        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
     else:
-        bias = load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)[:, None]
-        return bias.to(gl.float32) * LOG2E
+        return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
 
 
 @gluon.jit
-def _bias_of(key_bias, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
+def _bias_of(uniform_bias, bias_tile, rules, seq, start, PAIRS: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     if rules.bias is None or rules.bias_rows is None:
-        return key_bias
+        return uniform_bias
     elif rules.bias_cols is not None:
         return bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

@@ -28,22 +28,24 @@ from .hopper import (
     stage_of,
     tiled,
 )
+from .hopper_lift import ones_for_lifts
 from .hopper_registers import as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import (
     copy_blocks,
-    copy_packed,
+    copy_described,
     even_work,
+    intervals_of,
     key_walk,
+    lift_tile,
     listed_key,
     listed_keys,
     open_keys,
-    packed_bias2,
-    packed_intervals,
     tile_range,
     visits_of,
     work_of,
 )
 from .layout import strided
+from .lift import COLUMNS
 from .overlap import follow
 from .row_terms import Incoming, store_terms
 from .softmax import divisor2
@@ -63,7 +65,7 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k = problem.key.shape[1:3]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    rules, packed, sub = key_walk(problem, 2 * block_m, block_n)
+    rules, intervals, lifts, sub = key_walk(problem, 2 * block_m, block_n)
     works = triton.cdiv(len_q, 2 * block_m) * heads * batch
     launch(
         _query_gradients_kernel,
@@ -72,7 +74,8 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, sub),
-        packed=packed,
+        intervals=intervals,
+        lifts=lifts,
         d_out=tiled(incoming.d_out, block_m, dim),
         out=tiled(out, block_m, dim),
         rules=rules,
@@ -95,12 +98,12 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, packed, d_out, out, rules, lse, d_lse, terms, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, lifts, d_out, out, rules, lse, d_lse, terms, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, out, bias (of pairs) and packed are tensor descriptors, as in hopper_forward.py, or else None.
+    q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper_forward.py, or else None.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -109,18 +112,23 @@ def _query_gradients_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = k_tiles
-    packed_tiles = k_tiles
+    interval_tiles = k_tiles
+    lift_tiles = k_tiles
+    ones = k_tiles
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if packed is not None:
-        packed_tiles = gl.allocate_shared_memory(packed.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, packed.block_shape[3]], packed.layout)
+    if intervals is not None:
+        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
+    if lifts is not None:
+        lift_tiles = gl.allocate_shared_memory(lifts.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], lifts.layout)
+        ones = ones_for_lifts(BLOCK_M)
     q_full = barriers(1, 1)
     q_free = barriers(1, 2)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)
     fence_async_shared()
-    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles)
+    tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
     ready = (q_full, q_free, k_full, v_full, free)
     lengths = (works, heads, len_q, len_k)
     vectors = (lse, d_lse, terms)
@@ -128,7 +136,7 @@ def _query_gradients_kernel(
         [
             (_consume, (tiles, ready, rules, lengths, vectors, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
             (_consume, (tiles, ready, rules, lengths, vectors, d_q, 1, HEAD_DIM, DIM, SUB, EVEN_N)),
-            (_produce, (q, k, v, bias, packed, d_out, out, tiles, ready, rules, lengths, groups)),
+            (_produce, (q, k, v, bias, intervals, lifts, d_out, out, tiles, ready, rules, lengths, groups)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -136,18 +144,19 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, k, v, bias, packed, d_out, out, tiles, ready, rules, lengths, groups):
-    """Copy queries, dO and O, and tiles of keys, values, bias and what is packed to shared memory, as far ahead as there are free stages.
+def _produce(q, k, v, bias, intervals, lifts, d_out, out, tiles, ready, rules, lengths, groups):
+    """Copy queries, dO and O, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages.
 
     O comes as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
     """
-    q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
     q_full, q_free, k_full, v_full, free = ready
     works, _, _, _ = lengths
     TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    PACKED_BYTES: gl.constexpr = 0 if packed is None else BLOCKS * packed.block_type.nbytes
+    INTERVAL_BYTES: gl.constexpr = 0 if intervals is None else BLOCKS * intervals.block_type.nbytes
+    LIFT_BYTES: gl.constexpr = 0 if lifts is None else BLOCKS * lifts.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
@@ -174,10 +183,9 @@ def _produce(q, k, v, bias, packed, d_out, out, tiles, ready, rules, lengths, gr
             stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
             mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + PACKED_BYTES + BIAS_BYTES)
+            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
             copy_blocks(k, seq.batch, kv_head, starts, full, k_tiles, stage)
-            if packed is not None:
-                copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS, SUB)
+            copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS, SUB)
             if bias is not None:  # whose columns are one block
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 head = seq.head // rules.bias.group
@@ -196,7 +204,7 @@ def _consume(
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_tiles, d_out_tiles, k_tiles, v_tiles, _, _ = tiles
+    q_tiles, d_out_tiles, k_tiles, v_tiles, _, _, _, _ = tiles
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     q_full, q_free, k_full, v_full, free = ready
     works, _, _, _ = lengths
@@ -280,7 +288,7 @@ def _tile(
     factors, tiles, ready, rules, seq, row, walk = fixed
     q_tile, d_out_tile, divisor_rows, delta_rows = factors
     dq, ds, turn = sums
-    _, _, k_tiles, v_tiles, bias_tiles, packed_tiles = tiles
+    _, _, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones = tiles
     _, _, k_full, v_full, free = ready
     DIM: gl.constexpr = k_tiles.shape[4]
     start = 0  # where there are intervals, nothing needs it
@@ -291,12 +299,14 @@ def _tile(
     before = (turn - 1) % STAGES
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    hiding = (1, 0, 0)
+    hiding = (1, 0, 0, 0)
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0)
+        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0, 0)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if rules.bias_rows is None and rules.bias_cols is not None:
+        s = warpgroup_mma(ones, lift_tile(lift_tiles, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
     if not FIRST:
@@ -305,13 +315,11 @@ def _tile(
         )
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    elif rules.bias_cols is not None:
-        bias = packed_bias2(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
     else:
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:
-        middle2, length = packed_intervals(packed_tiles, rules, stage, BLOCK_N, SUB, PAIRS)
-        hiding = (1, middle2, length)
+        middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
+        hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = warpgroup_mma_wait(1 if FIRST else 2, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])

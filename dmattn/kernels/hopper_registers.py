@@ -73,8 +73,8 @@ def _up_to(s, place, bound):
 
 
 @gluon.jit
-def _in_interval(s, rows, middle2, length):
-    """Scores of a tile, -inf where a query is not in the interval of a key.
+def _in_interval(s, rows2, middle2, length):
+    """Scores of a tile, -inf where a query is not in the interval of a key; `rows2` are twice the places of queries.
 
     In PTX, for Triton would compare all pairs first, and keep what it found until the scores are there.
     """
@@ -86,7 +86,7 @@ def _in_interval(s, rows, middle2, length):
         setp.lt.f32 inside, distance, $4;
         selp.f32 $0, $1, 0fff800000, inside;
     }"""
-    arguments = [s, (2 * rows).to(gl.float32), middle2, length]
+    arguments = [s, rows2, middle2, length]
     return gl.inline_asm_elementwise(CODE, "=f,f,f,f,f", arguments, dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -94,23 +94,24 @@ def _in_interval(s, rows, middle2, length):
 def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     """Scores from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
 
-    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, natural
-    ones with a bias of pairs, and base 2 with any other, whose product with LOG2E is made once for many pairs.
+    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, or one of
+    keys, which is part of them (lift.py); natural ones with a bias of pairs; and base 2 with any other, whose product with LOG2E is made once
+    for many pairs.
 
-    `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` and
-    :func:`interval_of` give. A bias that is not of pairs comes times LOG2E.
+    `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` gives,
+    twice the queries' places in float32, and what :func:`interval_of` gives. A bias that is not of pairs comes times LOG2E.
     """
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
             s = s * rules.scale + bias.to(gl.float32)
-        else:
+        elif rules.bias_cols is None:
             s = s * (rules.scale * LOG2E) + bias
     if EDGE:
-        kept, middle2, length = hiding
+        kept, rows2, middle2, length = hiding
         if rules.mask is not None:
             s = gl.where(kept != 0, s, float("-inf"))
         if rules.first is not None:
-            s = _in_interval(s, rows, middle2, length)
+            s = _in_interval(s, rows2, middle2, length)
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
         offset = seq.len_k - seq.len_q
         if rules.right is not None:
@@ -145,10 +146,10 @@ def as_factor(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def exponent_factor(rules):
     """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
-    if rules.bias is None:
-        return rules.scale * LOG2E
-    elif rules.bias_rows is not None and rules.bias_cols is not None:
+    if rules.bias_rows is not None and rules.bias_cols is not None:
         return LOG2E
+    elif rules.bias is None or rules.bias_cols is not None:
+        return rules.scale * LOG2E
     else:
         return 1.0
 

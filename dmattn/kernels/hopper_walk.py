@@ -10,8 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import PANEL, copy, tiled_vectors
-from .intervals import of_keys, packed_keys
+from .hopper_lift import tiled_lifts
+from .intervals import described_keys, of_keys
 from .layout import Sequence, Span
+from .lift import COLUMNS
 from .lists import room, visited_block, visits
 from .scores import Rules, rules_of
 from .sequence import next_step, place_work
@@ -30,8 +32,8 @@ def even_work(problem: Any) -> bool:
     return problem.mask is None and problem.left is None and problem.right is None
 
 
-def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, int]:
-    """(rules, what blocks of keys have to say as the copy engine takes it, keys of such a block) for a walk over tiles of `block_n` keys.
+def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
+    """(rules, packed intervals and lifts as the copy engine takes them, keys of a block of them) for a walk over tiles of `block_n` keys.
 
     Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
     short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
@@ -39,12 +41,12 @@ def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDes
     if problem.first is None:
         sub = block_n
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
-        packed = packed_keys(problem, block_m, sub)[1]
+        _, intervals, lifts = described_keys(problem, block_m, sub)
     else:
         sub = KEYS_TOGETHER if of_keys(problem.bias) else PANEL.value
-        lists, packed = packed_keys(problem, block_m, sub)
+        lists, intervals, lifts = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
-    return rules, None if packed is None else tiled_vectors(packed, 1, packed.shape[3]), sub
+    return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_lifts(lifts, sub), sub
 
 
 @gluon.jit
@@ -120,40 +122,43 @@ def copy_blocks(t, batch, head, starts, full, tiles, stage):
 
 
 @gluon.jit
-def copy_packed(packed, rules, seq, starts, full, packed_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
-    """Copy what the blocks of a tile have to say, and tell the barrier."""
-    if rules.first is None:
-        owner = rules.bias
-    else:
-        owner = rules.lists
-    entry = gl.where(owner.batch == 0, 0, seq.batch)
-    for block in gl.static_range(BLOCKS):
-        copy(packed, [entry, seq.head // owner.group, starts[block] // SUB, 0], full, packed_tiles.index(stage * BLOCKS + block))
+def copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
+    """Copy packed intervals and lifts of the blocks of a tile, where there are any, and tell the barrier."""
+    if intervals is not None or lifts is not None:
+        if rules.first is None:
+            owner = rules.bias
+        else:
+            owner = rules.lists
+        entry = gl.where(owner.batch == 0, 0, seq.batch)
+        head = seq.head // owner.group
+        for block in gl.static_range(BLOCKS):
+            if intervals is not None:
+                copy(intervals, [entry, head, starts[block] // SUB, 0], full, interval_tiles.index(stage * BLOCKS + block))
+            if lifts is not None:
+                copy(lifts, [entry, head, starts[block], 0], full, lift_tiles.index(stage * BLOCKS + block))
 
 
 @gluon.jit
-def packed_bias2(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
-    """The bias of the keys of a tile times LOG2E, spread over it."""
-    if rules.first is None:
-        return _key_vector(packed_tiles, stage, 0, 1, BLOCK_N, SUB, PAIRS)
-    else:
-        return _key_vector(packed_tiles, stage, 2, 4, BLOCK_N, SUB, PAIRS)
+def lift_tile(lift_tiles, stage, BLOCK_N: gl.constexpr):
+    """The lifts of the keys of a tile, whose blocks follow each other."""
+    STAGES: gl.constexpr = lift_tiles.shape[0] * lift_tiles.shape[3] // BLOCK_N
+    whole = lift_tiles._reinterpret(lift_tiles.dtype, [STAGES, 1, 1, BLOCK_N, COLUMNS], lift_tiles.layout)
+    return whole.index(stage).reshape([BLOCK_N, COLUMNS])
 
 
 @gluon.jit
-def packed_intervals(packed_tiles, rules, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+def intervals_of(interval_tiles, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
     """(twice the middle, length) of the intervals of the keys of a tile, spread over it."""
-    PARTS: gl.constexpr = 4 if rules.bias_rows is None and rules.bias_cols is not None else 2
-    middle2 = _key_vector(packed_tiles, stage, 0, PARTS, BLOCK_N, SUB, PAIRS)
-    return middle2, _key_vector(packed_tiles, stage, 1, PARTS, BLOCK_N, SUB, PAIRS)
+    middle2 = _key_vector(interval_tiles, stage, 0, BLOCK_N, SUB, PAIRS)
+    return middle2, _key_vector(interval_tiles, stage, 1, BLOCK_N, SUB, PAIRS)
 
 
 @gluon.jit
-def _key_vector(packed_tiles, stage, PART: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
-    """One of the parts of what the blocks of a tile have to say, [1, BLOCK_N]."""
+def _key_vector(interval_tiles, stage, PART: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """One of the two parts of the packed intervals of a tile, [1, BLOCK_N]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    tile = packed_tiles._reinterpret(gl.float32, [packed_tiles.shape[0] // BLOCKS, BLOCKS, PARTS * SUB], LAYOUT).index(stage)
+    tile = interval_tiles._reinterpret(gl.float32, [interval_tiles.shape[0] // BLOCKS, BLOCKS, 2 * SUB], LAYOUT).index(stage)
     vector = tile.slice(PART * SUB, SUB, dim=1).load(_by_blocks(BLOCK_N, SUB)).reshape([BLOCK_N])
     return gl.convert_layout(vector, gl.SliceLayout(0, PAIRS))[None, :]
 

@@ -1,7 +1,7 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
-What a tile has to know of each of its keys, its interval and its bias, is also packed here by blocks of keys, for kernels that copy it with
-them.
+What a tile has to know of each of its keys is also made here, for kernels that copy it with them: intervals packed by blocks of keys, and the
+lifts of a bias (lift.py).
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..replay import launch
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
+from .lift import COLUMNS, lift_columns
 from .lists import append, close, empty_lists, list_pointer, room
 from .overlap import follow
-from .scores import LOG2E
 from .sequence import LARGEST, all_in_window, place, window_range
 
 CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
@@ -27,24 +27,26 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
     return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
 
 
-def packed_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None]:
-    """(lists as of `interval_lists`, what each block of keys has to say) of a problem.
+def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
 
-    The former is None without intervals, the latter also where there is no bias of keys either.
-
-    The latter is int32, (B or 1, H or Hk or 1, blocks, BLOCK_N times 1, 2 or 4). With intervals, the middle of each key's times two and its
-    length come first, of what the window leaves of it, as the bits of float32: for them to be exact there may be 2 ** 22 queries. With a
-    bias of keys alone follows that times LOG2E, likewise, and with both there is as much room again, which nothing is written to.
+    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): the middle of each key's times two, then their lengths, of what the
+    window leaves of them, as the bits of float32; for them to be exact there may be 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
+    Sk, COLUMNS); blocks of keys that no query attends have none.
     """
     bias = problem.bias if of_keys(problem.bias) else None
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
     if not given:
-        return None, None
+        return None, None, None
     batch, heads = (max(sizes) for sizes in zip(*(x.shape[:2] for x in given), strict=True))
-    parts = (0 if problem.first is None else 2) + (0 if bias is None else 2 if len(given) > 1 else 1)
-    packed = given[0].new_empty((batch, heads, triton.cdiv(problem.key.shape[2], block_n), parts * block_n), dtype=torch.int32)
-    bounds = _summary(problem, block_n, packed)
-    return (None if bounds is None else _lists(problem, bounds, block_m, block_n)), packed
+    len_k = problem.key.shape[2]
+    lifts = None if bias is None else bias.new_empty((batch, heads, len_k, COLUMNS.value), dtype=torch.bfloat16)
+    if problem.first is None:
+        _summary(problem, block_n, (batch, heads), None, lifts)
+        return None, None, lifts
+    packed = problem.first.new_empty((batch, heads, triton.cdiv(len_k, block_n), 2 * block_n))
+    bounds = _summary(problem, block_n, (batch, heads), packed, lifts)
+    return _lists(problem, bounds, block_m, block_n), packed, lifts
 
 
 def of_keys(bias: Tensor | None) -> bool:
@@ -82,18 +84,15 @@ def block_bounds(problem: Any, block_n: int) -> Tensor:
     A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
     intervals are left out of the former pair, and leave nothing of the latter. int32.
     """
-    return _summary(problem, block_n, None)
+    batch, heads = (max(sizes) for sizes in zip(problem.first.shape[:2], problem.last.shape[:2], strict=True))
+    return _summary(problem, block_n, (batch, heads), None, None)
 
 
-def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
-    """`block_bounds`, or None without intervals; and where there is any, `packed` is filled as :func:`packed_keys` has it."""
+def _summary(problem: Any, block_n: int, entries: tuple[int, int], packed: Tensor | None, lifts: Tensor | None) -> Any:
+    """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it."""
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    first, last, bias, bounds = problem.first, problem.last, None, None
-    if packed is None:
-        batch, heads = (max(sizes) for sizes in zip(first.shape[:2], last.shape[:2], strict=True))
-    else:
-        batch, heads = packed.shape[:2]
-        bias = problem.bias[:, :, 0] if of_keys(problem.bias) else None
+    first, last, bounds = problem.first, problem.last, None
+    batch, heads = entries
     blocks = triton.cdiv(len_k, block_n)
     if first is not None:
         bounds = first.new_empty((batch, heads, blocks, 4))
@@ -103,9 +102,11 @@ def _summary(problem: Any, block_n: int, packed: Tensor | None) -> Any:
             batch * heads * triton.cdiv(blocks, max(1, SUMMARY // block_n)),
             first=strided(first, heads),
             last=strided(last, heads),
-            bias=strided(bias, heads),
+            bias=None if lifts is None else strided(problem.bias[:, :, 0], heads),
             bounds=strided(bounds, heads),
             packed=strided(packed, heads),
+            lifts=strided(lifts, heads),
+            scale=problem.scale,
             left=problem.left,
             right=problem.right,
             heads=heads,
@@ -129,15 +130,15 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _summary_kernel(
-    first, last, bias, bounds, packed, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+    first, last, bias, bounds, packed, lifts, scale, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), and the blocks packed, each where it is wanted."""
+    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), their intervals packed, their lifts, each where it is wanted."""
     follow()
     part, head, batch = place(len_k, heads, BLOCKS * BLOCK_N)
     seq = Sequence(batch, head, len_q, len_k)
     index = tl.arange(0, BLOCKS * BLOCK_N)
     cols = Span(part * (BLOCKS * BLOCK_N), index.to(tl.int64), len_k)
-    real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
+    lifted = index < len_k - part * (BLOCKS * BLOCK_N)
     if first is not None:
         first_cols = load_rows(first, seq, cols, LARGEST)
         last_cols = load_rows(last, seq, cols, 0)
@@ -149,21 +150,23 @@ def _summary_kernel(
         tl.store(pointers + bounds.col, tl.max(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
         tl.store(pointers + 2 * bounds.col, tl.max(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
         tl.store(pointers + 3 * bounds.col, tl.min(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        live = tl.max(tl.reshape(alive.to(tl.int32), (BLOCKS, BLOCK_N)), 1, keep_dims=True)
+        lifted &= tl.reshape(tl.broadcast_to(live, (BLOCKS, BLOCK_N)), (BLOCKS * BLOCK_N,)) != 0
     if packed is not None:
         pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
-        if first is not None:
-            position = cols.start + index
-            if right is not None:
-                first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
-            if left is not None:
-                last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
-            middle2, length = middle_and_length(first_cols, last_cols, len_q)
-            tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
-            tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True), mask=real)
-            pointers += 2 * BLOCK_N
-        if bias is not None:
-            bias2 = load_rows(bias, seq, cols, 0.0).to(tl.float32) * LOG2E
-            tl.store(pointers, bias2.to(tl.int32, bitcast=True), mask=real)
+        position = cols.start + index
+        if right is not None:
+            first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
+        if left is not None:
+            last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
+        middle2, length = middle_and_length(first_cols, last_cols, len_q)
+        real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
+        tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
+        tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True), mask=real)
+    if lifts is not None:
+        column = tl.arange(0, COLUMNS)[None, :]
+        pointers = slice_pointer(lifts, seq) + (cols.start + cols.index)[:, None] * lifts.row + column
+        tl.store(pointers, lift_columns(load_rows(bias, seq, cols, 0.0)[:, None], scale, column), mask=lifted[:, None])
 
 
 @triton.jit
