@@ -172,7 +172,7 @@ def test_one_gradient_alone_is_the_same(needed: str, reached: list[str]) -> None
 
 @needs_cuda
 def test_biases_of_the_lowest_number_hide(reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all keys for some queries, as a float mask has it; one that is as large is no infinity that would make a row NaN."""
+    """Of all keys for some queries, as a float mask has it; one that is as large takes a row whole."""
     monkeypatch.setattr(hopper_resident, "FEWEST_MEMBERS", 0)
     query, key, value = (torch.randn(3, 2, 128, 32, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     bias = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16, device="cuda")

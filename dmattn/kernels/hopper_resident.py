@@ -20,7 +20,7 @@ DIM = 32  # what head dims are padded to as they are copied; the copy engine fil
 KEYS = gl.constexpr(128)  # of a tile
 MOST_KEYS = 3 * KEYS.value
 FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
-LARGEST = gl.constexpr(1e38)  # size of a finite bias divided by the scale
+LARGEST = gl.constexpr(2.0**23)  # bias; any above counts as this, for beyond it the roundings of exponents no longer fit 16 bits
 
 
 def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
@@ -120,7 +120,7 @@ def keep_bias(chunks, rules, seq, row, col, COLS: gl.constexpr, PAIRS: gl.conste
         )
         given = gl.load(pointers + (near_rows * rules.bias.row + near_cols * rules.bias.col))
         bias = given.to(gl.float32)
-        largest = LARGEST * rules.scale
+        largest = gl.minimum(LARGEST, 1e38 * rules.scale)  # divided by the scale it is finite
         bias = gl.where(bias > largest, largest, bias)  # which keeps what is not a number
         bias = up_to(bias, cols, seq.len_k - 1 - first_col)
         if chunks.dtype == gl.float32:
