@@ -16,7 +16,7 @@ import cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
-from dmattn.kernels import decoding, hopper
+from dmattn.kernels import decoding, hopper, hopper_resident
 
 CASES = (
     Case("dense-bias-causal", 65, 37, heads=2, bias="bhqk", causal=True),
@@ -42,6 +42,8 @@ CASES = (
     Case("hopper-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=128, bias="1h1k"),
     Case("hopper-intervals-several-blocks-a-program", 520, 100, batch=4, heads=9, head_dim=128, intervals="random", bias="b11k"),
     Case("hopper-three-consumers-odd-dims", 190, 2051, heads=2, head_dim=40, value_dim=64),
+    Case("hopper-resident-bias", 192, 320, batch=7, heads=2, head_dim=32, bias="1hqk"),
+    Case("hopper-resident-bias-of-all-heads", 320, 64, batch=5, heads=3, head_dim=16, bias="11qk"),
     Case("decoding-key-bias-grouped", 1, 1100, heads=4, kv_heads=2, bias="bg1k", head_dim=128),
     Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
     Case("decoding-listed-mask-several-tiles", 20, 2000, batch=1, heads=8, kv_heads=2, mask="b1qk", keep="blocks", softcap=5.0),
@@ -49,6 +51,7 @@ CASES = (
     *cases.FAULTS,
 )
 decoding.LISTED_BYTES = 0  # lists for small problems too
+hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
 
 
 # Queries, keys and head dims of key and value: (300, 1300) sorts more than one run of keys, and the last is one for Hopper.

@@ -57,9 +57,12 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     expected |= {"_split_kernel", "_merge_splits_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
+    if target == "sm_90" and hopper.GLUON:
+        expected |= {"_resident_forward_kernel", "_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
     assert kernels == expected | {"_count_epochs_kernel", "_order_kernel", "_interval_lists_kernel", "_scan_kernel", "_mask_lists_kernel"}
     modules = {row["module"].rpartition(".")[2] for row in rows}
     for_hopper = {"hopper_forward", "hopper_key_grad", "hopper_key_grad_intervals", "hopper_query_grad", "hopper_bias_grad"}
+    for_hopper |= {"hopper_resident_forward", "hopper_resident_query_grad", "hopper_resident_key_grad"}
     assert modules & for_hopper == (for_hopper if target == "sm_90" and hopper.GLUON else set())
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row

@@ -1,7 +1,7 @@
 """The backward pass: terms of rows, dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
 Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
-dQ, dK and dV.
+dQ, dK and dV; where many (batch, head) with narrow heads share a bias that fits on chip, dBias is made with dQ.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import hopper_query_grad, rows
+from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
 from .key_sums import empty_key_sums
@@ -78,6 +78,13 @@ def _by_blocks(
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
+    if hopper_resident.takes_backward(problem, incoming.d_out):
+        fill_terms(incoming, out, d_lse)
+        if d_query is not None or d_bias is not None:  # whose parts lie in the memory of dK or dV until these are made
+            hopper_resident_query_grad.query_gradients(problem, incoming, d_query, d_bias, (d_key, d_value))
+        if keys_wanted:
+            hopper_resident_key_grad.key_gradients(problem, incoming, d_key, d_value)
+        return
     in_rows = rows.takes(problem)
     if d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
         hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..replay import launch
-from . import decoding, hopper_forward, window_forward
+from . import decoding, hopper_forward, hopper_resident_forward, window_forward
 from .launch import on_its_device
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
@@ -37,6 +37,9 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         return
     if hopper_forward.takes(problem):
         hopper_forward.forward(problem, out, lse)
+        return
+    if hopper_resident_forward.takes(problem):
+        hopper_resident_forward.forward(problem, out, lse)
         return
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("forward", problem)

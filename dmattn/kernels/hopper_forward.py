@@ -358,6 +358,8 @@ def _tile(
         middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
         hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
+    if FIRST:
+        fence_async_shared()  # an arrival overtakes loads that wait behind the stores of the block before: what they read is not yet free
     mbarrier.arrive(k_free.index(stage), count=1)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, exponent_factor(rules))
     if not FIRST:

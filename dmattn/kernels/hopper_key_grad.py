@@ -34,9 +34,9 @@ from .hopper import (
     tiled_mask,
     tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, key_totals, lane_sums, open_queries, store_tile, tile, uniform_bias_of
+from .hopper_key_tile import BLOCK_M, BLOCK_N, open_queries, store_tile, tile, uniform_bias_of
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
-from .hopper_registers import store_rows
+from .hopper_registers import lane_sums, store_rows, sums_of_lanes
 from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
@@ -269,9 +269,9 @@ def _consume(
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
                 store_tile(d_bias, d_bias_tiles.index(which), zeros, this, start, col)
         if key_sums is not None and not BY_GROUP:
-            _store_sums(key_sums, this, col, key_totals(sums, PAIRS), PAIRS)
+            _store_sums(key_sums, this, col, sums_of_lanes(sums, PAIRS), PAIRS)
     if key_sums is not None and BY_GROUP:
-        _store_sums(key_sums, seq, col, key_totals(sums, PAIRS), PAIRS)
+        _store_sums(key_sums, seq, col, sums_of_lanes(sums, PAIRS), PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:

@@ -27,9 +27,9 @@ from .hopper import (
     tiled,
     tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, key_totals, lane_sums, open_queries, tile, uniform_bias_of
+from .hopper_key_tile import BLOCK_M, BLOCK_N, open_queries, tile, uniform_bias_of
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
-from .hopper_registers import interval_of, places_of, store_rows
+from .hopper_registers import interval_of, lane_sums, places_of, store_rows, sums_of_lanes
 from .intervals import block_bounds
 from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, Strided, slice_pointer, strided
@@ -280,9 +280,9 @@ def _consume(
             dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if key_sums is not None and not BY_GROUP:
-            _store_both_sums(key_sums, order, this, col, key_totals(sums, PAIRS), own, head - seq.head, which, PAIRS)
+            _store_both_sums(key_sums, order, this, col, sums_of_lanes(sums, PAIRS), own, head - seq.head, which, PAIRS)
     if key_sums is not None and BY_GROUP:
-        _store_both_sums(key_sums, order, seq, col, key_totals(sums, PAIRS), own, 0, which, PAIRS)
+        _store_both_sums(key_sums, order, seq, col, sums_of_lanes(sums, PAIRS), own, 0, which, PAIRS)
     if d_bias is not None:
         tma.store_wait(0)
     exchange = _exchange(tiles, DIM)

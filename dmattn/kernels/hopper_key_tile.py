@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper import store
-from .hopper_registers import exponent_factor, load_vector, mask_of, ruled
+from .hopper_registers import exponent_factor, lane_sums, load_vector, mask_of, ruled
 from .layout import slice_pointer
 from .scores import LOG2E
 from .sequence import next_step
@@ -75,18 +75,6 @@ def tile(
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(free.index(stage), count=1)
     return dk, dv, sums
-
-
-@gluon.jit
-def lane_sums(ds):
-    """The sums over the queries that a lane has, [BLOCK_N, 4]; :func:`key_totals` of what they come to."""
-    return gl.sum(gl.sum(ds.reshape([BLOCK_N, BLOCK_M // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def key_totals(sums, PAIRS: gl.constexpr):
-    """The sums over all lanes' queries."""
-    return gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, PAIRS))
 
 
 @gluon.jit

@@ -66,7 +66,7 @@ def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _up_to(s, place, bound):
+def up_to(s, place, bound):
     """Scores of a tile, -inf where a place is past a bound. In PTX for the reason of :func:`_in_interval`."""
     CODE: gl.constexpr = "{ .reg .pred inside; setp.le.s32 inside, $2, $3; selp.f32 $0, $1, 0fff800000, inside; }"
     return gl.inline_asm_elementwise(CODE, "=f,f,r,r", [s, place, bound], dtype=gl.float32, is_pure=True, pack=1)
@@ -115,11 +115,11 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
         offset = seq.len_k - seq.len_q
         if rules.right is not None:
-            s = _up_to(s, cols, gl.minimum(rows + (offset + rules.right), seq.len_k - 1))
+            s = up_to(s, cols, gl.minimum(rows + (offset + rules.right), seq.len_k - 1))
         elif rules.first is None and (rules.mask is None or rules.mask_cols is None):
-            s = _up_to(s, cols, seq.len_k - 1)
+            s = up_to(s, cols, seq.len_k - 1)
         if rules.left is not None:
-            s = _up_to(s, rows + (offset - rules.left), cols)
+            s = up_to(s, rows + (offset - rules.left), cols)
     return s
 
 
@@ -152,6 +152,18 @@ def exponent_factor(rules):
         return rules.scale * LOG2E
     else:
         return 1.0
+
+
+@gluon.jit
+def lane_sums(x):
+    """The sums over each of the four lanes' columns of a tile, [ROWS, 4]: lanes are summed once, at the end (:func:`sums_of_lanes`)."""
+    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def sums_of_lanes(sums, PAIRS: gl.constexpr):
+    """The sums over all columns, for the rows of tiles in PAIRS."""
+    return gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, PAIRS))
 
 
 @gluon.jit

@@ -1,0 +1,299 @@
+"""dQ, and the gradient of a bias that many (batch, head) share, on Hopper (sm_90) of narrow heads with few keys, in Gluon.
+
+All the work, blocks of queries times the members that share their bias, is one line that is cut into as many equal pieces as there are
+processors. A program takes a piece: of each block of queries that it crosses it keeps the bias in shared memory and the gradient of the bias
+in its consumers' registers, a part of the keys each; it walks its members, which a producer copies ahead of it, and stores its sum as a part
+of dBias. What the consumers have of dQ is summed by the first of them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..replay import launch
+from .bias_grad import Sharing, processors
+from .hopper import (
+    CONSUMER_REGISTERS,
+    CONSUMER_REGISTERS_OF_THREE,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    barriers,
+    copy,
+    stage_of,
+    tiled,
+)
+from .hopper_registers import as_factor, rounded_pairs, store_rows
+from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, order_of
+from .layout import Sequence, slice_pointer, strided
+from .overlap import follow
+from .row_terms import Incoming
+from .scores import LOG2E, rules_of
+
+BLOCK_M = gl.constexpr(64)  # queries of a program
+CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
+STAGES = gl.constexpr(2)  # members in shared memory
+
+
+def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, spare: tuple[Tensor | None, ...]) -> None:
+    """Fill those that are not None of a problem that `hopper_resident.takes_backward` admits.
+
+    The `spare` tensors are to be filled later, and lend their memory to the parts of dBias.
+    """
+    batch, heads, len_q, head_dim = problem.query.shape
+    len_k = problem.key.shape[2]
+    bias_heads = problem.bias.shape[1]
+    members = batch * (heads // bias_heads)
+    blocks = triton.cdiv(len_q, BLOCK_M.value) * bias_heads
+    consumers = 3 if len_k > 2 * KEYS.value else 2
+    programs = min(processors(problem.query.device), blocks * members)
+    sharing = Sharing(1, bias_heads, heads // bias_heads, members, _parts_of(blocks, members, programs))
+    parts = None if d_bias is None else _borrowed(sharing.splits, d_bias, spare)
+    launch(
+        _resident_query_gradients_kernel,
+        programs,
+        q=tiled(problem.query, BLOCK_M.value, DIM),
+        k=tiled(problem.key, KEYS.value, DIM),
+        v=tiled(problem.value, KEYS.value, DIM),
+        d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
+        terms=strided(incoming.terms, heads),
+        rules=rules_of(problem),
+        d_q=strided(d_query, heads),
+        parts=strided(parts, bias_heads),
+        part_count=sharing.splits,
+        block_count=blocks,
+        sharing_heads=heads // bias_heads,
+        members=members,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        CONSUMERS=consumers,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[consumers],
+    )
+    if d_bias is not None:
+        sharing.sum_parts(parts, d_bias)
+
+
+def _parts_of(blocks: int, members: int, programs: int) -> int:
+    """How many programs have a piece of one block, at most."""
+    size, longer = divmod(blocks * members, programs)
+
+    def piece_at(place: int) -> int:
+        return place // (size + 1) if place < longer * (size + 1) else longer + (place - longer * (size + 1)) // size
+
+    return max(piece_at((block + 1) * members - 1) - piece_at(block * members) + 1 for block in range(blocks))
+
+
+def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> Tensor:
+    """So many times `d_bias` in float32, in the memory of one of the spare tensors if that is dense and has room; the tensor itself if one."""
+    if count == 1:
+        return d_bias
+    shape = (count, *d_bias.shape[1:])
+    for x in spare:
+        if x is None or x.numel() * x.element_size() < 4 * count * d_bias.numel():
+            continue
+        dense = x.permute(sorted(range(4), key=lambda axis: -x.stride(axis)))
+        if dense.is_contiguous():
+            return dense.view(-1).view(torch.float32)[: count * d_bias.numel()].view(shape)
+    return torch.empty(shape, dtype=torch.float32, device=d_bias.device)
+
+
+@gluon.jit
+def _resident_query_gradients_kernel(
+    q, k, v, d_out, terms, rules, d_q, parts, part_count, block_count, sharing_heads, members, len_q, len_k,
+    HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
+    follow()
+    DIM: gl.constexpr = q.block_shape[3]
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], v.layout)
+    kept = ()
+    for _ in gl.static_range(CONSUMERS):
+        kept += (allocate_bias(KEYS // CHUNK, CHUNK, True),)
+    sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS - 1, DIM // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    full = barriers(STAGES, 1)
+    free = barriers(STAGES, CONSUMERS)
+    sums_full = barriers(1, CONSUMERS - 1)
+    sums_free = barriers(1, 1)
+    fence_async_shared()
+    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, sums)
+    ready = (full, free, sums_full, sums_free)
+    sizes = (part_count, block_count, sharing_heads, members, len_q, len_k)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, kept[0], ready, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
+                (_consume, (tiles, kept[1], ready, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
+                (_produce, (q, k, v, d_out, tiles, ready, sizes)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, kept[0], ready, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
+                (_consume, (tiles, kept[1], ready, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
+                (_consume, (tiles, kept[2], ready, rules, terms, d_q, parts, sizes, 2, HEAD_DIM)),
+                (_produce, (q, k, v, d_out, tiles, ready, sizes)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _piece(block_count, members):
+    """[begin, end) of the program's piece of the line, in members; the first pieces may have one more than the others."""
+    total = block_count * members
+    size = total // gl.num_programs(0)
+    longer = total % gl.num_programs(0)
+    program = gl.program_id(0)
+    begin = program * size + gl.minimum(program, longer)
+    return begin, begin + size + gl.where(program < longer, 1, 0)
+
+
+@gluon.jit
+def _piece_at(place, block_count, members):
+    """Whose piece a place on the line is in."""
+    total = block_count * members
+    size = total // gl.num_programs(0)
+    longer = total % gl.num_programs(0)
+    return gl.where(place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size)
+
+
+@gluon.jit
+def _produce(q, k, v, d_out, tiles, ready, sizes):
+    """Copy each member to shared memory, as far ahead as there are free stages."""
+    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
+    full, free, _, _ = ready
+    _, block_count, sharing_heads, members, len_q, _ = sizes
+    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
+    BYTES: gl.constexpr = q.block_type.nbytes + d_out.block_type.nbytes + CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes)
+    blocks = gl.cdiv(len_q, BLOCK_M)
+    begin, end = _piece(block_count, members)
+    for place in range(begin, end):
+        block = place // members
+        row = block % blocks * BLOCK_M
+        batch = place % members // sharing_heads
+        head = block // blocks * sharing_heads + place % members % sharing_heads
+        stage, parity = stage_of(place - begin, STAGES)
+        mbarrier.wait(free.index(stage), parity ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        copy(q, [batch, head, row, 0], full.index(stage), q_tiles.index(stage))
+        copy(d_out, [batch, head, row, 0], full.index(stage), d_out_tiles.index(stage))
+        for i in gl.static_range(CONSUMERS):
+            copy(k, [batch, head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
+            copy(v, [batch, head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
+
+
+@gluon.jit
+def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """KEYS keys of each block of queries, those in place `which`."""
+    q_tiles, k_tiles, v_tiles, d_out_tiles, sums = tiles
+    full, free, sums_full, sums_free = ready
+    part_count, block_count, sharing_heads, members, len_q, len_k = sizes
+    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
+    DIM: gl.constexpr = q_tiles.shape[4]
+    DTYPE: gl.constexpr = q_tiles.dtype
+    CHUNKS: gl.constexpr = KEYS // CHUNK
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
+    index = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
+    zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
+    blocks = gl.cdiv(len_q, BLOCK_M)
+    begin, end = _piece(block_count, members)
+    factor = rules.scale * LOG2E
+    turn = 0
+    for block in range(begin // members, gl.cdiv(end, members)):
+        row = block % blocks * BLOCK_M
+        head0 = block // blocks * sharing_heads
+        first = gl.maximum(begin - block * members, 0)
+        last = gl.minimum(end - block * members, members)
+        keep_bias(kept, rules, Sequence(0, head0, len_q, len_k), row, which * KEYS, CHUNK, PAIRS, False)
+        totals = ()
+        for _chunk in gl.static_range(CHUNKS):
+            totals += (zero,)
+        seq = Sequence(first // sharing_heads, head0 + first % sharing_heads, len_q, len_k)
+        vectors = slice_pointer(terms, seq) + row + index
+        subtrahend = gl.load(vectors)
+        minus = gl.load(vectors + terms.row)
+        for member in range(first, last):
+            further = gl.minimum(member + 1, last - 1)  # whose vectors are asked for a member ahead
+            seq = Sequence(further // sharing_heads, head0 + further % sharing_heads, len_q, len_k)
+            vectors = slice_pointer(terms, seq) + row + index
+            next_subtrahend = gl.load(vectors)
+            next_minus = gl.load(vectors + terms.row)
+            stage, parity = stage_of(turn, STAGES)
+            bias = bias_of(kept, 0, rules, PAIRS)
+            mbarrier.wait(full.index(stage), parity)
+            q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
+            d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
+            k_tile = k_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
+            v_tile = v_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
+            dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
+            further_totals = ()
+            for i in gl.static_range(CHUNKS):
+                k_part = k_tile.slice(i * CHUNK, CHUNK)
+                if i > 0:
+                    bias = bias_of(kept, i, rules, PAIRS)
+                s = warpgroup_mma(q_tile, k_part.permute((1, 0)), bias, is_async=True)
+                v_part = v_tile.slice(i * CHUNK, CHUNK)
+                d_p = warpgroup_mma(d_out_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if i > 0:
+                    s, dq = warpgroup_mma_wait(1, [s, dq])
+                else:
+                    s = warpgroup_mma_wait(1, [s])
+                p = gl.exp2(s * factor - subtrahend[:, None])
+                d_p = warpgroup_mma_wait(0, [d_p])
+                ds = p * (d_p - minus[:, None])
+                further_totals += (totals[i] + ds,)
+                rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
+                dq = warpgroup_mma(rounded, k_part, dq, use_acc=i > 0, is_async=True)
+            dq = warpgroup_mma_wait(0, [dq])
+            totals = further_totals
+            subtrahend, minus = next_subtrahend, next_minus
+            mbarrier.arrive(free.index(stage), count=1)
+            if d_q is not None:
+                if which == 0:
+                    mbarrier.wait(sums_full.index(0), turn & 1)
+                    for i in gl.static_range(CONSUMERS - 1):
+                        dq += by_rows(sums.index(i).load(order_of(DIM // 8)), OUT)
+                    seq = Sequence(member // sharing_heads, head0 + member % sharing_heads, len_q, len_k)
+                    store_rows(d_q, seq, row, len_q, dq * rules.scale, HEAD_DIM)
+                    mbarrier.arrive(sums_free.index(0), count=1)  # only now are the sums of the others certainly read
+                else:
+                    mbarrier.wait(sums_free.index(0), (turn & 1) ^ 1)
+                    sums.index(which - 1).store(by_threads(dq))
+                    mbarrier.arrive(sums_full.index(0), count=1)
+            turn += 1
+        if parts is not None:
+            part = gl.program_id(0) - _piece_at(block * members, block_count, members)
+            _store(parts, part, block // blocks, row, which * KEYS, len_q, len_k, totals, PAIRS)
+            if last == members:  # the last piece of a block writes the parts that it does not have
+                zeros = ()
+                for _zero in gl.static_range(CHUNKS):
+                    zeros += (zero,)
+                for unused in range(part + 1, part_count):
+                    _store(parts, unused, block // blocks, row, which * KEYS, len_q, len_k, zeros, PAIRS)
+
+
+@gluon.jit
+def _store(parts, part, bias_head, row, col, len_q, len_k, totals, PAIRS: gl.constexpr):
+    """A consumer's sums to their part."""
+    for i in gl.static_range(len(totals)):
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
+        cols = gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))
+        start = col + i * CHUNK
+        pointers = slice_pointer(parts, Sequence(part, bias_head, len_q, len_k)) + gl.cast(row, gl.int64) * parts.row + start * parts.col
+        inside = (rows < len_q - row)[:, None] & (cols < len_k - start)[None, :]
+        gl.store(pointers + (rows * parts.row)[:, None] + (cols * parts.col)[None, :], totals[i].to(parts.ptr.dtype.element_ty), mask=inside)
