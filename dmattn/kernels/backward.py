@@ -1,7 +1,7 @@
 """The backward pass: terms of rows, dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
 Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
-dQ, dK and dV.
+dQ, dK and dV; and where few share a bias, one does dQ and dBias.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import hopper_query_grad, rows
+from . import hopper_query_grad, hopper_shared_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
 from .key_sums import empty_key_sums
@@ -79,7 +79,11 @@ def _by_blocks(
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
     in_rows = rows.takes(problem)
-    if d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
+    if shared and d_query is not None and not in_rows and hopper_shared_query_grad.takes(problem, incoming.d_out, d_bias):
+        fill_terms(incoming, out, d_lse)
+        hopper_shared_query_grad.query_and_bias_gradients(problem, incoming, d_query, d_bias)
+        d_query, shared = None, False
+    elif d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
         hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)
         d_query = None
     else:

@@ -82,7 +82,7 @@ def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
         return None
     strides = [8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]  # of an axis of 1 any will do
     strides[3] = 1
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT)
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
 def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -97,6 +97,7 @@ def tiled_vectors(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
 _VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
 
