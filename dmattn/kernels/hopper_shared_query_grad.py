@@ -234,14 +234,16 @@ def _tile(
 ):  # fmt: skip
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
-    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The next of
-    the last is the first one in the tile that follows, or, where none does, in the last tile once more, for nothing.
+    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do, but the last
+    of these not for tiles of 64 keys, for want of registers. The next of the last member is the first one in the tile that follows, or, where
+    none does, in the last tile once more, for nothing.
     """
     tiles, ready, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
     _, full, free = ready
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
+    EARLY: gl.constexpr = 1 if BLOCK_N == 32 else 0  # products ahead of the probabilities
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -270,18 +272,21 @@ def _tile(
             next_at = which + zeroth
             next_keys = next_stage * MEMBERS + zeroth
             mbarrier.wait(full.index(next_stage), next_phase)
-        next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys), PAIRS)
+        if EARLY:
+            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys), PAIRS)
         if member > 0:
-            s = warpgroup_mma_wait(3, [s])
+            s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
         s = ruled(s, bias_pairs.load(PAIRS), (1, 0, 0), rules, seq, rows, cols, EDGE)
         p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
         if member > 0:
-            dq, d_p = warpgroup_mma_wait(1, [dq, d_p])
+            dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
             sums += (dq,)
         d_s = p * (d_p - delta_rows[:, None])
         total = d_s if member == 0 else total + d_s
         ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
         dq = warpgroup_mma(ds, k_tiles.index(stage * MEMBERS + member + zeroth).reshape([BLOCK_N, DIM]), state[member], is_async=True)
+        if not EARLY:
+            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys), PAIRS)
         d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys), PAIRS)
     bias_pairs.store(total.to(d_bias.dtype))
     fence_async_shared()
