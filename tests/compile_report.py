@@ -35,6 +35,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAUNCHES = (
     (Case("dense-bias-causal-d128", 4096, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
     (Case("shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("shared-bias-of-four-window-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hqk", window=(512, 64)), BF16),
     (Case("shared-bias-d32-short", 64, batch=64, heads=8, head_dim=32, bias="1hqk"), FP16),
     (Case("windows-of-49-mask-d32", 49, batch=64, heads=8, head_dim=32, mask="b1qk", bias="1hqk"), BF16),
     (Case("windows-dense-bias-dropout-d64", 64, batch=64, heads=8, head_dim=64, bias="bhqk", dropout_p=0.1), BF16),
@@ -72,6 +73,7 @@ PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1
 # What --few leaves out, by what compiles the same: the kernels of rows are Hopper's, elsewhere they are plain problems of a small head dim.
 ALIKE = {
     "shared-bias-d64": "mask-shared-bias-d64 and dropout-shared-bias-d64",
+    "shared-bias-of-four-window-d64": "mask-shared-bias-d64",
     "shared-bias-d32-short": "windows-of-49-mask-d32, and windows-dense-bias-dropout-d64 of whole tiles",
     "rows-shared-bias-d32": "mask-shared-bias-d64",
     "rows-dense-bias-mask-d32": "mask-softcap-d128",

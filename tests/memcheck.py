@@ -16,7 +16,7 @@ import cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
-from dmattn.kernels import decoding, hopper, hopper_resident
+from dmattn.kernels import decoding, hopper, hopper_resident, hopper_shared_query_grad
 
 CASES = (
     Case("dense-bias-causal", 65, 37, heads=2, bias="bhqk", causal=True),
@@ -38,6 +38,8 @@ CASES = (
     Case("rows-dense-bias", 64, 128, batch=264, heads=1, head_dim=16, value_dim=32, bias="bhqk"),
     Case("hopper-dense-bias-causal", 136, 200, heads=2, head_dim=128, bias="bhqk", causal=True),
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
+    Case("hopper-shared-bias-of-many-window", 200, 136, batch=5, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
+    Case("hopper-shared-bias-of-two-causal", 197, 264, heads=3, head_dim=128, bias="1hqk", causal=True),
     Case("hopper-key-bias-odd-lengths", 131, 197, heads=2, head_dim=88, value_dim=72, bias="bh1k"),
     Case("hopper-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=128, bias="1h1k"),
     Case("hopper-intervals-several-blocks-a-program", 520, 100, batch=4, heads=9, head_dim=128, intervals="random", bias="b11k"),
@@ -52,6 +54,7 @@ CASES = (
 )
 decoding.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
+hopper_shared_query_grad.LEAST_FILL = 0.0  # the same for dBias beside dQ
 
 
 # Queries, keys and head dims of key and value: (300, 1300) sorts more than one run of keys, and the last is one for Hopper.

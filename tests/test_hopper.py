@@ -9,12 +9,20 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, attention
+from dmattn import IntervalMask, attention, replay
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import hopper, hopper_bias_grad, hopper_forward, hopper_key_grad, hopper_key_grad_intervals, hopper_query_grad
+from dmattn.kernels import (
+    hopper,
+    hopper_bias_grad,
+    hopper_forward,
+    hopper_key_grad,
+    hopper_key_grad_intervals,
+    hopper_query_grad,
+    hopper_shared_query_grad,
+)
 
 LENGTH = 128
 
@@ -145,6 +153,34 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "bias_shape", "programs", "taken"),
+    [
+        (4, 64, (1, 4), 4, True),
+        (4, 40, (1, 4), 4, True),
+        (2, 64, (2, 2), 4, True),
+        (2, 128, (1, 4), 4, True),
+        (3, 128, (1, 4), 4, False),
+        (5, 64, (1, 4), 4, False),
+        (2, 64, (1, 1), 1, False),
+        (4, 64, (1, 4), 5, False),
+    ],
+    ids=["four", "four-padded", "two-heads", "two-wide", "three-wide", "five", "eight", "few-programs"],
+)
+def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
+    batch: int, head_dim: int, bias_shape: tuple[int, int], programs: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, bias = tensor(batch, 4, LENGTH, head_dim), tensor(batch, 2, LENGTH, head_dim), tensor(*bias_shape, LENGTH, LENGTH)
+    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: programs / hopper_shared_query_grad.LEAST_FILL)
+    one = problem(query=query, key=key, value=key, bias=bias)
+    assert hopper_shared_query_grad.takes(one, query, bias) == taken
+    assert not hopper_shared_query_grad.takes(one, query, bias.float())
+    assert not hopper_shared_query_grad.takes(one, query[..., :1].expand(query.shape), bias)
+    masked = one._replace(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool))
+    assert not hopper_shared_query_grad.takes(masked, query, bias)
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
     one = problem()
     assert not hopper_key_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape), None)
@@ -234,13 +270,14 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (hopper_key_grad_intervals, "key_gradients"),
         (hopper_query_grad, "query_gradients"),
         (hopper_bias_grad, "shared_gradient"),
+        (hopper_shared_query_grad, "query_and_bias_gradients"),
     ):
         monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
     return names
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
+def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0) or not hopper.GLUON:
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     query, key, value = (tensor(2, 4, LENGTH, 128, device=device).requires_grad_() for _ in range(3))
@@ -249,6 +286,11 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str]) -> None:
     assert reached == ["forward"]
     out.backward(torch.randn_like(out))
     assert reached == ["forward", "query_gradients", "key_gradients", "shared_gradient"]
+    reached.clear()
+    monkeypatch.setattr(hopper_shared_query_grad, "LEAST_FILL", 0.0)
+    replay.forget()  # what the calls above launched
+    attention(query, key, value, bias=bias, causal=True).backward(torch.randn_like(out))
+    assert reached == ["forward", "query_and_bias_gradients", "key_gradients"]
     reached.clear()
     attention(query, key, value, mask=IntervalMask.causal(LENGTH, LENGTH, device=device)).backward(torch.randn_like(out))
     assert reached == ["forward", "query_gradients", "key_gradients"]

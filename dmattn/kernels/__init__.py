@@ -3,7 +3,7 @@
 Reading order: `layout` (how tensors arrive), `sequence` (which program works where), `lists` (the blocks that it visits), `intervals` and
 `mask_blocks` (which make lists), `walk` (over keys or queries), `scores` (the rules on pairs), `softmax`, `launch` (devices and assemblers),
 `overlap` (launches that begin early), `tiles` (sizes), then `forward`, `backward`, `row_terms`, `key_grad`, `key_sums`, `query_grad`,
-`bias_grad`, `windows` (short sequences), `rows` (many of medium length), `decoding` (few queries, many keys), `hopper` with its three passes
+`bias_grad`, `windows` (short sequences), `rows` (many of medium length), `decoding` (few queries, many keys), `hopper` with its passes
 and `hopper_resident` (a bias that stays on chip) with its; apart from these `ascending`, `ranks`, `lifetimes` and `best`, which plan a dynamic
 mask, and `reorder`, which follows the plan.
 

@@ -1,7 +1,7 @@
 """The backward pass: terms of rows, dK and dV by blocks of keys, dQ by blocks of queries, and dBias where its shape says.
 
 Where all pairs of a (batch, head) fit one tile, one kernel does all of that; where dQ of a (batch, head) fits in registers, one kernel does
-dQ, dK and dV; where many (batch, head) with narrow heads share a bias that fits on chip, dBias is made with dQ.
+dQ, dK and dV; where few share a bias, one does dQ and dBias, and so where many with narrow heads share one that fits on chip.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, rows
+from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, hopper_shared_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
 from .key_grad import key_gradients
 from .key_sums import empty_key_sums
@@ -86,7 +86,11 @@ def _by_blocks(
             hopper_resident_key_grad.key_gradients(problem, incoming, d_key, d_value)
         return
     in_rows = rows.takes(problem)
-    if d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
+    if shared and d_query is not None and not in_rows and hopper_shared_query_grad.takes(problem, incoming.d_out, d_bias):
+        fill_terms(incoming, out, d_lse)
+        hopper_shared_query_grad.query_and_bias_gradients(problem, incoming, d_query, d_bias)
+        d_query, shared = None, False
+    elif d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
         hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)
         d_query = None
     else:
