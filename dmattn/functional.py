@@ -101,7 +101,8 @@ def attention(
     the mapped axis to the batch.
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: an offset c that all scores of a row share
-    costs them a relative error of about 1e-7 * abs(c). Mask with -inf or a mask, not with a number like -1e9.
+    costs them a relative error of about 1e-7 * abs(c), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
+    number like -1e9.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).

@@ -257,8 +257,8 @@ HOPPER = (
     Case("hopper-intervals-window-300x700", 300, 700, heads=4, kv_heads=2, head_dim=128, intervals="random", window=(200, 100), reason="intervals and both sides of a window"),
     Case("hopper-intervals-dense-bias-head-dim-64-704x304", 704, 304, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="the same at head dim 64"),
     Case("hopper-padding-intervals-shared-bias-391", 391, batch=3, heads=2, head_dim=128, intervals="padding", bias="1hqk", reason="dBias by the portable kernel"),
-    Case("hopper-documents-window-bias-by-head-700", 700, batch=3, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="1h1k", window=(90, 10), reason="intervals of a batch entry packed beside the bias of a head"),
-    Case("hopper-intervals-by-group-bias-by-head-300", 300, heads=4, kv_heads=2, head_dim=128, intervals="random", bias="1h1k", reason="intervals of a group packed beside the bias of each of its heads"),
+    Case("hopper-documents-window-bias-by-head-700", 700, batch=3, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="1h1k", window=(90, 10), reason="intervals of a batch entry beside the bias of a head"),
+    Case("hopper-intervals-by-group-bias-by-head-300", 300, heads=4, kv_heads=2, head_dim=128, intervals="random", bias="1h1k", reason="intervals of a group beside the bias of each of its heads"),
     Case("hopper-padding-query-bias-causal-513x700", 513, 700, heads=2, head_dim=96, intervals="padding", bias="bhq1", causal=True, reason="intervals packed alone, inside a window"),
     Case("hopper-several-blocks-a-program-393x263", 393, 263, batch=5, heads=9, head_dim=128, reason="180 blocks of queries, more than there are processors"),
     Case("hopper-several-blocks-a-program-shared-bias-393x264", 393, 264, batch=5, heads=9, head_dim=128, bias="1hqk", reason="the same, batch entries side by side"),
@@ -276,12 +276,12 @@ HOPPER = (
     Case("hopper-left-window-dense-bias-520x776", 520, 776, heads=2, head_dim=128, bias="bhqk", window=(150, None), reason="first keys first"),
     Case("hopper-intervals-few-keys-200x9", 200, 9, heads=2, head_dim=128, intervals="random", bias="b11k", reason="fewer keys than one listed block"),
     Case("hopper-intervals-dense-bias-window-392x520", 392, 520, heads=2, head_dim=128, intervals="random", bias="bhqk", window=(100, 60), reason="a tile filled up in front, and so its bias"),
-    Case("hopper-documents-key-bias-fp16-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="b11k", bias_dtype=torch.float16, causal=True, reason="a bias of another dtype, packed"),
+    Case("hopper-documents-key-bias-fp16-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="b11k", bias_dtype=torch.float16, causal=True, reason="a bias of another dtype, in the products"),
     Case("hopper-intervals-many-blocks-130x33500", 130, 33500, batch=1, heads=2, kv_heads=1, head_dim=128, intervals="random-per-head", bias="b11k", reason="more blocks of 16 keys than a list names"),
     Case("hopper-documents-several-blocks-a-program-520", 520, batch=5, heads=8, kv_heads=4, head_dim=128, intervals="documents", bias="bg1k", reason="lists, and several of them a program"),
     Case("hopper-intervals-several-blocks-a-program-900x3", 900, 3, batch=3, heads=8, head_dim=128, intervals="random", bias="b11k", reason="blocks of queries without a key between others"),
     Case("hopper-intervals-dense-bias-several-blocks-a-program-520x304", 520, 304, batch=5, heads=8, head_dim=128, intervals="random", bias="bhqk", reason="the same beside a bias of pairs"),
-    Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias packed by the blocks of a mask's lists"),
+    Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias copied by the blocks of a mask's lists"),
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ LAUNCHES = (
     (Case("block-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk"), BF16),
     (Case("mask-shared-bias-d64", 4096, heads=16, head_dim=64, mask="1hqk", bias="1hqk"), BF16),
     (Case("intervals-window-d64", 4096, heads=16, head_dim=64, intervals="padding", window=(128, 0)), BF16),
+    (Case("documents-bias-by-head-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, intervals="documents", bias="bh1k"), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
@@ -74,6 +75,7 @@ PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1
 ALIKE = {
     "shared-bias-d64": "mask-shared-bias-d64 and dropout-shared-bias-d64",
     "shared-bias-of-four-window-d64": "mask-shared-bias-d64",
+    "documents-bias-by-head-gqa-d128": "intervals-window-d64",
     "shared-bias-d32-short": "windows-of-49-mask-d32, and windows-dense-bias-dropout-d64 of whole tiles",
     "rows-shared-bias-d32": "mask-shared-bias-d64",
     "rows-dense-bias-mask-d32": "mask-softcap-d128",

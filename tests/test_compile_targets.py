@@ -34,6 +34,7 @@ MOST_SPILLED = 512
 # a window's edge.
 SPILLED_IN = {
     "dense-bias-causal-d128": 1024,
+    "documents-bias-by-head-gqa-d128": 1024,
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
     "shared-bias-d128": 1024,

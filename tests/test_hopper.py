@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -188,8 +189,10 @@ def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, 1e-20, 1e20])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, math.nextafter(2.0**-64, 0.0), math.nextafter(2.0**64, math.inf)])
 def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
+    assert hopper_forward.takes(problem(scale=2.0**-64))
+    assert hopper_forward.takes(problem(scale=2.0**64))
     one = problem(scale=scale)
     assert not hopper_forward.takes(one)
     assert not hopper_query_grad.takes(one, one.query, one.query)
@@ -215,6 +218,46 @@ def test_scores_below_all_of_float32_are_hidden(pairs: bool) -> None:
     assert (lse[:, :, hidden] == float("-inf")).all()
     assert out.isfinite().all()
     assert all(x.grad.isfinite().all() for x in (query, key, value))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("offset", [-1e4, -1e9, 1e9, -1e30, -1e38])
+@pytest.mark.parametrize("bias_shape", [(1, 1, 1, 2048), (1, 1, 192, 2048), (6, 2, 1, 2048)], ids=["by-key", "pairs", "by-key-and-head"])
+def test_a_row_far_from_zero_has_its_mean(bias_shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    """Exponents that share an offset leave nothing of its rounding in weights, and the gradients of others alone."""
+    query, key, value = (tensor(6, 2, length, 128, dtype=dtype, device="cuda") for length in (192, 2048, 2048))
+    query.zero_()
+    by_pair = bias_shape[2] > 1
+    if by_pair and dtype == torch.float16 and abs(offset) > 65504:
+        pytest.skip("beyond float16")
+    bias = torch.full(bias_shape, offset, device="cuda", dtype=dtype if by_pair else torch.float32)
+    far = slice(64, 130) if by_pair else slice(None)
+    if by_pair:
+        bias[:, :, :64] = bias[:, :, 130:] = 0.0
+    leaves = [x.requires_grad_() for x in (query, key, value, bias)]
+    out, lse = attention(query, key, value, bias=bias, return_lse=True)
+    torch.testing.assert_close(out.float(), value.float().mean(2, keepdim=True).expand(out.shape), rtol=0.0, atol=2e-3)
+    if offset > -1e38:
+        torch.testing.assert_close(
+            lse[:, :, far],
+            torch.full_like(lse[:, :, far], float(bias.flatten()[-1] if not by_pair else bias[0, 0, 70, 0])),
+            rtol=1e-6,
+            atol=8.0,
+        )
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@needs_cuda
+def test_tiles_of_a_row_far_from_zero_weigh_alike() -> None:
+    """What the tiles before are multiplied by is 1 where the maximum stays; 512 times a little more would show in lse."""
+    query, key, value = (tensor(1, 1, length, 128, device="cuda") for length in (128, 65536, 65536))
+    bias = tensor(1, 1, 1, 65536, dtype=torch.float32, device="cuda")
+    _, near = attention(query, key, value, bias=bias, return_lse=True)
+    for shift in (5000.0, 16001.0, -16001.0):
+        _, far = attention(query, key, value, bias=bias + shift, return_lse=True)
+        torch.testing.assert_close(far - shift, near, rtol=0.0, atol=6e-3)
 
 
 @needs_cuda

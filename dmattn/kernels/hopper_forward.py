@@ -340,7 +340,7 @@ def _tile(
     if IN_TURN:
         mbarrier.wait(turns.index(which), (turn & 1) ^ (1 if which == 0 else 0))
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if rules.bias_rows is None and rules.bias_cols is not None:
+    if rules.bias_by_key is not None:
         s = warpgroup_mma(ones, lift_tile(lift_tiles, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     if not FIRST:
         mbarrier.wait(v_full.index(before), phase_before)
@@ -361,7 +361,7 @@ def _tile(
     if FIRST:
         fence_async_shared()  # an arrival overtakes loads that wait behind the stores of the block before: what they read is not yet free
     mbarrier.arrive(k_free.index(stage), count=1)
-    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, exponent_factor(rules))
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, exponent_factor(rules), rules.bias is not None)
     if not FIRST:
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_free.index(before), count=1)

@@ -129,6 +129,9 @@ def _key_gradients_kernel(
         mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+    lifting = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
+    if rules.bias_by_key is not None:
+        lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
     d_out_full = barriers(STAGES, 1)
@@ -140,9 +143,6 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
     tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
-    lifting = ((k_tiles, k_tiles, k_tiles), k_tiles)
-    if rules.bias_rows is None and rules.bias_cols is not None:
-        lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
     own = (k_tiles, v_tiles, kv_full, lifting)
     results = (key_sums, d_bias)  # d_k and d_v inside it would be stored by two bytes
     if CONSUMERS == 2:
@@ -237,7 +237,7 @@ def _consume(
         if not BY_GROUP:
             sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
         per_key = (uniform_bias_of(rules, this), 0, 0)
-        if rules.bias_rows is None and rules.bias_cols is not None:
+        if rules.bias_by_key is not None:
             store_lifts(lifts, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:

@@ -132,8 +132,8 @@ def _key_gradients_kernel(
         free = barriers(STAGES, 1)
         given = barriers(2, 1)
         sums_given = barriers(2, 1)
-        lifting = ((q_tiles, q_tiles), q_tiles)
-        if rules.bias_rows is None and rules.bias_cols is not None:
+        lifting = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
+        if rules.bias_by_key is not None:
             lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
         given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
@@ -253,7 +253,7 @@ def _consume(
     fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), (lifts, ones), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     of_group = 0
     if ALIKE:
-        of_group = _described(rules, bounds, seq, col, lifts, PAIRS)
+        of_group = _describe_block(rules, bounds, seq, col, lifts, PAIRS)
     mbarrier.wait(kv_full.index(0), 0)
     sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
     before = 0  # steps of the heads before
@@ -261,7 +261,7 @@ def _consume(
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not BY_GROUP:
             sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
-        per_key, steps = of_group if ALIKE else _described(rules, bounds, this, col, lifts, PAIRS)
+        per_key, steps = of_group if ALIKE else _describe_block(rules, bounds, this, col, lifts, PAIRS)
         begin, end, open_begin, open_end = steps
         mine = begin + ((before + which) % 2) * BLOCK_M
         open_begin = next_step(mine, open_begin, 2 * BLOCK_M)
@@ -303,13 +303,10 @@ def _consume(
 
 
 @gluon.jit
-def _described(rules, bounds, seq, col, lifts, PAIRS: gl.constexpr):
-    """(what `tile` has to know of a block of keys, (begin, end, begin and end of the tiles of which no pair is hidden)).
-
-    Their lifts are stored.
-    """
+def _describe_block(rules, bounds, seq, col, lifts, PAIRS: gl.constexpr):
+    """Store the lifts of a block of keys: (what else `tile` has to know of it, (begin, end, begin and end of the tiles that hide no pair))."""
     middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
-    if rules.bias_rows is None and rules.bias_cols is not None:
+    if rules.bias_by_key is not None:
         store_lifts(lifts, rules, seq, col)
     begin, end, last_to_begin, first_to_end = _range(rules, bounds, seq, col)
     open_begin, open_end = open_queries(rules, seq, col, begin, end)

@@ -43,7 +43,7 @@ def tile(
     q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if rules.bias_rows is None and rules.bias_cols is not None:
+    if rules.bias_by_key is not None:
         lifts, ones = lifting
         s = warpgroup_mma(lifts, ones.permute((1, 0)), s, is_async=True)
     mbarrier.wait(d_out_full.index(stage), phase)

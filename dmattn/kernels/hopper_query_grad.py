@@ -305,7 +305,7 @@ def _tile(
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if rules.bias_rows is None and rules.bias_cols is not None:
+    if rules.bias_by_key is not None:
         s = warpgroup_mma(ones, lift_tile(lift_tiles, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(v_full.index(stage), phase)
     d_p = warpgroup_mma(d_out_tile, v_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)

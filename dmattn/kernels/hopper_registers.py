@@ -104,7 +104,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
             s = s * rules.scale + bias.to(gl.float32)
-        elif rules.bias_cols is None:
+        elif rules.bias_by_key is None:
             s = s * (rules.scale * LOG2E) + bias
     if EDGE:
         kept, rows2, middle2, length = hiding
@@ -148,7 +148,7 @@ def exponent_factor(rules):
     """What scores of :func:`ruled` are multiplied by to be exponents of 2: with the subtraction that follows, one instruction."""
     if rules.bias_rows is not None and rules.bias_cols is not None:
         return LOG2E
-    elif rules.bias is None or rules.bias_cols is not None:
+    elif rules.bias is None or rules.bias_by_key is not None:
         return rules.scale * LOG2E
     else:
         return 1.0

@@ -15,12 +15,12 @@ from .bias_grad import processors
 from .hopper import of_pairs, serves
 from .hopper_registers import rounded_pairs, up_to
 from .layout import slice_pointer
+from .lift import bounded
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
 KEYS = gl.constexpr(128)  # of a tile
 MOST_KEYS = 3 * KEYS.value
 FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
-LARGEST = gl.constexpr(2.0**23)  # bias; any above counts as this, for beyond it the roundings of exponents no longer fit 16 bits
 
 
 def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
@@ -119,10 +119,7 @@ def keep_bias(chunks, rules, seq, row, col, COLS: gl.constexpr, PAIRS: gl.conste
             slice_pointer(rules.bias, seq) + gl.cast(first_row, gl.int64) * rules.bias.row + gl.cast(first_col, gl.int64) * rules.bias.col
         )
         given = gl.load(pointers + (near_rows * rules.bias.row + near_cols * rules.bias.col))
-        bias = given.to(gl.float32)
-        largest = gl.minimum(LARGEST, 1e38 * rules.scale)  # divided by the scale it is finite
-        bias = gl.where(bias > largest, largest, bias)  # which keeps what is not a number
-        bias = up_to(bias, cols, seq.len_k - 1 - first_col)
+        bias = up_to(bounded(given.to(gl.float32), rules.scale), cols, seq.len_k - 1 - first_col)
         if chunks.dtype == gl.float32:
             chunks.index(i).store(by_threads(bias / rules.scale))
         else:

@@ -1,18 +1,29 @@
 """A bias of keys as part of the products: three more columns of the keys, which meet ones, lift each score by it for no instruction a pair.
 
-A float32 number is the sum of three of bfloat16, so nothing is lost. Products take 16 columns at a time, so the others are 0.
+The sum of three numbers of bfloat16 is as near to a bias in units of the products as float32 comes. Products take 16 columns at a time, so the
+others are 0.
 """
 
 import triton
 import triton.language as tl
 
+from .scores import LOG2E
+
 COLUMNS = tl.constexpr(16)
+
+
+@triton.jit
+def bounded(bias, scale):
+    """A float32 bias, finite in units of the products where it is finite, but for what hides a key (`softmax.softmax_step`): that is -inf."""
+    largest = tl.minimum(1e38 * scale, 1e38)
+    finite = tl.where(bias > largest, largest, tl.where(bias < -largest, -largest, bias))
+    return tl.where(bias * LOG2E == float("-inf"), float("-inf"), tl.where(bias == float("inf"), bias, finite))
 
 
 @triton.jit
 def lift_columns(bias, scale, column):
     """Columns of the lifts of keys, both broadcast: the bias in units of the products in three parts, and 0."""
-    whole = bias.to(tl.float32) / scale
+    whole = tl.div_rn(bounded(bias.to(tl.float32), scale), scale)
     first = whole.to(tl.bfloat16).to(tl.float32)
     rest = tl.where(tl.abs(first) == float("inf"), 0.0, whole - first)
     second = rest.to(tl.bfloat16).to(tl.float32)

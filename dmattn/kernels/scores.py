@@ -1,4 +1,7 @@
-"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. Rules on pairs live here; for Hopper, in `hopper.ruled`."""
+"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. Rules on pairs live here; for Hopper, in `ruled`.
+
+`ruled` is that of hopper_registers.py.
+"""
 
 from typing import Any, NamedTuple
 
@@ -15,11 +18,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
-    `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1. `first`, `last`: one query interval per key.
-    `lists`: for every block of queries the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every
-    block of keys the blocks of queries, where there is a mask and the kernel walks queries. `states` are the mask's, where it walks neither.
-    Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where None is no bound. `seed` points to that of dropout, or
-    is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask of pairs, else None.
+    `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1; `bias_by_key` is 1 where a bias is so on that of
+    queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
+    a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
+    queries. `states` are the mask's, where it walks neither. Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where
+    None is no bound. `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where
+    batch entries share a bias or mask of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -42,6 +46,7 @@ class Rules(NamedTuple):
     mask_cols: Any
     bias_rows: Any
     bias_cols: Any
+    bias_by_key: Any
     shared: Any
 
 
@@ -56,6 +61,7 @@ def rules_of(problem: Any, lists: Tensor | None = None, states: Tensor | None = 
         bias=strided(problem.bias, heads),
         bias_rows=_varies(problem.bias, 2),
         bias_cols=_varies(problem.bias, 3),
+        bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         lists=strided(lists, heads),

@@ -6,6 +6,8 @@ import triton.language as tl
 from .pairs_kept import kept_factor
 from .scores import LOG2E, by_query, scores
 
+FARTHEST = tl.constexpr(2.0**26)  # lse of a row that has gradients
+
 
 @triton.jit
 def softmax_start(BLOCK_M: tl.constexpr):
@@ -14,17 +16,33 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, factor):
+def softmax_step(s, row_max, row_sum, factor, FAR: tl.constexpr):
     """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum).
 
     Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
+    FAR as scores may be from 0, `far_factor` is needed.
     """
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    highest = new_max * factor
-    pivot = tl.where(highest == float("-inf"), 0.0, highest)
-    p = tl.exp2(s * factor - pivot[:, None])
-    alpha = tl.exp2(row_max * factor - pivot)
+    pivot = tl.where(new_max * factor == float("-inf"), 0.0, new_max)
+    if FAR:
+        rate = far_factor(pivot, factor)
+        p = tl.exp2(s * rate[:, None] - (pivot * rate)[:, None])
+    else:
+        p = tl.exp2(s * factor - (pivot * factor)[:, None])
+    alpha = tl.exp2((row_max - pivot) * factor)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def far_factor(pivot, factor):
+    """What turns the scores of rows into exponents: the factor, or the power of 2 below it for a row whose maximum is very far from 0.
+
+    Product and difference are one operation on GPUs, which leaves the maximum the rounding of its own product for an exponent, the same for its
+    whole row. From 2 ** 27 on that may be more than 8, and grows past what 16 bits hold; there the next smaller score is as far away, which
+    rounds the exponents of others to as much whatever multiplies them, and a power of 2 rounds nothing.
+    """
+    power = (tl.cast(factor, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(pivot * factor) > 2.0**27, power, factor)
 
 
 @triton.jit
@@ -37,8 +55,11 @@ def softmax_finish(acc, row_max, row_sum):
 
 @triton.jit
 def divisor2(lse_rows):
-    """What base-2 scores are lessened by to give probabilities: lse times LOG2E, infinite for an empty row."""
-    return tl.where(lse_rows == float("-inf"), float("inf"), lse_rows * LOG2E)
+    """What base-2 scores are lessened by to give probabilities: lse times LOG2E, infinite for an empty row.
+
+    And for one so far from 0 that the roundings of its exponents, which would be 8 and more, may not fit 16 bits.
+    """
+    return tl.where(tl.abs(lse_rows) > FARTHEST, float("inf"), lse_rows * LOG2E)
 
 
 @triton.jit
