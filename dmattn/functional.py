@@ -100,8 +100,8 @@ def attention(
     PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; its vmap joins
     the mapped axis to the batch.
 
-    On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: an offset c that all scores of a row share
-    costs them a relative error of about 1e-7 * abs(c), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
+    On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
+    them a relative error of about 1e-7 * abs(lse), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
     number like -1e9.
 
     Returns:
