@@ -70,8 +70,8 @@ def dynamic_mask_attention(
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64. Differentiable.
         key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H. Differentiable.
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
-        key_bias: (B, Hk, Sk), any of the four dtypes, no NaN: selects the keys, and is added to their scores. One selection serves the
-            query heads of a group. Differentiable.
+        key_bias: (B, Hk, Sk), any of the four dtypes, no NaN, which is not looked for and spreads to the queries that see it: selects the
+            keys, and is added to their scores. One selection serves the query heads of a group. Differentiable.
         keep: how many keys a query keeps, at least 1.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned, so a cached prefix is keys without queries).
         key_padding_mask: bool, (B, Sk), True for a real token; padded keys are never kept. None: all are real.
