@@ -31,12 +31,13 @@ MOST_SPILLED = 512
 # element, and float32 products without tensor cores are unrolled over the whole head dim; ptxas spills all of these.
 # Rows of 49 keys are such rows too, in the forward pass. The kernels for dK and dV on Hopper spill the strides of their results, and a few
 # addresses that a tile needs; the forms that spilled less were slower (benchmarks/NOTES.md). That for dQ and a shared dBias spills in tiles at
-# a window's edge.
+# a window's edge, that with the bias on chip between tiles and where it loads the bias.
 SPILLED_IN = {
     "dense-bias-causal-d128": 1024,
     "documents-bias-by-head-gqa-d128": 1024,
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
+    "rows-shared-bias-d32": 1024,
     "shared-bias-d128": 1024,
     "shared-bias-of-four-window-d64": 1024,
     "windows-of-49-mask-d32": 2048,
