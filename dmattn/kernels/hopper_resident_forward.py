@@ -26,7 +26,7 @@ from .hopper import (
     tiled,
 )
 from .hopper_registers import as_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
-from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of
+from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, member_of, part_of, parts_of
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of
@@ -165,7 +165,7 @@ def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VA
     turn = 0
     bias = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
-        seq = Sequence(member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        seq = member_of(member, bias_head * sharing_heads, sharing_heads, len_q, len_k)
         mbarrier.wait(q_full.index(0), phase)
         q_tile = q_tiles.index(which).reshape([BLOCK_M, DIM]).load(gl.DotOperandLayout(0, PAIRS, 2))
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)

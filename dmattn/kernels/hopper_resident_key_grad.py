@@ -26,7 +26,7 @@ from .hopper import (
     tiled_vectors,
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, part_of, parts_of
+from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, member_of, part_of, parts_of
 from .layout import Sequence, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -187,7 +187,7 @@ def _consume(tiles, kept, ready, rules, where, d_k, d_v, which: gl.constexpr, HE
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
-        seq = Sequence(member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        seq = member_of(member, bias_head * sharing_heads, sharing_heads, len_q, len_k)
         if d_k is not None:
             store_rows(d_k, seq, col, len_k, dk * rules.scale, HEAD_DIM)
         if d_v is not None:

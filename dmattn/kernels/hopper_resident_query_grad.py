@@ -28,7 +28,7 @@ from .hopper import (
     tiled,
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, order_of
+from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, member_of, order_of
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -198,21 +198,14 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
 @gluon.jit
 def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.constexpr, HEAD_DIM: gl.constexpr):
     """KEYS keys of each block of queries, those in place `which`."""
-    q_tiles, k_tiles, v_tiles, d_out_tiles, sums = tiles
-    full, free, sums_full, sums_free = ready
     part_count, block_count, sharing_heads, members, len_q, len_k = sizes
-    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
-    DIM: gl.constexpr = q_tiles.shape[4]
-    DTYPE: gl.constexpr = q_tiles.dtype
     CHUNKS: gl.constexpr = KEYS // CHUNK
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
     index = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
     zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
     blocks = gl.cdiv(len_q, BLOCK_M)
     begin, end = _piece(block_count, members)
-    factor = rules.scale * LOG2E
+    fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
     turn = 0
     for block in range(begin // members, gl.cdiv(end, members)):
         row = block % blocks * BLOCK_M
@@ -223,58 +216,14 @@ def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.cons
         totals = ()
         for _chunk in gl.static_range(CHUNKS):
             totals += (zero,)
-        seq = Sequence(first // sharing_heads, head0 + first % sharing_heads, len_q, len_k)
-        vectors = slice_pointer(terms, seq) + row + index
-        subtrahend = gl.load(vectors)
-        minus = gl.load(vectors + terms.row)
+        vectors = _terms(terms, member_of(first, head0, sharing_heads, len_q, len_k), row, index)
         for member in range(first, last):
             further = gl.minimum(member + 1, last - 1)  # whose vectors are asked for a member ahead
-            seq = Sequence(further // sharing_heads, head0 + further % sharing_heads, len_q, len_k)
-            vectors = slice_pointer(terms, seq) + row + index
-            next_subtrahend = gl.load(vectors)
-            next_minus = gl.load(vectors + terms.row)
-            stage, parity = stage_of(turn, STAGES)
-            bias = bias_of(kept, 0, rules, PAIRS)
-            mbarrier.wait(full.index(stage), parity)
-            q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
-            d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
-            k_tile = k_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
-            v_tile = v_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
-            dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
-            further_totals = ()
-            for i in gl.static_range(CHUNKS):
-                k_part = k_tile.slice(i * CHUNK, CHUNK)
-                if i > 0:
-                    bias = bias_of(kept, i, rules, PAIRS)
-                s = warpgroup_mma(q_tile, k_part.permute((1, 0)), bias, is_async=True)
-                v_part = v_tile.slice(i * CHUNK, CHUNK)
-                d_p = warpgroup_mma(d_out_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if i > 0:
-                    s, dq = warpgroup_mma_wait(1, [s, dq])
-                else:
-                    s = warpgroup_mma_wait(1, [s])
-                p = gl.exp2(s * factor - subtrahend[:, None])
-                d_p = warpgroup_mma_wait(0, [d_p])
-                ds = p * (d_p - minus[:, None])
-                further_totals += (totals[i] + ds,)
-                rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
-                dq = warpgroup_mma(rounded, k_part, dq, use_acc=i > 0, is_async=True)
-            dq = warpgroup_mma_wait(0, [dq])
-            totals = further_totals
-            subtrahend, minus = next_subtrahend, next_minus
-            mbarrier.arrive(free.index(stage), count=1)
+            next_vectors = _terms(terms, member_of(further, head0, sharing_heads, len_q, len_k), row, index)
+            dq, totals = _member(fixed, vectors, totals, turn, which, PAIRS)
+            vectors = next_vectors
             if d_q is not None:
-                if which == 0:
-                    mbarrier.wait(sums_full.index(0), turn & 1)
-                    for i in gl.static_range(CONSUMERS - 1):
-                        dq += by_rows(sums.index(i).load(order_of(DIM // 8)), OUT)
-                    seq = Sequence(member // sharing_heads, head0 + member % sharing_heads, len_q, len_k)
-                    store_rows(d_q, seq, row, len_q, dq * rules.scale, HEAD_DIM)
-                    mbarrier.arrive(sums_free.index(0), count=1)  # only now are the sums of the others certainly read
-                else:
-                    mbarrier.wait(sums_free.index(0), (turn & 1) ^ 1)
-                    sums.index(which - 1).store(by_threads(dq))
-                    mbarrier.arrive(sums_full.index(0), count=1)
+                _give(dq, tiles, ready, rules, d_q, member_of(member, head0, sharing_heads, len_q, len_k), row, turn, which, HEAD_DIM)
             turn += 1
         if parts is not None:
             part = gl.program_id(0) - _piece_at(block * members, block_count, members)
@@ -285,6 +234,76 @@ def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.cons
                     zeros += (zero,)
                 for unused in range(part + 1, part_count):
                     _store(parts, unused, block // blocks, row, which * KEYS, len_q, len_k, zeros, PAIRS)
+
+
+@gluon.jit
+def _terms(terms, seq, row, index):
+    """The terms of queries (`row_terms.Incoming`): what scores are lessened by, and delta."""
+    vectors = slice_pointer(terms, seq) + row + index
+    return gl.load(vectors), gl.load(vectors + terms.row)
+
+
+@gluon.jit
+def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constexpr):
+    """(the consumer's share of one member's dQ, the totals with its dS); its tiles are given back."""
+    tiles, kept, ready, rules, factor = fixed
+    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
+    full, free, _, _ = ready
+    subtrahend, minus = vectors
+    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
+    DIM: gl.constexpr = q_tiles.shape[4]
+    DTYPE: gl.constexpr = q_tiles.dtype
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
+    zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
+    stage, parity = stage_of(turn, STAGES)
+    bias = bias_of(kept, 0, rules, PAIRS)
+    mbarrier.wait(full.index(stage), parity)
+    q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
+    d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
+    k_tile = k_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
+    v_tile = v_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
+    dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
+    further_totals = ()
+    for i in gl.static_range(KEYS // CHUNK):
+        k_part = k_tile.slice(i * CHUNK, CHUNK)
+        if i > 0:
+            bias = bias_of(kept, i, rules, PAIRS)
+        s = warpgroup_mma(q_tile, k_part.permute((1, 0)), bias, is_async=True)
+        v_part = v_tile.slice(i * CHUNK, CHUNK)
+        d_p = warpgroup_mma(d_out_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if i > 0:
+            s, dq = warpgroup_mma_wait(1, [s, dq])
+        else:
+            s = warpgroup_mma_wait(1, [s])
+        p = gl.exp2(s * factor - subtrahend[:, None])
+        d_p = warpgroup_mma_wait(0, [d_p])
+        ds = p * (d_p - minus[:, None])
+        further_totals += (totals[i] + ds,)
+        rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
+        dq = warpgroup_mma(rounded, k_part, dq, use_acc=i > 0, is_async=True)
+    dq = warpgroup_mma_wait(0, [dq])
+    mbarrier.arrive(free.index(stage), count=1)
+    return dq, further_totals
+
+
+@gluon.jit
+def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """A consumer's share of one member's dQ to the first one, and from that, dQ to its place."""
+    _, k_tiles, _, _, sums = tiles
+    _, _, sums_full, sums_free = ready
+    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
+    OUT: gl.constexpr = dq.type.layout
+    if which == 0:
+        mbarrier.wait(sums_full.index(0), turn & 1)
+        for i in gl.static_range(CONSUMERS - 1):
+            dq += by_rows(sums.index(i).load(order_of(dq.shape[1] // 8)), OUT)
+        store_rows(d_q, seq, row, seq.len_q, dq * rules.scale, HEAD_DIM)
+        mbarrier.arrive(sums_free.index(0), count=1)  # only now are the sums of the others certainly read
+    else:
+        mbarrier.wait(sums_free.index(0), (turn & 1) ^ 1)
+        sums.index(which - 1).store(by_threads(dq))
+        mbarrier.arrive(sums_full.index(0), count=1)
 
 
 @gluon.jit
