@@ -185,7 +185,7 @@ def _split_kernel(
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
-        p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, 1.0, False)
+        p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)

@@ -92,7 +92,7 @@ def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, HIDES: 
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, HIDES, False, PRECISION)
-    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, 1.0, False)
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, False)
     v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]

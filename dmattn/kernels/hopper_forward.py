@@ -33,7 +33,7 @@ from .hopper import (
     tiled,
 )
 from .hopper_lift import ones_for_lifts
-from .hopper_registers import as_factor, bias_vector, exponent_factor, mask_of, rounded_pairs, ruled, store_rows
+from .hopper_registers import as_factor, bias_vector, exponent_factor, looked_at, mask_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import (
     copy_blocks,
     copy_described,
@@ -52,12 +52,11 @@ from .layout import slice_pointer, strided
 from .lift import COLUMNS
 from .overlap import follow
 from .scores import LOG2E
-from .softmax import softmax_step
+from .softmax import weights_of
 
 # NVIDIA H200, 2026-11-21: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload with head dim 128.
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
-FEWER_KEYS, MORE_STAGES = 64, 3
 
 
 def takes(problem: Any) -> bool:
@@ -73,8 +72,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
     pairs = of_pairs(problem.bias)
-    block_n, stages = (FEWER_KEYS, MORE_STAGES) if pairs and consumers == 3 else (KEYS, STAGES)  # to leave room for their biases
-    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, block_n)
+    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, KEYS)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
         _forward_kernel,
@@ -94,12 +92,12 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         len_q=len_q,
         len_k=len_k,
         VALUE_DIM=value_dim,
-        BLOCK_N=block_n,
-        STAGES=stages,
+        BLOCK_N=KEYS,
+        STAGES=STAGES,
         DIM=dim,
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
-        EVEN_N=len_k % block_n == 0,
+        EVEN_N=len_k % KEYS == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
@@ -349,21 +347,29 @@ def _tile(
         )
     if IN_TURN:
         mbarrier.arrive(turns.index((which + 1) % CONSUMERS), count=1)
+    bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
+    s = warpgroup_mma_wait(0 if FIRST else 1, [s])
     if rules.bias_rows is not None and rules.bias_cols is not None:
         bias = bias_tiles.index(CONSUMERS * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    else:
-        bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
-    s = warpgroup_mma_wait(0 if FIRST else 1, [s])
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
         hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    if FIRST:
-        fence_async_shared()  # an arrival overtakes loads that wait behind the stores of the block before: what they read is not yet free
-    mbarrier.arrive(k_free.index(stage), count=1)
-    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, exponent_factor(rules), rules.bias is not None)
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
+    LOADED: gl.constexpr = (rules.bias_rows is not None and rules.bias_cols is not None) or (EDGE and rules.first is not None)
+    LATE: gl.constexpr = LOADED and CONSUMERS == 3
+    if not LATE:
+        if LOADED:
+            new_max = looked_at(new_max)
+        mbarrier.arrive(k_free.index(stage), count=1)
+    p, alpha = weights_of(s, row_max, new_max, exponent_factor(rules), rules.bias is not None)
     if not FIRST:
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_free.index(before), count=1)
         acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    return acc, rounded_pairs(p, v_tiles.dtype), row_max, row_sum, turn + 1
+    row_sum = row_sum * alpha + gl.sum(p, 1)
+    if LATE:
+        row_sum = looked_at(row_sum)
+        mbarrier.arrive(k_free.index(stage), count=1)
+    return acc, rounded_pairs(p, v_tiles.dtype), new_max, row_sum, turn + 1

@@ -103,7 +103,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     """
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
-            s = s * rules.scale + bias.to(gl.float32)
+            s = s * rules.scale + widened(bias)
         elif rules.bias_by_key is None:
             s = s * (rules.scale * LOG2E) + bias
     if EDGE:
@@ -133,6 +133,30 @@ def rounded_pairs(x, DTYPE: gl.constexpr):
     low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
     CODE: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if DTYPE.is_fp16() else "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def looked_at(x):
+    """The same numbers, which are there before anything goes on that others see.
+
+    An arrival at a barrier does not wait for loads from shared memory: they may stand behind stores, and the copy engine be faster. What their
+    numbers lead to is looked at here by an instruction that keeps its place.
+    """
+    CODE: gl.constexpr = "{ .reg .pred nan; setp.nan.f32 nan, $1, $1; @nan nanosleep.u32 0; mov.b32 $0, $1; }"
+    return gl.inline_asm_elementwise(CODE, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def widened(x):
+    """A tile in float32. One instruction makes it of a bfloat16, whose neighbour in the row shares its register; Triton takes three for two."""
+    if x.dtype.is_bf16():
+        LAYOUT: gl.constexpr = x.type.layout
+        low, high = gl.split(x.to(gl.int16, bitcast=True).reshape([x.shape[0], x.shape[1] // 2, 2]))
+        CODE: gl.constexpr = "{ .reg .b32 pair; mov.b32 pair, {$2, $3}; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
+        low, high = gl.inline_asm_elementwise(CODE, "=r,=r,h,h", [low, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+        return gl.convert_layout(gl.join(low, high).reshape(x.shape).to(gl.float32, bitcast=True), LAYOUT)
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bia
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of
-from .softmax import far_factor
+from .softmax import weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 STAGES = gl.constexpr(3)  # tiles of KEYS keys and values in shared memory, no fewer than a member has
@@ -177,10 +177,7 @@ def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VA
             s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([KEYS, DIM]).permute((1, 0)), bias, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             new_max = gl.maximum(row_max, gl.max(s, 1))
-            pivot = gl.where(new_max * factor == float("-inf"), 0.0, new_max)
-            rate = far_factor(pivot, factor)
-            p = gl.exp2(s * rate[:, None] - (pivot * rate)[:, None])
-            alpha = gl.exp2((row_max - pivot) * factor)
+            p, alpha = weights_of(s, row_max, new_max, factor, True)
             row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None] + lane_sums(p)
             row_max = new_max
             acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]

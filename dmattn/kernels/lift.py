@@ -14,7 +14,7 @@ COLUMNS = tl.constexpr(16)
 
 @triton.jit
 def bounded(bias, scale):
-    """A float32 bias, finite in units of the products where it is finite, but for what hides a key (`softmax.softmax_step`): that is -inf."""
+    """A float32 bias, finite in units of the products where it is finite, but for what hides a key (`softmax.weights_of`): that is -inf."""
     largest = tl.minimum(1e38 * scale, 1e38)
     finite = tl.where(bias > largest, largest, tl.where(bias < -largest, -largest, bias))
     return tl.where(bias * LOG2E == float("-inf"), float("-inf"), tl.where(bias == float("inf"), bias, finite))

@@ -16,33 +16,35 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, factor, FAR: tl.constexpr):
-    """(unnormalised probabilities of the tile, factor for what was accumulated before, new maximum, new sum).
-
-    Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
-    FAR as scores may be from 0, `far_factor` is needed.
-    """
+def softmax_step(s, row_max, row_sum):
+    """(unnormalised probabilities of a tile of base-2 scores, factor for what was accumulated before, new maximum, new sum)."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    pivot = tl.where(new_max * factor == float("-inf"), 0.0, new_max)
-    if FAR:
-        rate = far_factor(pivot, factor)
-        p = tl.exp2(s * rate[:, None] - (pivot * rate)[:, None])
-    else:
-        p = tl.exp2(s * factor - (pivot * factor)[:, None])
-    alpha = tl.exp2((row_max - pivot) * factor)
+    p, alpha = weights_of(s, row_max, new_max, 1.0, False)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def far_factor(pivot, factor):
-    """What turns the scores of rows into exponents: the factor, or the power of 2 below it for a row whose maximum is very far from 0.
+def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
+    """(unnormalised probabilities of a tile, factor for what was accumulated before) for the maximum until then, and with it.
+
+    Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
 
     Product and difference are one operation on GPUs, which leaves the maximum the rounding of its own product for an exponent, the same for its
     whole row. From 2 ** 27 on that may be more than 8, and grows past what 16 bits hold; there the next smaller score is as far away, which
-    rounds the exponents of others to as much whatever multiplies them, and a power of 2 rounds nothing.
+    rounds the exponents of others to as much whatever multiplies them, and a power of 2 rounds nothing. FAR as scores may be from 0, a row
+    whose maximum is beyond has the power of 2 below the factor. All is decided by one product, for whatever comes between the maximum and the
+    exponents is waited for.
     """
-    power = (tl.cast(factor, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(pivot * factor) > 2.0**27, power, factor)
+    highest = new_max * factor
+    hidden = highest == float("-inf")
+    if FAR:
+        power = (tl.cast(factor, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        far = tl.abs(highest) > 2.0**27
+        rate = tl.where(far, power, factor)
+        p = tl.exp2(s * rate[:, None] - tl.where(far, tl.where(hidden, 0.0, new_max * power), highest)[:, None])
+    else:
+        p = tl.exp2(s * factor - tl.where(hidden, 0.0, highest)[:, None])
+    return p, tl.exp2((row_max - tl.where(hidden, 0.0, new_max)) * factor)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def _window_forward_kernel(
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         s, _tanh = scores(q_tile, k_tile, rules, seq, rows, cols, True, False, PRECISION, bias2)
         row_max, row_sum = softmax_start(BLOCK_M)
-        p, _alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, 1.0, False)
+        p, _alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         if rules.seed is not None:
             p *= kept_factor(rules, seq, rows, cols, False)
         acc, lse_rows = softmax_finish(tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION), row_max, row_sum)
