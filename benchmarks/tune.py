@@ -24,7 +24,7 @@ from dmattn import ops
 from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.forward import forward
-from dmattn.kernels.key_grad import key_gradients
+from dmattn.kernels.key_grad import key_gradients, takes_lifts
 from dmattn.kernels.key_sums import empty_key_sums
 from dmattn.kernels.launch import device_family, launching
 from dmattn.kernels.lifetimes import lifetimes
@@ -87,8 +87,8 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     if decoding.takes(problem):
         return {"decoding": lambda: forward(problem, out, lse)}
     with launching(d_out):
-        incoming = Incoming.without_terms(d_out, lse)
-        fill_terms(incoming, out, None)
+        incoming = Incoming.without_terms(d_out, lse, takes_lifts(problem, d_out))
+        fill_terms(problem, incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
     kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None

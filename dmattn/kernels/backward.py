@@ -12,7 +12,7 @@ from torch import Tensor
 from ..broadcast import per_query_gradient
 from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, hopper_shared_query_grad, rows
 from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
-from .key_grad import key_gradients
+from .key_grad import key_gradients, takes_lifts
 from .key_sums import empty_key_sums
 from .launch import on_its_device
 from .query_grad import query_gradients
@@ -52,7 +52,9 @@ def backward(
     elif fits(problem):
         window_gradients(problem, (d_out, lse, d_lse), *wanted, order)
     else:
-        _by_blocks(problem, Incoming.without_terms(d_out, lse), out, d_lse, *wanted, order)
+        lifted = (d_key is not None or d_value is not None) and not rows.takes(problem) and takes_lifts(problem, d_out)
+        incoming = Incoming.without_terms(d_out, lse, lifted)
+        _by_blocks(problem, incoming, out, d_lse, *wanted, order)
     if kind is BiasGradient.PER_KEY and key_sums is not d_bias:
         sum_of_key_sums(key_sums, d_bias)
     elif kind is BiasGradient.PER_QUERY:
@@ -79,7 +81,7 @@ def _by_blocks(
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
     if hopper_resident.takes_backward(problem, incoming.d_out):
-        fill_terms(incoming, out, d_lse)
+        fill_terms(problem, incoming, out, d_lse)
         if d_query is not None or d_bias is not None:  # whose parts lie in the memory of dK or dV until these are made
             hopper_resident_query_grad.query_gradients(problem, incoming, d_query, d_bias, (d_key, d_value))
         if keys_wanted:
@@ -87,14 +89,14 @@ def _by_blocks(
         return
     in_rows = rows.takes(problem)
     if shared and d_query is not None and not in_rows and hopper_shared_query_grad.takes(problem, incoming.d_out, d_bias):
-        fill_terms(incoming, out, d_lse)
+        fill_terms(problem, incoming, out, d_lse)
         hopper_shared_query_grad.query_and_bias_gradients(problem, incoming, d_query, d_bias)
         d_query, shared = None, False
     elif d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
         hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)
         d_query = None
     else:
-        fill_terms(incoming, out, d_lse)
+        fill_terms(problem, incoming, out, d_lse)
     if not in_rows:
         stored = keys_wanted and _serves_queries(dense, problem)
         if keys_wanted or key_sums is not None:

@@ -32,9 +32,19 @@ from .hopper import (
     stage_of,
     tiled,
     tiled_mask,
-    tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, open_queries, store_tile, tile, uniform_bias_of
+from .hopper_key_tile import (
+    BLOCK_M,
+    BLOCK_N,
+    allocate_lowered,
+    allocate_terms,
+    copy_terms,
+    open_queries,
+    store_tile,
+    tile,
+    tiled_terms,
+    uniform_bias_of,
+)
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import lane_sums, store_rows, sums_of_lanes
 from .key_sums import by_group, vectors_of
@@ -81,7 +91,7 @@ def key_gradients(
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem, lists),
-        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
+        terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
@@ -119,7 +129,7 @@ def _key_gradients_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
-    terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
+    terms_tiles = allocate_terms(terms, STAGES)
     bias_tiles = q_tiles
     mask_tiles = q_tiles
     d_bias_tiles = q_tiles
@@ -132,6 +142,7 @@ def _key_gradients_kernel(
     lifting = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
     if rules.bias_by_key is not None:
         lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
+    lowered = allocate_lowered(terms, q_tiles)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
     d_out_full = barriers(STAGES, 1)
@@ -143,7 +154,7 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
     tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
-    own = (k_tiles, v_tiles, kv_full, lifting)
+    own = (k_tiles, v_tiles, kv_full, lifting, lowered)
     results = (key_sums, d_bias)  # d_k and d_v inside it would be stored by two bytes
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -173,7 +184,7 @@ def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups,
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
     q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, _ = tiles
     q_full, d_out_full, free = ready
-    k_tiles, _, _, _ = own
+    k_tiles, _, _, _, _ = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     BIAS_BYTES: gl.constexpr = 0 if bias is None else CONSUMERS * bias.block_type.nbytes
     step = 0
@@ -186,7 +197,7 @@ def _produce(q, terms, bias, mask, d_out, tiles, ready, own, rules, seq, groups,
             mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), q.block_type.nbytes + terms.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
-            copy(terms, [seq.batch, head, 0, start], q_full.index(stage), terms_tiles.index(stage))
+            copy_terms(terms, seq.batch, head, start, q_full.index(stage), terms_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 bias_head = head // rules.bias.group
@@ -212,7 +223,7 @@ def _consume(
     which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
-    k_tiles, v_tiles, kv_full, lifting = own
+    k_tiles, v_tiles, kv_full, lifting, lowered = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
@@ -228,7 +239,7 @@ def _consume(
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     rooms, ones = lifting
     lifts = rooms[which]
-    fixed = (k_tile, v_tile, (lifts, ones), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    fixed = (k_tile, v_tile, (lifts, ones, lowered), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
     sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
     step = 0

@@ -25,9 +25,8 @@ from .hopper import (
     serves,
     stage_of,
     tiled,
-    tiled_vectors,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, open_queries, tile, uniform_bias_of
+from .hopper_key_tile import BLOCK_M, BLOCK_N, allocate_lowered, allocate_terms, copy_terms, open_queries, tile, tiled_terms, uniform_bias_of
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import interval_of, lane_sums, places_of, store_rows, sums_of_lanes
 from .intervals import block_bounds
@@ -73,7 +72,7 @@ def key_gradients(
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
-        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
+        terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
@@ -116,7 +115,7 @@ def _key_gradients_kernel(
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
-    terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
+    terms_tiles = allocate_terms(terms, STAGES)
     bias_tiles = q_tiles
     d_bias_tiles = q_tiles
     if bias is not None:
@@ -135,6 +134,7 @@ def _key_gradients_kernel(
         lifting = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
         if rules.bias_by_key is not None:
             lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
+        lowered = allocate_lowered(terms, q_tiles)
         given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
@@ -142,7 +142,7 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
         tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
-        own = (k_tile, v_tile, kv_full, lifting, given, given_sums, sums_given)
+        own = (k_tile, v_tile, kv_full, lifting, lowered, given, given_sums, sums_given)
         results = (d_k, d_v, key_sums, d_bias, order)
         gl.warp_specialize(
             [
@@ -200,7 +200,7 @@ def _store_sums(key_sums, order, seq, col, sums, LAYOUT: gl.constexpr):
 @gluon.jit
 def _store_both_sums(key_sums, order, seq, col, sums, own, turn, which: gl.constexpr, LAYOUT: gl.constexpr):
     """The same of what each consumer has summed: the second gives its sums to the first, the `turn`-th time."""
-    _, _, _, _, _, given_sums, sums_given = own
+    _, _, _, _, _, _, given_sums, sums_given = own
     if which == 0:
         mbarrier.wait(sums_given.index(1), turn & 1)
         sums += given_sums.load(gl.SliceLayout(1, LAYOUT))
@@ -226,7 +226,7 @@ def _produce(q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, co
             mbarrier.wait(free.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), q.block_type.nbytes + terms.block_type.nbytes + BIAS_BYTES)
             copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
-            copy(terms, [seq.batch, head, 0, start], q_full.index(stage), terms_tiles.index(stage))
+            copy_terms(terms, seq.batch, head, start, q_full.index(stage), terms_tiles.index(stage))
             if bias is not None:
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 copy(bias, [entry, head // rules.bias.group, start, col], q_full.index(stage), bias_tiles.index(stage))
@@ -244,13 +244,14 @@ def _consume(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    k_tile, v_tile, kv_full, lifting, given, _, _ = own
+    k_tile, v_tile, kv_full, rooms_and_ones, lowered, given, _, _ = own
     d_k, d_v, key_sums, d_bias, order = results
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    rooms, ones = lifting
+    rooms, ones = rooms_and_ones
     lifts = rooms[which]
-    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), (lifts, ones), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    lifting = (lifts, ones, lowered)
+    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), lifting, tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     of_group = 0
     if ALIKE:
         of_group = _describe_block(rules, bounds, seq, col, lifts, PAIRS)

@@ -6,15 +6,63 @@ Scores stand with keys down, so that the sums over queries take them for their l
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper import store
+from .hopper import copy, store, tiled_vectors
+from .hopper_lift import ones_for_lifts, tiled_lifts
 from .hopper_registers import exponent_factor, lane_sums, load_vector, mask_of, ruled
 from .layout import slice_pointer
+from .lift import COLUMNS
+from .row_terms import Incoming
 from .scores import LOG2E
 from .sequence import next_step
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
+
+
+def tiled_terms(incoming: Incoming) -> TensorDescriptor:
+    """The terms of tiles of queries as the copy engine takes them: lifts, if there are some."""
+    if incoming.lifts is None:
+        return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
+    return tiled_lifts(incoming.lifts, BLOCK_M.value)
+
+
+@gluon.jit
+def allocate_terms(terms, STAGES: gl.constexpr):
+    """Shared memory for the terms of STAGES tiles of queries."""
+    if terms.dtype == gl.bfloat16:
+        return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, BLOCK_M, COLUMNS], terms.layout)
+    else:
+        return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
+
+
+@gluon.jit
+def copy_terms(terms, batch, head, start, full, terms_tile):
+    """Copy the terms of a tile of queries."""
+    if terms.dtype == gl.bfloat16:
+        copy(terms, [batch, head, start, 0], full, terms_tile)
+    else:
+        copy(terms, [batch, head, 0, start], full, terms_tile)
+
+
+@gluon.jit
+def _term_of(terms_tiles, number, PAIRS: gl.constexpr):
+    """One of the terms of a tile of queries, across; 0 where products add it."""
+    if terms_tiles.dtype == gl.bfloat16:
+        return 0.0
+    else:
+        vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        return vectors.index(number).load(gl.SliceLayout(0, PAIRS))[None, :]
+
+
+@gluon.jit
+def allocate_lowered(terms, nobody):
+    """What lifts of queries meet in the products for scores and for dP, if the terms are lifts. A fence has to follow."""
+    if terms.dtype == gl.bfloat16:
+        return ones_for_lifts(BLOCK_N), ones_for_lifts(BLOCK_N, 3)
+    else:
+        return nobody, nobody
 
 
 @gluon.jit
@@ -29,11 +77,13 @@ def tile(
     """
     uniform_bias, middle2, length = per_key
     k_tile, v_tile, lifting, tiles, ready, rules, results = fixed
+    lifts, ones, lowered = lifting
     q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles = tiles
     q_full, d_out_full, free = ready
     d_k, d_v, key_sums, d_bias = results
     stage, phase = turn
     of_tile, of_consumer = place
+    LIFTED: gl.constexpr = terms_tiles.dtype == gl.bfloat16
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
     kept = 1
@@ -44,28 +94,32 @@ def tile(
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if rules.bias_by_key is not None:
-        lifts, ones = lifting
         s = warpgroup_mma(lifts, ones.permute((1, 0)), s, is_async=True)
+    if LIFTED:
+        of_scores, of_d_p = lowered
+        query_lifts = terms_tiles.index(stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))
+        s = warpgroup_mma(of_scores, query_lifts, s, is_async=True)
     mbarrier.wait(d_out_full.index(stage), phase)
     d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
     d_p = warpgroup_mma(v_tile, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if LIFTED:
+        d_p = warpgroup_mma(of_d_p, query_lifts, d_p, is_async=True)
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     bias = _bias_of(uniform_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
-    row_vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    divisor_rows = row_vectors.index(2 * stage).load(gl.SliceLayout(0, PAIRS))
+    divisor_rows = _term_of(terms_tiles, 2 * stage, PAIRS)
     s = warpgroup_mma_wait(1, [s])
     rows2 = 0
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)
     s = ruled(s, bias, (kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[None, :])
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows)
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
-    delta_rows = row_vectors.index(2 * stage + 1).load(gl.SliceLayout(0, PAIRS))
+    delta_rows = _term_of(terms_tiles, 2 * stage + 1, PAIRS)
     d_p = warpgroup_mma_wait(0 if d_v is None else 1, [d_p])
-    ds = p * (d_p - delta_rows[None, :])
+    ds = p * (d_p - delta_rows)
     if d_k is not None:
         dk = warpgroup_mma(gl.convert_layout(ds.to(q_tiles.dtype), FACTOR), q_tile, dk, is_async=True)
     if key_sums is not None:

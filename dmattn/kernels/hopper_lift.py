@@ -1,4 +1,4 @@
-"""Lifts of keys (lift.py) in shared memory on Hopper (sm_90), as products take them."""
+"""Lifts (lift.py) in shared memory on Hopper (sm_90), as products take them."""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ _REGISTERS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 
 
 def tiled_lifts(lifts: Tensor | None, rows: int) -> TensorDescriptor | None:
-    """Lifts (B or 1, H or Hk or 1, Sk, COLUMNS) as the copy engine takes them, in tiles of so many keys of one (batch, head)."""
+    """Lifts (batch, heads, length, up to COLUMNS) as the copy engine takes them, in tiles of so many rows and COLUMNS of one (batch, head)."""
     if lifts is None:
         return None
     return TensorDescriptor(lifts, list(lifts.shape), list(lifts.stride()), [1, 1, rows, COLUMNS.value], _COPIED)
@@ -29,11 +29,11 @@ def lift_room(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def ones_for_lifts(ROWS: gl.constexpr):
-    """What lifts meet in products: the tile of ROWS queries, whichever they are. A fence has to follow."""
+def ones_for_lifts(ROWS: gl.constexpr, FIRST: gl.constexpr = 0):
+    """What lifts in three columns from the FIRST on meet in products: a tile of ROWS, whichever they are. A fence has to follow."""
     tile = lift_room(ROWS)
     columns = gl.full([ROWS, 1], 0, gl.int32, _REGISTERS) + gl.arange(0, COLUMNS, gl.SliceLayout(0, _REGISTERS))[None, :]
-    tile.store(gl.where(columns < 3, 1.0, 0.0).to(gl.bfloat16))
+    tile.store(gl.where((columns >= FIRST) & (columns < FIRST + 3), 1.0, 0.0).to(gl.bfloat16))
     return tile
 
 

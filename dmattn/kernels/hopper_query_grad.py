@@ -47,7 +47,7 @@ from .hopper_walk import (
 from .layout import strided
 from .lift import COLUMNS
 from .overlap import follow
-from .row_terms import Incoming, store_terms
+from .row_terms import LIFT_COLUMNS, Incoming, store_terms
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -82,6 +82,7 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
+        query_lifts=strided(incoming.lifts, heads),
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -98,7 +99,7 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, lifts, d_out, out, rules, lse, d_lse, terms, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, lifts, d_out, out, rules, lse, d_lse, terms, query_lifts, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
@@ -131,7 +132,7 @@ def _query_gradients_kernel(
     tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
     ready = (q_full, q_free, k_full, v_full, free)
     lengths = (works, heads, len_q, len_k)
-    vectors = (lse, d_lse, terms)
+    vectors = (lse, d_lse, (terms, query_lifts, rules.scale))
     gl.warp_specialize(
         [
             (_consume, (tiles, ready, rules, lengths, vectors, d_q, 0, HEAD_DIM, DIM, SUB, EVEN_N)),
@@ -262,7 +263,7 @@ def _consume(
 @gluon.jit
 def _terms(vectors, out_tile, d_out_tile, seq, row, SUMS: gl.constexpr, PAIRS: gl.constexpr):
     """The terms of a consumer's queries (`row_terms.Incoming`), which are stored, too."""
-    lse, d_lse, terms = vectors
+    lse, d_lse, places = vectors
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, False)
     delta_rows = gl.sum(out_tile.load(SUMS).to(gl.float32) * d_out_tile.load(SUMS).to(gl.float32), 1)
@@ -270,10 +271,9 @@ def _terms(vectors, out_tile, d_out_tile, seq, row, SUMS: gl.constexpr, PAIRS: g
     if d_lse is not None:
         of_lse = load_vector(d_lse, d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, False)
         delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
-    divisor_rows = divisor2(lse_rows)
     if row < seq.len_q:
-        store_terms(terms, seq, row, gl.arange(0, BLOCK_M, ROWS), divisor_rows, delta_rows)
-    return divisor_rows, delta_rows
+        store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), gl.arange(0, LIFT_COLUMNS, gl.SliceLayout(0, PAIRS)), lse_rows, delta_rows)
+    return divisor2(lse_rows), delta_rows
 
 
 @gluon.jit

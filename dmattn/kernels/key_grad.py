@@ -19,6 +19,11 @@ from .tiles import launch_options, pick
 from .walk import query_lists, query_range, query_step
 
 
+def takes_lifts(problem: Any, d_out: Tensor) -> bool:
+    """Whether `key_gradients` wants the terms of queries as lifts: on Hopper without a bias, which may lift further than lifts can lower."""
+    return problem.bias is None and (hopper_key_grad.takes(problem, d_out, None) or hopper_key_grad_intervals.takes(problem, d_out, None))
+
+
 def key_gradients(
     problem: Any,
     incoming: Incoming,

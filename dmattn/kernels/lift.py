@@ -1,7 +1,8 @@
-"""A bias of keys as part of the products: three more columns of the keys, which meet ones, lift each score by it for no instruction a pair.
+"""What is added to whole rows or columns of products as part of them: three more columns, which meet ones, for no instruction a pair.
 
-The sum of three numbers of bfloat16 is as near to a bias in units of the products as float32 comes. Products take 16 columns at a time, so the
-others are 0.
+A bias of keys lifts their scores so; without a bias, terms of queries lower scores and dP in the kernels of dK and dV (row_terms.py). The sum
+of three numbers of bfloat16 is as near to what is added, in units of the products, as float32 comes. Products take 16 columns at a time, so
+the others are 0.
 """
 
 import triton
@@ -23,7 +24,12 @@ def bounded(bias, scale):
 @triton.jit
 def lift_columns(bias, scale, column):
     """Columns of the lifts of keys, both broadcast: the bias in units of the products in three parts, and 0."""
-    whole = tl.div_rn(bounded(bias.to(tl.float32), scale), scale)
+    return three_parts(tl.div_rn(bounded(bias.to(tl.float32), scale), scale), column)
+
+
+@triton.jit
+def three_parts(whole, column):
+    """A float32 number in three parts of bfloat16 in columns 0 to 2, and 0 in others."""
     first = whole.to(tl.bfloat16).to(tl.float32)
     rest = tl.where(tl.abs(first) == float("inf"), 0.0, whole - first)
     second = rest.to(tl.bfloat16).to(tl.float32)

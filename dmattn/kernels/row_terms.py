@@ -2,12 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..replay import launch
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
+from .lift import three_parts
 from .overlap import follow
 from .sequence import place
 from .softmax import divisor2
@@ -15,32 +17,37 @@ from .tiles import block_dim
 
 BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
 ROWS = 32  # queries of a program
+LIFT_COLUMNS = tl.constexpr(8)  # of lifts in memory; the copy engine fills up with 0
 
 
 class Incoming(NamedTuple):
-    """What comes from the output: dO, lse and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
+    """What comes from the output: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
 
     They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
-    an empty row, whose dLSE may be anything. Queries past the end have no probabilities.
+    an empty row, whose dLSE may be anything. Queries past the end have no probabilities. Where there are `lifts` (B, H, Sq in whole BLOCKs,
+    LIFT_COLUMNS) bfloat16, they hold both for products to add (lift.py), and `terms` delta alone.
     """
 
     d_out: Tensor
     lse: Tensor
     terms: Tensor
+    lifts: Tensor | None
 
     @classmethod
-    def without_terms(cls, d_out: Tensor, lse: Tensor) -> "Incoming":
+    def without_terms(cls, d_out: Tensor, lse: Tensor, lifted: bool) -> "Incoming":
         """The terms are memory as it is, to be filled by a kernel."""
         batch, heads, len_q = lse.shape
-        return cls(d_out, lse, lse.new_empty((batch, heads, 2, triton.cdiv(len_q, BLOCK) * BLOCK)))
+        padded = triton.cdiv(len_q, BLOCK) * BLOCK
+        lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
+        return cls(d_out, lse, lse.new_empty((batch, heads, 1 if lifted else 2, padded)), lifts)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, -1], heads)
 
 
-def fill_terms(incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
-    """Make the terms of all queries."""
+def fill_terms(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
+    """Make the terms of all queries of a `dmattn.problem.Problem`."""
     batch, heads, len_q, value_dim = out.shape
     launch(
         _terms_kernel,
@@ -50,6 +57,8 @@ def fill_terms(incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
+        lifts=strided(incoming.lifts, heads),
+        scale=problem.scale,
         heads=heads,
         len_q=len_q,
         padded_len_q=incoming.terms.shape[3],
@@ -62,7 +71,8 @@ def fill_terms(incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
 
 @triton.jit
 def _terms_kernel(
-    out, d_out, lse, d_lse, terms, heads, len_q, padded_len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+    out, d_out, lse, d_lse, terms, lifts, scale, heads, len_q, padded_len_q,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     follow()
@@ -76,12 +86,24 @@ def _terms_kernel(
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     if d_lse is not None:
         delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
-    store_terms(terms, seq, rows.start, rows.index, divisor2(lse_rows), delta)
+    store_terms((terms, lifts, scale), seq, rows.start, rows.index, tl.arange(0, LIFT_COLUMNS), lse_rows, delta)
 
 
 @triton.jit
-def store_terms(terms, seq, start, index, divisor_rows, delta_rows):
-    """Write the terms of queries from `start` on, all of which there is room for."""
+def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
+    """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
+
+    `column` are the numbers of the lifts' columns. Those from 0 to 2 lower scores, in units of the products, and those from 3 to 5 dP. They are
+    finite for a row without probabilities, too, as the other product meets them with 0.
+    """
+    terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index
-    tl.store(pointers, divisor_rows)
-    tl.store(pointers + terms.row, delta_rows)
+    if lifts is None:
+        tl.store(pointers, divisor2(lse_rows))
+        tl.store(pointers + terms.row, delta_rows)
+    else:
+        tl.store(pointers, delta_rows)
+        column = column[None, :]
+        lowered = tl.where(divisor2(lse_rows) == float("inf"), -3e38, -lse_rows / scale)
+        parts = tl.where(column < 3, three_parts(lowered[:, None], column), three_parts(-delta_rows[:, None], column - 3))
+        tl.store(slice_pointer(lifts, seq) + (tl.cast(start, tl.int64) + index)[:, None] * lifts.row + column, parts)
