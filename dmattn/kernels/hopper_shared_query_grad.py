@@ -140,22 +140,35 @@ def _query_gradients_kernel(
     q_full = barriers(1, 1)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, BLOCKS)
-    between = ()
+    bias_full, bias_free, part = full, free, ()
     if BLOCKS == 1:
+        bias_full, bias_free = barriers(BIAS_TILES, 1), barriers(1, 1)
         given = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        between = (given, barriers(1, 1), barriers(1, 1), barriers(BIAS_TILES, 1), barriers(1, 1))
+        part = (given, barriers(1, 1), barriers(1, 1))
     fence_async_shared()
     tiles = (q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
-    ready = (q_full, full, free)
+    ready = (q_full, full, free, bias_full, bias_free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, between, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (_consume, (tiles, ready, between, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (_produce, (q, k, v, bias, d_out, terms, tiles, ready, between, rules, seq, sharing, row, MEMBERS, BLOCKS)),
+            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
+            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
+            (_produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+@gluon.constexpr_function
+def _own(which, members, blocks):
+    """How many members a consumer has: all where each has a block of queries, else every other one."""
+    return members if blocks == 2 else (members + 1 - which) // 2
+
+
+@gluon.constexpr_function
+def _member(i, which, blocks):
+    """Which member is the i-th that a consumer has."""
+    return i if blocks == 2 else 2 * i + which
 
 
 @gluon.jit
@@ -169,11 +182,11 @@ def _stage_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q, k, v, bias, d_out, terms, tiles, ready, between, rules, seq, sharing, row, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
+    q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
     """Copy what the members' queries have, and tiles of bias, keys and values to shared memory, as far ahead as there are free stages."""
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    q_full, full, free = ready
+    q_full, full, free, bias_full, bias_free = ready
     GROUP: gl.constexpr = k_tiles.shape[0] // full.shape[0]
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
@@ -194,7 +207,6 @@ def _produce(
                 for i in gl.static_range(2):
                     copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full.index(stage), bias_tiles.index(turn % BIAS_TILES * 2 + i))
             if BLOCKS == 1 and member == 2:  # both consumers have the keys that they begin with
-                _, _, _, bias_full, bias_free = between
                 bias_stage, _ = stage_of(turn, BIAS_TILES)
                 mbarrier.wait(bias_free.index(0), (turn & 1) ^ 1)
                 mbarrier.expect(bias_full.index(bias_stage), bias.block_type.nbytes)
@@ -211,27 +223,26 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    tiles, ready, between, rules, seq, sharing, row, d_bias, d_q,
+    tiles, ready, part, rules, seq, sharing, row, d_bias, d_q,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M of the program's queries, the first or the second, of all members, or all of them of the first or second of every two."""
     q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
-    FIRST: gl.constexpr = which if BLOCKS == 1 else 0
-    STEP: gl.constexpr = 2 // BLOCKS
-    OWN: gl.constexpr = (MEMBERS - FIRST + STEP - 1) // STEP
+    FIRST: gl.constexpr = _member(0, which, BLOCKS)
+    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, full, _ = ready
+    q_full, full, _, _, _ = ready
     sharing_heads, _ = sharing
     begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
     if BLOCKS == 2:
         row += which * BLOCK_M
     open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
-    fixed = (tiles, ready, between, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
+    fixed = (tiles, ready, part, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
     state = ()  # dQ of each member; then Q K^T and dP of the first one in the tile that comes
-    for _member in gl.static_range(OWN):
+    for _sum in gl.static_range(OWN):
         state += (gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS),)
     s = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     d_p = s
@@ -259,7 +270,7 @@ def _consume(
         if rules.left is not None or rules.right is not None:
             _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        store_rows(d_q, member_of(seq, FIRST + STEP * i, sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
+        store_rows(d_q, member_of(seq, _member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
 
 
 @gluon.jit
@@ -286,12 +297,10 @@ def _tile(
     of these not for tiles of 64 keys, for want of registers. The next of the last member is the first one in the tile that follows, or, where
     none does, in the last tile once more, for nothing.
     """
-    tiles, ready, between, rules, seq, row, last, d_bias = fixed
+    tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    _, full, free = ready
-    FIRST: gl.constexpr = which if BLOCKS == 1 else 0
-    STEP: gl.constexpr = 2 // BLOCKS
-    OWN: gl.constexpr = (MEMBERS - FIRST + STEP - 1) // STEP
+    _, full, free, bias_full, bias_free = ready
+    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
     GROUP: gl.constexpr = k_tiles.shape[0] // full.shape[0]
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
@@ -306,25 +315,26 @@ def _tile(
     bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
     # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
     zeroth = turn >> 30
-    stage, _, keys = _stage_of(tiles, ready, turn, FIRST, MEMBERS)
     sums = ()
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     dq = state[0]
     next_s = state[OWN]
     d_p = state[OWN + 1]
     if BLOCKS == 1:
-        mbarrier.wait(between[3].index(turn % BIAS_TILES), (turn // BIAS_TILES) & 1)
+        bias_stage, bias_phase = stage_of(turn, BIAS_TILES)
+        mbarrier.wait(bias_full.index(bias_stage), bias_phase)
     for i in gl.static_range(OWN):
         at = 2 * i + which + zeroth  # where the member's queries are
+        stage, _, keys = _stage_of(tiles, ready, turn, _member(i, which, BLOCKS), MEMBERS)
         s = next_s
         divisor_rows = vectors.index(2 * at).load(ROWS)
         delta_rows = vectors.index(2 * at + 1).load(ROWS)
         if i + 1 < OWN:
             next_at = at + 2
-            next_stage, next_phase, next_keys = _stage_of(tiles, ready, turn, FIRST + STEP * (i + 1), MEMBERS)
+            next_stage, next_phase, next_keys = _stage_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
         else:
             next_at = which + zeroth
-            next_stage, next_phase, next_keys = _stage_of(tiles, ready, gl.minimum(turn + 1, last), FIRST, MEMBERS)
+            next_stage, next_phase, next_keys = _stage_of(tiles, ready, gl.minimum(turn + 1, last), _member(0, which, BLOCKS), MEMBERS)
         if GROUP == 1 or i + 1 == OWN:
             mbarrier.wait(full.index(next_stage), next_phase)
         if EARLY:
@@ -337,10 +347,11 @@ def _tile(
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
             sums += (dq,)
             if GROUP == 1:
+                before, _, _ = _stage_of(tiles, ready, turn, _member(i - 1, which, BLOCKS), MEMBERS)
                 mbarrier.arrive(free.index(before), count=1)
         elif BLOCKS == 1 and which == 1:
             tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
-            mbarrier.arrive(between[4].index(0), count=1)
+            mbarrier.arrive(bias_free.index(0), count=1)
         d_s = p * (d_p - delta_rows[:, None])
         total = d_s if i == 0 else total + d_s
         ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
@@ -348,18 +359,14 @@ def _tile(
         if not EARLY:
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
-        before = stage
-        if i + 1 < OWN:
-            stage = next_stage
-            keys = next_keys
     if BLOCKS == 1:
-        total = _joined(total, between, turn, which, PAIRS)
+        total = _joined(total, part, turn, which, PAIRS)
     if BLOCKS == 2 or which == 1:
         bias_pairs.store(total.to(d_bias.dtype))
         fence_async_shared()
         store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
         if BLOCKS == 1:
-            mbarrier.arrive(between[2].index(0), count=1)  # only now is what was given certainly read
+            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
     dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
     if BLOCKS == 2:
         tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
@@ -369,9 +376,9 @@ def _tile(
 
 
 @gluon.jit
-def _joined(total, between, turn, which: gl.constexpr, PAIRS: gl.constexpr):
+def _joined(total, part, turn, which: gl.constexpr, PAIRS: gl.constexpr):
     """The sum of dS of both consumers' members, for the second one; the first one gives its part."""
-    given, given_full, given_free, _, _ = between
+    given, given_full, given_free = part
     if which == 0:
         mbarrier.wait(given_free.index(0), (turn & 1) ^ 1)
         given.store(by_threads(total))
