@@ -115,7 +115,7 @@ def _query_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, terms, d_q, bias_heads, sharing_heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCKS blocks of queries of all MEMBERS of one slice of the bias, and these rows of its dBias, from a grid of one axis.
+    """One program: dQ of BLOCKS BLOCK_M queries of all MEMBERS of one slice of the bias, and these rows of its dBias, from a grid of one axis.
 
     q, k, v, bias, d_out, d_bias and terms (`row_terms.Incoming`) are tensor descriptors.
 
@@ -138,7 +138,7 @@ def _query_gradients_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     q_full = barriers(1, 1)
-    full = barriers(STAGES, 1)
+    full = barriers(2 * MEMBERS // GROUP, 1)
     free = barriers(STAGES, BLOCKS)
     bias_full, bias_free, part = full, free, ()
     if BLOCKS == 1:
@@ -173,11 +173,23 @@ def _member(i, which, blocks):
 
 @gluon.jit
 def _stage_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
-    """(stage of a member's keys and values in a turn, the parity of its uses, their tiles in shared memory)."""
-    STAGES: gl.constexpr = ready[1].shape[0]
+    """(the stage of a member's group in a turn, the parity of its uses, where the member's keys and values are in shared memory)."""
+    STAGES: gl.constexpr = ready[2].shape[0]
     GROUP: gl.constexpr = tiles[3].shape[0] // STAGES
     stage, phase = stage_of(turn * (MEMBERS // GROUP) + member // GROUP, STAGES)
     return stage, phase, stage * GROUP + member % GROUP
+
+
+@gluon.jit
+def _full_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
+    """(the barrier on which a member's group arrives in a turn, the parity of its uses).
+
+    Each group has two of its own, not one that comes with the stage: a stage may be one consumer's in one turn and the other's in the next, who
+    would take the parity before the first one's copy for that after its own.
+    """
+    GROUP: gl.constexpr = tiles[3].shape[0] // ready[2].shape[0]
+    which, phase = stage_of(turn, 2)
+    return ready[1].index(which * (MEMBERS // GROUP) + member // GROUP), phase
 
 
 @gluon.jit
@@ -186,8 +198,8 @@ def _produce(
 ):  # fmt: skip
     """Copy what the members' queries have, and tiles of bias, keys and values to shared memory, as far ahead as there are free stages."""
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    q_full, full, free, bias_full, bias_free = ready
-    GROUP: gl.constexpr = k_tiles.shape[0] // full.shape[0]
+    q_full, _, free, bias_full, bias_free = ready
+    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     BYTES: gl.constexpr = GROUP * (k.block_type.nbytes + v.block_type.nbytes) + (2 * bias.block_type.nbytes if BLOCKS == 2 else 0)
@@ -199,13 +211,14 @@ def _produce(
         start = begin + turn * BLOCK_N
         for member in gl.static_range(MEMBERS):
             stage, phase, place = _stage_of(tiles, ready, turn, member, MEMBERS)
+            full, _ = _full_of(tiles, ready, turn, member, MEMBERS)
             if member % GROUP == 0:
                 mbarrier.wait(free.index(stage), phase ^ 1)
-                mbarrier.expect(full.index(stage), BYTES)
+                mbarrier.expect(full, BYTES)
             this = member_of(seq, member, sharing_heads)
             if BLOCKS == 2 and member == 0:
                 for i in gl.static_range(2):
-                    copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full.index(stage), bias_tiles.index(turn % BIAS_TILES * 2 + i))
+                    copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, bias_tiles.index(turn % BIAS_TILES * 2 + i))
             if BLOCKS == 1 and member == 2:  # both consumers have the keys that they begin with
                 bias_stage, _ = stage_of(turn, BIAS_TILES)
                 mbarrier.wait(bias_free.index(0), (turn & 1) ^ 1)
@@ -217,8 +230,8 @@ def _produce(
                     copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(at))
                     copy(d_out, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(at))
                     copy(terms, [this.batch, this.head, 0, row + i * BLOCK_M], q_full.index(0), terms_tiles.index(at))
-            copy(k, [this.batch, this.head // groups, start, 0], full.index(stage), k_tiles.index(place))
-            copy(v, [this.batch, this.head // groups, start, 0], full.index(stage), v_tiles.index(place))
+            copy(k, [this.batch, this.head // groups, start, 0], full, k_tiles.index(place))
+            copy(v, [this.batch, this.head // groups, start, 0], full, v_tiles.index(place))
 
 
 @gluon.jit
@@ -299,9 +312,9 @@ def _tile(
     """
     tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    _, full, free, bias_full, bias_free = ready
+    _, _, free, bias_full, bias_free = ready
     OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
-    GROUP: gl.constexpr = k_tiles.shape[0] // full.shape[0]
+    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
@@ -315,6 +328,7 @@ def _tile(
     bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
     # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
     zeroth = turn >> 30
+    next_turn = gl.minimum(turn + 1, last)
     sums = ()
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     dq = state[0]
@@ -331,12 +345,14 @@ def _tile(
         delta_rows = vectors.index(2 * at + 1).load(ROWS)
         if i + 1 < OWN:
             next_at = at + 2
-            next_stage, next_phase, next_keys = _stage_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
+            _, _, next_keys = _stage_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
+            full, phase = _full_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
         else:
             next_at = which + zeroth
-            next_stage, next_phase, next_keys = _stage_of(tiles, ready, gl.minimum(turn + 1, last), _member(0, which, BLOCKS), MEMBERS)
+            _, _, next_keys = _stage_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
+            full, phase = _full_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
         if GROUP == 1 or i + 1 == OWN:
-            mbarrier.wait(full.index(next_stage), next_phase)
+            mbarrier.wait(full, phase)
         if EARLY:
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         if i > 0:
