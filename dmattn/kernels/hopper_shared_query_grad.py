@@ -44,7 +44,7 @@ from .sequence import member_of, place_queries
 from .walk import key_range
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-LEAST_FILL = 0.5  # programs for each processor; with fewer the two other kernels are faster, which have some for each member
+LEAST_FILL = 0.9  # blocks of queries for each processor; with fewer the two other kernels are faster, which have some for each member
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
 
 
@@ -58,7 +58,7 @@ def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
     if blocks == 0:
         return False
     programs = triton.cdiv(problem.query.shape[2], blocks * BLOCK_M.value) * d_bias.shape[0] * d_bias.shape[1]
-    return programs >= LEAST_FILL * processors(problem.query.device)
+    return blocks * programs >= LEAST_FILL * processors(problem.query.device)
 
 
 def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
@@ -318,7 +318,7 @@ def _tile(
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
-    EARLY: gl.constexpr = 1 if BLOCK_N == 32 else 0  # products ahead of the probabilities
+    EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -351,9 +351,9 @@ def _tile(
             next_at = which + zeroth
             _, _, next_keys = _stage_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
             full, phase = _full_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
-        if GROUP == 1 or i + 1 == OWN:
-            mbarrier.wait(full, phase)
         if EARLY:
+            if GROUP == 1 or i + 1 == OWN:
+                mbarrier.wait(full, phase)
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         if i > 0:
             s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
@@ -373,6 +373,8 @@ def _tile(
         ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
         dq = warpgroup_mma(ds, k_tiles.index(keys + zeroth).reshape([BLOCK_N, DIM]), state[i], is_async=True)
         if not EARLY:
+            if GROUP == 1 or i + 1 == OWN:
+                mbarrier.wait(full, phase)
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
     if BLOCKS == 1:
