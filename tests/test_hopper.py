@@ -170,7 +170,20 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
         (4, 64, (1, 4), 9, False),
         (4, 128, (1, 4), 9, False),
     ],
-    ids=["four", "four-padded", "two-heads", "two-wide", "three-wide", "four-wide", "five-wide", "five", "eight", "nine", "few-programs", "few-of-wide"],
+    ids=[
+        "four",
+        "four-padded",
+        "two-heads",
+        "two-wide",
+        "three-wide",
+        "four-wide",
+        "five-wide",
+        "five",
+        "eight",
+        "nine",
+        "few-programs",
+        "few-of-wide",
+    ],
 )
 def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
     batch: int, head_dim: int, bias_shape: tuple[int, int], blocks: int, taken: bool, monkeypatch: pytest.MonkeyPatch

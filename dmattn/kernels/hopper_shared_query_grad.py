@@ -115,13 +115,14 @@ def _query_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, terms, d_q, bias_heads, sharing_heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCKS BLOCK_M queries of all MEMBERS of one slice of the bias, and these rows of its dBias, from a grid of one axis.
+    """One program: dQ of BLOCKS x BLOCK_M queries of all MEMBERS of one slice of the bias, and their dBias, from a grid of one axis.
 
     q, k, v, bias, d_out, d_bias and terms (`row_terms.Incoming`) are tensor descriptors.
 
-    A stage has a tile of keys and values of a GROUP of members, which come, and go, together: of all where both consumers need all, and of
-    one where they do not. There are two stages more than the consumers hold, or one. Of the tiles of bias, one comes and one is in use, and
-    where consumers do not wait for another anyway, a third one has become dBias and goes.
+    Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one. In the first case keys and values
+    of all members come together, in two stages, and with them the bias: of its tiles one comes, one is in use, and one has become dBias and
+    goes. In the second case there is less room and each member's come alone, in as many stages as there are members and one; and a tile of the
+    bias comes when the one before the last has gone as dBias.
     """
     follow()
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
@@ -161,7 +162,7 @@ def _query_gradients_kernel(
 
 @gluon.constexpr_function
 def _own(which, members, blocks):
-    """How many members a consumer has: all where each has a block of queries, else every other one."""
+    """How many members a consumer has: all where each has queries of its own, else every other one, the first consumer more if they are odd."""
     return members if blocks == 2 else (members + 1 - which) // 2
 
 
@@ -219,7 +220,7 @@ def _produce(
             if BLOCKS == 2 and member == 0:
                 for i in gl.static_range(2):
                     copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, bias_tiles.index(turn % BIAS_TILES * 2 + i))
-            if BLOCKS == 1 and member == 2:  # both consumers have the keys that they begin with
+            if BLOCKS == 1 and member == 2:  # when both consumers have what they begin the tile with
                 bias_stage, _ = stage_of(turn, BIAS_TILES)
                 mbarrier.wait(bias_free.index(0), (turn & 1) ^ 1)
                 mbarrier.expect(bias_full.index(bias_stage), bias.block_type.nbytes)
@@ -239,7 +240,7 @@ def _consume(
     tiles, ready, part, rules, seq, sharing, row, d_bias, d_q,
     which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M of the program's queries, the first or the second, of all members, or all of them of the first or second of every two."""
+    """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
     q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
     FIRST: gl.constexpr = _member(0, which, BLOCKS)
     OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
@@ -306,9 +307,10 @@ def _tile(
 ):  # fmt: skip
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
-    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do, but the last
-    of these not for tiles of 64 keys, for want of registers. The next of the last member is the first one in the tile that follows, or, where
-    none does, in the last tile once more, for nothing.
+    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
+    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members of the four, whose next
+    keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the last tile
+    once more, for nothing.
     """
     tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
@@ -395,7 +397,7 @@ def _tile(
 
 @gluon.jit
 def _joined(total, part, turn, which: gl.constexpr, PAIRS: gl.constexpr):
-    """The sum of dS of both consumers' members, for the second one; the first one gives its part."""
+    """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
     given, given_full, given_free = part
     if which == 0:
         mbarrier.wait(given_free.index(0), (turn & 1) ^ 1)
