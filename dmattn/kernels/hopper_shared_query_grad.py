@@ -308,9 +308,9 @@ def _tile(
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
     Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
-    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members of the four, whose next
-    keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the last tile
-    once more, for nothing.
+    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two of four members,
+    whose next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
+    last tile once more, for nothing.
     """
     tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
