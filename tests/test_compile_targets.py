@@ -38,7 +38,7 @@ SPILLED_IN = {
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
     "rows-shared-bias-d32": 1024,
-    "shared-bias-of-eight-window-d64": 1024,
+    "shared-bias-of-eight-window-d64": 1280,
     "shared-bias-of-four-d128": 1024,
     "shared-bias-of-four-window-d64": 1024,
     "shared-bias-of-many-d128": 1024,

@@ -161,7 +161,7 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
         (4, 40, (1, 4), 8, True),
         (2, 64, (2, 2), 8, True),
         (2, 128, (1, 4), 8, True),
-        (3, 128, (1, 4), 8, True),
+        (3, 128, (1, 4), 8, False),
         (4, 128, (1, 4), 8, True),
         (5, 128, (1, 4), 8, False),
         (5, 64, (1, 4), 8, True),

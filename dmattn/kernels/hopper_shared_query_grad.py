@@ -107,7 +107,7 @@ def _blocks(members: int, dim: int) -> int:
     """How many blocks of BLOCK_M queries a program has: one for each consumer, one for both, who share the members then, or 0 if it cannot."""
     if 2 <= members <= MOST_SUMS // dim:
         return 2
-    return 1 if 2 <= members <= 2 * (MOST_SUMS // dim) else 0
+    return 1 if 4 <= members <= 2 * (MOST_SUMS // dim) else 0  # by members, three take nearly as long as four
 
 
 @gluon.jit
@@ -121,12 +121,12 @@ def _query_gradients_kernel(
 
     Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one. In the first case keys and values
     of all members come together, in two stages, and with them the bias: of its tiles one comes, one is in use, and one has become dBias and
-    goes. In the second case there is less room and each member's come alone, in as many stages as there are members and one; and a tile of the
-    bias comes when the one before the last has gone as dBias.
+    goes. In the second case there is less room and each member's come alone, in one stage more than there are members, but no more than eight,
+    whose places are found with fewer registers; and a tile of the bias comes when the one before the last has gone as dBias.
     """
     follow()
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
-    STAGES: gl.constexpr = 2 if BLOCKS == 2 else MEMBERS + 1
+    STAGES: gl.constexpr = 2 if BLOCKS == 2 else min(MEMBERS + 1, 8)
     BIAS_TILES: gl.constexpr = 3 if BLOCKS == 2 else 2
     block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
     sharing = (sharing_heads, groups)
