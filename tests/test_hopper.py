@@ -155,24 +155,41 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("batch", "head_dim", "bias_shape", "programs", "taken"),
+    ("batch", "head_dim", "bias_shape", "blocks", "taken"),
     [
-        (4, 64, (1, 4), 4, True),
-        (4, 40, (1, 4), 4, True),
-        (2, 64, (2, 2), 4, True),
-        (2, 128, (1, 4), 4, True),
-        (3, 128, (1, 4), 4, False),
-        (5, 64, (1, 4), 4, False),
-        (2, 64, (1, 1), 1, False),
-        (4, 64, (1, 4), 5, False),
+        (4, 64, (1, 4), 8, True),
+        (4, 40, (1, 4), 8, True),
+        (2, 64, (2, 2), 8, True),
+        (2, 128, (1, 4), 8, True),
+        (3, 128, (1, 4), 8, False),
+        (4, 128, (1, 4), 8, True),
+        (5, 128, (1, 4), 8, False),
+        (5, 64, (1, 4), 8, True),
+        (2, 64, (1, 1), 2, True),
+        (9, 64, (1, 4), 8, False),
+        (4, 64, (1, 4), 9, False),
+        (4, 128, (1, 4), 9, False),
     ],
-    ids=["four", "four-padded", "two-heads", "two-wide", "three-wide", "five", "eight", "few-programs"],
+    ids=[
+        "four",
+        "four-padded",
+        "two-heads",
+        "two-wide",
+        "three-wide",
+        "four-wide",
+        "five-wide",
+        "five",
+        "eight",
+        "nine",
+        "few-programs",
+        "few-of-wide",
+    ],
 )
 def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
-    batch: int, head_dim: int, bias_shape: tuple[int, int], programs: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, head_dim: int, bias_shape: tuple[int, int], blocks: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, bias = tensor(batch, 4, LENGTH, head_dim), tensor(batch, 2, LENGTH, head_dim), tensor(*bias_shape, LENGTH, LENGTH)
-    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: programs / hopper_shared_query_grad.LEAST_FILL)
+    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: blocks / hopper_shared_query_grad.LEAST_FILL)
     one = problem(query=query, key=key, value=key, bias=bias)
     assert hopper_shared_query_grad.takes(one, query, bias) == taken
     assert not hopper_shared_query_grad.takes(one, query, bias.float())

@@ -20,7 +20,7 @@ from .mask_blocks import tile_state
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import load_bias2, rules_of
-from .sequence import all_in_window, in_window
+from .sequence import all_in_window, in_window, member_of
 from .softmax import probabilities
 from .tiles import launch_options, pick
 
@@ -194,12 +194,13 @@ def _shared_gradient_kernel(
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
-    if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), rows, cols, BLOCK_M, BLOCK_N):
+    of_slice = Sequence(entry, bias_head, len_q, len_k)
+    if not in_window(rules, of_slice, rows, cols, BLOCK_M, BLOCK_N):
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
-    bias2 = load_bias2(rules, Sequence(entry, bias_head * sharing_heads, len_q, len_k), rows, cols, False)  # every member's
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, False)  # every member's
     for member in tl.range(begin, end):
-        seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        seq = member_of(of_slice, member, sharing_heads)
         if rules.mask is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):

@@ -19,7 +19,7 @@ from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import rules_of
-from .sequence import in_window
+from .sequence import in_window, member_of
 from .softmax import divisor2
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -85,7 +85,8 @@ def _shared_gradient_kernel(
     entry = part_entry % slice_batch
     begin = part_entry // slice_batch * members_per_part
     end = gl.minimum(begin + members_per_part, members)
-    if not in_window(rules, Sequence(entry, bias_head, len_q, len_k), Span(row, 0, None), Span(col, 0, None), 2 * BLOCK_M, BLOCK_N):
+    seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
+    if not in_window(rules, seq, Span(row, 0, None), Span(col, 0, None), 2 * BLOCK_M, BLOCK_N):
         end = begin
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
@@ -100,14 +101,14 @@ def _shared_gradient_kernel(
     fence_async_shared()
     mbarrier.expect(bias_full.index(0), 2 * bias.block_type.nbytes)
     for i in gl.static_range(2):
-        copy(bias, [entry, bias_head, row + i * BLOCK_M, col], bias_full.index(0), bias_tiles.index(i))
+        copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], bias_full.index(0), bias_tiles.index(i))
     tiles = (q_tiles, k_tiles, d_out_tiles, v_tiles, bias_tiles)
     ready = (bias_full, full, free, late_full, late_free)
-    where = (entry, bias_head, sharing_heads, row, col, begin, end, part_entry)
+    where = (seq, sharing_heads, row, col, begin, end, part_entry)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, lse, delta, parts, where, len_q, len_k, 0, DIM, STAGES, LATE_STAGES)),
-            (_consume, (tiles, ready, rules, lse, delta, parts, where, len_q, len_k, 1, DIM, STAGES, LATE_STAGES)),
+            (_consume, (tiles, ready, rules, lse, delta, parts, where, 0, DIM, STAGES, LATE_STAGES)),
+            (_consume, (tiles, ready, rules, lse, delta, parts, where, 1, DIM, STAGES, LATE_STAGES)),
             (_produce, (q, k, d_out, v, tiles, ready, where, groups, STAGES, LATE_STAGES)),
         ],
         [4, 1],
@@ -120,72 +121,71 @@ def _produce(q, k, d_out, v, tiles, ready, where, groups, STAGES: gl.constexpr, 
     """Copy each member's tiles to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, d_out_tiles, v_tiles, _ = tiles
     _, full, free, late_full, late_free = ready
-    entry, bias_head, sharing_heads, row, col, begin, end, _ = where
+    seq, sharing_heads, row, col, begin, end, _ = where
     for member in range(begin, end):
-        batch = entry + member // sharing_heads
-        head = bias_head * sharing_heads + member % sharing_heads
+        this = member_of(seq, member, sharing_heads)
         step = member - begin
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), 2 * q.block_type.nbytes + k.block_type.nbytes)
-        copy(k, [batch, head // groups, col, 0], full.index(stage), k_tiles.index(stage))
-        copy(q, [batch, head, row, 0], full.index(stage), q_tiles.index(2 * stage))
-        copy(q, [batch, head, row + BLOCK_M, 0], full.index(stage), q_tiles.index(2 * stage + 1))
+        copy(k, [this.batch, this.head // groups, col, 0], full.index(stage), k_tiles.index(stage))
+        copy(q, [this.batch, this.head, row, 0], full.index(stage), q_tiles.index(2 * stage))
+        copy(q, [this.batch, this.head, row + BLOCK_M, 0], full.index(stage), q_tiles.index(2 * stage + 1))
         late = step % LATE_STAGES
         mbarrier.wait(late_free.index(late), ((step // LATE_STAGES) & 1) ^ 1)
         mbarrier.expect(late_full.index(late), 2 * d_out.block_type.nbytes + v.block_type.nbytes)
-        copy(v, [batch, head // groups, col, 0], late_full.index(late), v_tiles.index(late))
-        copy(d_out, [batch, head, row, 0], late_full.index(late), d_out_tiles.index(2 * late))
-        copy(d_out, [batch, head, row + BLOCK_M, 0], late_full.index(late), d_out_tiles.index(2 * late + 1))
+        copy(v, [this.batch, this.head // groups, col, 0], late_full.index(late), v_tiles.index(late))
+        copy(d_out, [this.batch, this.head, row, 0], late_full.index(late), d_out_tiles.index(2 * late))
+        copy(d_out, [this.batch, this.head, row + BLOCK_M, 0], late_full.index(late), d_out_tiles.index(2 * late + 1))
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, lse, delta, parts, where, len_q, len_k,
+    tiles, ready, rules, lse, delta, parts, where,
     which: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of the program's tile, the first or the second."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     bias_full, _, _, _, _ = ready
-    _, bias_head, _, row, col, begin, end, part_entry = where
+    seq, _, row, col, begin, end, part_entry = where
     row += which * BLOCK_M
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(bias_full.index(0), 0)
-    offset = len_k - len_q
-    at_edge = col + BLOCK_N > len_k
+    offset = seq.len_k - seq.len_q
+    at_edge = col + BLOCK_N > seq.len_k
     if rules.right is not None:
         at_edge |= col + BLOCK_N > row + offset + rules.right + 1
     if rules.left is not None:
         at_edge |= col < row + BLOCK_M - 1 + offset - rules.left
     if at_edge:
         for member in range(begin, end):
-            total += _member(tiles, ready, rules, lse, delta, where, row, len_q, len_k, member, which, DIM, STAGES, LATE_STAGES, True)
+            total += _member(tiles, ready, rules, lse, delta, where, row, member, which, DIM, STAGES, LATE_STAGES, True)
     else:
         for member in range(begin, end):
-            total += _member(tiles, ready, rules, lse, delta, where, row, len_q, len_k, member, which, DIM, STAGES, LATE_STAGES, False)
+            total += _member(tiles, ready, rules, lse, delta, where, row, member, which, DIM, STAGES, LATE_STAGES, False)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))
-    pointers = slice_pointer(parts, Sequence(part_entry, bias_head, len_q, len_k))
+    pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
     pointers = pointers + (rows.to(gl.int64) * parts.row)[:, None] + (cols.to(gl.int64) * parts.col)[None, :]
-    gl.store(pointers, total.to(parts.ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (cols < len_k)[None, :])
+    gl.store(pointers, total.to(parts.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (cols < seq.len_k)[None, :])
 
 
 @gluon.jit
 def _member(
-    tiles, ready, rules, lse, delta, where, row, len_q, len_k, member,
+    tiles, ready, rules, lse, delta, where, row, member,
     which: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """dS of the consumer's rows in one member."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     q_tiles, k_tiles, d_out_tiles, v_tiles, bias_tiles = tiles
     _, full, free, late_full, late_free = ready
-    entry, bias_head, sharing_heads, _, col, begin, _, _ = where
-    seq = Sequence(entry + member // sharing_heads, bias_head * sharing_heads + member % sharing_heads, len_q, len_k)
+    seq, sharing_heads, _, col, begin, _, _ = where
+    seq = member_of(seq, member, sharing_heads)
     step = member - begin
     stage = step % STAGES
     late = step % LATE_STAGES
-    lse_rows = load_vector(lse, lse.row, seq, row, len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False)
-    delta_rows = load_vector(delta, delta.row, seq, row, len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
+    lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, gl.SliceLayout(1, PAIRS), False)
+    delta_rows = load_vector(delta, delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
     q_tile = q_tiles.index(2 * stage + which).reshape([BLOCK_M, DIM])

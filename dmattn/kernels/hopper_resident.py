@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from .bias_grad import processors
 from .hopper import of_pairs, serves
 from .hopper_registers import rounded_pairs, up_to
-from .layout import Sequence, slice_pointer
+from .layout import slice_pointer
 from .lift import bounded
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
@@ -61,12 +61,6 @@ def part_of(blocks, splits):
     program = gl.program_id(0)
     slices = gl.num_programs(0) // splits // blocks
     return program % blocks, program // blocks % slices, program // blocks // slices
-
-
-@gluon.jit
-def member_of(member, head0, sharing_heads, len_q, len_k):
-    """The sequence of a member of a slice, from its first query head on."""
-    return Sequence(member // sharing_heads, head0 + member % sharing_heads, len_q, len_k)
 
 
 @gluon.constexpr_function

@@ -26,10 +26,11 @@ from .hopper import (
     tiled,
 )
 from .hopper_registers import as_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
-from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, member_of, part_of, parts_of
+from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of
+from .sequence import member_of
 from .softmax import weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -125,24 +126,23 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
     """
     q_tiles, k_tiles, v_tiles = tiles
     q_full, full, free = ready
-    bias_head, sharing_heads, row, begin, members, splits, _, len_k = where
+    bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     turn = 0
     for member in range(begin, members, splits):
-        batch = member // sharing_heads
-        head = bias_head * sharing_heads + member % sharing_heads
+        this = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         first, parity = stage_of(turn + (STAGES - TILES), STAGES)
         mbarrier.wait(free.index(first), parity ^ 1)
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
         for i in gl.static_range(CONSUMERS):
-            copy(q, [batch, head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+            copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         for start in range(0, len_k, KEYS):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(free.index(stage), parity ^ 1)
             mbarrier.expect(full.index(stage), k.block_type.nbytes + v.block_type.nbytes)
-            copy(k, [batch, head // groups, start, 0], full.index(stage), k_tiles.index(stage))
-            copy(v, [batch, head // groups, start, 0], full.index(stage), v_tiles.index(stage))
+            copy(k, [this.batch, this.head // groups, start, 0], full.index(stage), k_tiles.index(stage))
+            copy(v, [this.batch, this.head // groups, start, 0], full.index(stage), v_tiles.index(stage))
             turn += 1
 
 
@@ -165,7 +165,7 @@ def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VA
     turn = 0
     bias = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
-        seq = member_of(member, bias_head * sharing_heads, sharing_heads, len_q, len_k)
+        seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         mbarrier.wait(q_full.index(0), phase)
         q_tile = q_tiles.index(which).reshape([BLOCK_M, DIM]).load(gl.DotOperandLayout(0, PAIRS, 2))
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)

@@ -26,11 +26,12 @@ from .hopper import (
     tiled_vectors,
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, member_of, part_of, parts_of
+from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, part_of, parts_of
 from .layout import Sequence, strided
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import LOG2E, rules_of
+from .sequence import member_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 CHUNK = gl.constexpr(32)  # of them, whose scores are in registers at once
@@ -123,26 +124,25 @@ def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages; its keys and values as the forward pass does its queries."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
     kv_full, full, free = ready
-    bias_head, sharing_heads, col, begin, members, splits, len_q, _ = where
+    bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     turn = 0
     for member in range(begin, members, splits):
-        batch = member // sharing_heads
-        head = bias_head * sharing_heads + member % sharing_heads
+        this = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         first, parity = stage_of(turn + (STAGES - TILES), STAGES)
         mbarrier.wait(free.index(first), parity ^ 1)
         mbarrier.expect(kv_full.index(0), CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
         for i in gl.static_range(CONSUMERS):
-            copy(k, [batch, head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
-            copy(v, [batch, head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
+            copy(k, [this.batch, this.head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
+            copy(v, [this.batch, this.head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
         for start in range(0, len_q, BLOCK_M):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(free.index(stage), parity ^ 1)
             mbarrier.expect(full.index(stage), q.block_type.nbytes + d_out.block_type.nbytes + terms.block_type.nbytes)
-            copy(q, [batch, head, start, 0], full.index(stage), q_tiles.index(stage))
-            copy(d_out, [batch, head, start, 0], full.index(stage), d_out_tiles.index(stage))
-            copy(terms, [batch, head, 0, start], full.index(stage), terms_tiles.index(stage))
+            copy(q, [this.batch, this.head, start, 0], full.index(stage), q_tiles.index(stage))
+            copy(d_out, [this.batch, this.head, start, 0], full.index(stage), d_out_tiles.index(stage))
+            copy(terms, [this.batch, this.head, 0, start], full.index(stage), terms_tiles.index(stage))
             turn += 1
 
 
@@ -187,7 +187,7 @@ def _consume(tiles, kept, ready, rules, where, d_k, d_v, which: gl.constexpr, HE
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
-        seq = member_of(member, bias_head * sharing_heads, sharing_heads, len_q, len_k)
+        seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         if d_k is not None:
             store_rows(d_k, seq, col, len_k, dk * rules.scale, HEAD_DIM)
         if d_v is not None:

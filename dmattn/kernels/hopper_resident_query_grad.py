@@ -28,11 +28,12 @@ from .hopper import (
     tiled,
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, member_of, order_of
+from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, order_of
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import LOG2E, rules_of
+from .sequence import member_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a program
 CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
@@ -175,7 +176,7 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
     """Copy each member to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
     full, free, _, _ = ready
-    _, block_count, sharing_heads, members, len_q, _ = sizes
+    _, block_count, sharing_heads, members, len_q, len_k = sizes
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
     BYTES: gl.constexpr = q.block_type.nbytes + d_out.block_type.nbytes + CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes)
     blocks = gl.cdiv(len_q, BLOCK_M)
@@ -183,16 +184,15 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
     for place in range(begin, end):
         block = place // members
         row = block % blocks * BLOCK_M
-        batch = place % members // sharing_heads
-        head = block // blocks * sharing_heads + place % members % sharing_heads
+        this = member_of(Sequence(0, block // blocks, len_q, len_k), place % members, sharing_heads)
         stage, parity = stage_of(place - begin, STAGES)
         mbarrier.wait(free.index(stage), parity ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
-        copy(q, [batch, head, row, 0], full.index(stage), q_tiles.index(stage))
-        copy(d_out, [batch, head, row, 0], full.index(stage), d_out_tiles.index(stage))
+        copy(q, [this.batch, this.head, row, 0], full.index(stage), q_tiles.index(stage))
+        copy(d_out, [this.batch, this.head, row, 0], full.index(stage), d_out_tiles.index(stage))
         for i in gl.static_range(CONSUMERS):
-            copy(k, [batch, head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
-            copy(v, [batch, head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
+            copy(k, [this.batch, this.head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
+            copy(v, [this.batch, this.head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
 
 
 @gluon.jit
@@ -209,31 +209,31 @@ def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.cons
     turn = 0
     for block in range(begin // members, gl.cdiv(end, members)):
         row = block % blocks * BLOCK_M
-        head0 = block // blocks * sharing_heads
+        seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
         first = gl.maximum(begin - block * members, 0)
         last = gl.minimum(end - block * members, members)
-        keep_bias(kept, rules, Sequence(0, head0, len_q, len_k), row, which * KEYS, CHUNK, PAIRS, False)
+        keep_bias(kept, rules, member_of(seq, 0, sharing_heads), row, which * KEYS, CHUNK, PAIRS, False)
         totals = ()
         for _chunk in gl.static_range(CHUNKS):
             totals += (zero,)
-        vectors = _terms(terms, member_of(first, head0, sharing_heads, len_q, len_k), row, index)
+        vectors = _terms(terms, member_of(seq, first, sharing_heads), row, index)
         for member in range(first, last):
             further = gl.minimum(member + 1, last - 1)  # whose vectors are asked for a member ahead
-            next_vectors = _terms(terms, member_of(further, head0, sharing_heads, len_q, len_k), row, index)
+            next_vectors = _terms(terms, member_of(seq, further, sharing_heads), row, index)
             dq, totals = _member(fixed, vectors, totals, turn, which, PAIRS)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, tiles, ready, rules, d_q, member_of(member, head0, sharing_heads, len_q, len_k), row, turn, which, HEAD_DIM)
+                _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which, HEAD_DIM)
             turn += 1
         if parts is not None:
             part = gl.program_id(0) - _piece_at(block * members, block_count, members)
-            _store(parts, part, block // blocks, row, which * KEYS, len_q, len_k, totals, PAIRS)
+            _store(parts, part, seq.head, row, which * KEYS, len_q, len_k, totals, PAIRS)
             if last == members:  # the last piece of a block writes the parts that it does not have
                 zeros = ()
                 for _zero in gl.static_range(CHUNKS):
                     zeros += (zero,)
                 for unused in range(part + 1, part_count):
-                    _store(parts, unused, block // blocks, row, which * KEYS, len_q, len_k, zeros, PAIRS)
+                    _store(parts, unused, seq.head, row, which * KEYS, len_q, len_k, zeros, PAIRS)
 
 
 @gluon.jit

@@ -1,10 +1,13 @@
-"""dQ together with the dBias of a bias that two to four (batch, head) share, on Hopper (sm_90), in Gluon.
+"""dQ together with the dBias of a bias that two to eight (batch, head) share, on Hopper (sm_90), in Gluon.
 
 dBias is a sum over the members that share it. A program here takes some queries of all members: tile by tile of keys it makes dS of each
 member, which is a factor of dQ and a term of the tile of dBias. hopper_query_grad.py and hopper_bias_grad.py make dS twice.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies what the members' queries have,
 which stays, and tiles of bias and of the members' keys and values to shared memory ahead of them.
+
+Consumers share the work by queries as long as one has registers for dQ of all members. Else they share it by members: both have the same
+queries, each has dQ of every other member, and one gives its part of each tile of dBias to the other, which stores the sum.
 """
 
 from typing import Any
@@ -31,19 +34,18 @@ from .hopper import (
     tiled_vectors,
 )
 from .hopper_registers import as_factor, exponent_factor, rounded_pairs, ruled, store_rows
+from .hopper_resident import by_rows, by_threads, order_of
 from .hopper_walk import open_keys
 from .layout import Sequence, Span, strided
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import rules_of
-from .sequence import place_queries
+from .sequence import member_of, place_queries
 from .walk import key_range
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-STAGES = gl.constexpr(2)  # tiles of all members' keys and values in shared memory
-BIAS_TILES = gl.constexpr(3)  # of bias: one that comes, one in use, and one that has become dBias and goes
-LEAST_FILL = 0.5  # programs for each processor; with fewer the two other kernels are faster, which have some for each member
-MOST_SUMS = 256  # columns of dQ, of all members, that a consumer has registers for
+LEAST_FILL = 0.9  # blocks of queries for each processor; with fewer the two other kernels are faster, which have some for each member
+MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
@@ -52,8 +54,11 @@ def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
         return False
     if not serves(problem, (64, 128), d_out, d_bias):
         return False
-    programs = triton.cdiv(problem.query.shape[2], 2 * BLOCK_M.value) * d_bias.shape[0] * d_bias.shape[1]
-    return 2 <= _members(problem, d_bias) <= MOST_SUMS // padded_dim(problem) and programs >= LEAST_FILL * processors(problem.query.device)
+    blocks = _blocks(_members(problem, d_bias), padded_dim(problem))
+    if blocks == 0:
+        return False
+    programs = triton.cdiv(problem.query.shape[2], blocks * BLOCK_M.value) * d_bias.shape[0] * d_bias.shape[1]
+    return blocks * programs >= LEAST_FILL * processors(problem.query.device)
 
 
 def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
@@ -62,10 +67,11 @@ def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, 
     bias_batch, bias_heads = d_bias.shape[:2]
     len_k = problem.key.shape[2]
     members, dim = _members(problem, d_bias), padded_dim(problem)
+    blocks = _blocks(members, dim)
     block_m, block_n = BLOCK_M.value, 64 if members * dim <= MOST_SUMS // 2 else 32
     launch(
         _query_gradients_kernel,
-        triton.cdiv(len_q, 2 * block_m) * bias_batch * bias_heads,
+        triton.cdiv(len_q, blocks * block_m) * bias_batch * bias_heads,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
@@ -83,6 +89,7 @@ def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, 
         HEAD_DIM=head_dim,
         DIM=dim,
         MEMBERS=members,
+        BLOCKS=blocks,
         BLOCK_N=block_n,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
@@ -96,123 +103,188 @@ def _members(problem: Any, d_bias: Tensor) -> int:
     return batch // d_bias.shape[0] * (heads // d_bias.shape[1])
 
 
+def _blocks(members: int, dim: int) -> int:
+    """How many blocks of BLOCK_M queries a program has: one for each consumer, one for both, who share the members then, or 0 if it cannot."""
+    if 2 <= members <= MOST_SUMS // dim:
+        return 2
+    return 1 if 4 <= members <= 2 * (MOST_SUMS // dim) else 0  # by members, three take nearly as long as four
+
+
 @gluon.jit
 def _query_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, terms, d_q, bias_heads, sharing_heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of 2 BLOCK_M queries of all MEMBERS of one slice of the bias, and these rows of its dBias, from a grid of one axis.
+    """One program: dQ of BLOCKS x BLOCK_M queries of all MEMBERS of one slice of the bias, and their dBias, from a grid of one axis.
 
     q, k, v, bias, d_out, d_bias and terms (`row_terms.Incoming`) are tensor descriptors.
+
+    Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one. In the first case keys and values
+    of all members come together, in two stages, and with them the bias: of its tiles one comes, one is in use, and one has become dBias and
+    goes. In the second case there is less room and each member's come alone, in one stage more than there are members, but no more than eight,
+    whose places are found with fewer registers; and a tile of the bias comes when the one before the last has gone as dBias.
     """
     follow()
-    block, bias_head, entry = place_queries(rules, len_q, bias_heads, 2 * BLOCK_M)
+    GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
+    STAGES: gl.constexpr = 2 if BLOCKS == 2 else min(MEMBERS + 1, 8)
+    BIAS_TILES: gl.constexpr = 3 if BLOCKS == 2 else 2
+    block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
     sharing = (sharing_heads, groups)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
-    row = block * (2 * BLOCK_M)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * 2, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [MEMBERS * 2, 1, 1, BLOCK_M, DIM], d_out.layout)
-    terms_tiles = gl.allocate_shared_memory(gl.float32, [MEMBERS * 2, 1, 1, 2, BLOCK_M], terms.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * MEMBERS, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * MEMBERS, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    row = block * (BLOCKS * BLOCK_M)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], d_out.layout)
+    terms_tiles = gl.allocate_shared_memory(gl.float32, [MEMBERS * BLOCKS, 1, 1, 2, BLOCK_M], terms.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
+    bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     q_full = barriers(1, 1)
-    full = barriers(STAGES, 1)
-    free = barriers(STAGES, 2)
+    full = barriers(2 * MEMBERS // GROUP, 1)
+    free = barriers(STAGES, BLOCKS)
+    bias_full, bias_free, part = full, free, ()
+    if BLOCKS == 1:
+        bias_full, bias_free = barriers(BIAS_TILES, 1), barriers(1, 1)
+        given = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        part = (given, barriers(1, 1), barriers(1, 1))
     fence_async_shared()
     tiles = (q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
-    ready = (q_full, full, free)
+    ready = (q_full, full, free, bias_full, bias_free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, EVEN_N)),
-            (_consume, (tiles, ready, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, EVEN_N)),
-            (_produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS)),
+            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
+            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
+            (_produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
-@gluon.jit
-def _sequence_of(sharing, seq, member: gl.constexpr):
-    """The sequence of a member of a slice."""
-    sharing_heads, _ = sharing
-    return Sequence(seq.batch + member // sharing_heads, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
+@gluon.constexpr_function
+def _own(which, members, blocks):
+    """How many members a consumer has: all where each has queries of its own, else every other one, the first consumer more if they are odd."""
+    return members if blocks == 2 else (members + 1 - which) // 2
+
+
+@gluon.constexpr_function
+def _member(i, which, blocks):
+    """Which member is the i-th that a consumer has."""
+    return i if blocks == 2 else 2 * i + which
 
 
 @gluon.jit
-def _produce(q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS: gl.constexpr):
+def _stage_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
+    """(the stage of a member's group in a turn, the parity of its uses, where the member's keys and values are in shared memory)."""
+    STAGES: gl.constexpr = ready[2].shape[0]
+    GROUP: gl.constexpr = tiles[3].shape[0] // STAGES
+    stage, phase = stage_of(turn * (MEMBERS // GROUP) + member // GROUP, STAGES)
+    return stage, phase, stage * GROUP + member % GROUP
+
+
+@gluon.jit
+def _full_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
+    """(the barrier on which a member's group arrives in a turn, the parity of its uses).
+
+    Each group has two of its own, not one that comes with the stage: a stage may be one consumer's in one turn and the other's in the next, who
+    would take the parity before the first one's copy for that after its own.
+    """
+    GROUP: gl.constexpr = tiles[3].shape[0] // ready[2].shape[0]
+    which, phase = stage_of(turn, 2)
+    return ready[1].index(which * (MEMBERS // GROUP) + member // GROUP), phase
+
+
+@gluon.jit
+def _produce(
+    q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
     """Copy what the members' queries have, and tiles of bias, keys and values to shared memory, as far ahead as there are free stages."""
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    q_full, full, free = ready
+    q_full, _, free, bias_full, bias_free = ready
+    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
+    BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    _, groups = sharing
-    begin, end, _ = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
+    BYTES: gl.constexpr = GROUP * (k.block_type.nbytes + v.block_type.nbytes) + (2 * bias.block_type.nbytes if BLOCKS == 2 else 0)
+    sharing_heads, groups = sharing
+    begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
     if begin < end:
-        mbarrier.expect(q_full.index(0), 2 * MEMBERS * (q.block_type.nbytes + d_out.block_type.nbytes + terms.block_type.nbytes))
+        mbarrier.expect(q_full.index(0), BLOCKS * MEMBERS * (q.block_type.nbytes + d_out.block_type.nbytes + terms.block_type.nbytes))
     for turn in range(gl.cdiv(end - begin, BLOCK_N)):
         start = begin + turn * BLOCK_N
-        stage, phase = stage_of(turn, STAGES)
-        mbarrier.wait(free.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), MEMBERS * (k.block_type.nbytes + v.block_type.nbytes) + 2 * bias.block_type.nbytes)
-        for i in gl.static_range(2):
-            copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full.index(stage), bias_tiles.index(turn % BIAS_TILES * 2 + i))
         for member in gl.static_range(MEMBERS):
-            this = _sequence_of(sharing, seq, member)
-            if turn == 0:
+            stage, phase, place = _stage_of(tiles, ready, turn, member, MEMBERS)
+            full, _ = _full_of(tiles, ready, turn, member, MEMBERS)
+            if member % GROUP == 0:
+                mbarrier.wait(free.index(stage), phase ^ 1)
+                mbarrier.expect(full, BYTES)
+            this = member_of(seq, member, sharing_heads)
+            if BLOCKS == 2 and member == 0:
                 for i in gl.static_range(2):
-                    copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(2 * member + i))
-                    copy(d_out, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(2 * member + i))
-                    copy(terms, [this.batch, this.head, 0, row + i * BLOCK_M], q_full.index(0), terms_tiles.index(2 * member + i))
-            copy(k, [this.batch, this.head // groups, start, 0], full.index(stage), k_tiles.index(stage * MEMBERS + member))
-            copy(v, [this.batch, this.head // groups, start, 0], full.index(stage), v_tiles.index(stage * MEMBERS + member))
+                    copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, bias_tiles.index(turn % BIAS_TILES * 2 + i))
+            if BLOCKS == 1 and member == 2:  # when both consumers have what they begin the tile with
+                bias_stage, _ = stage_of(turn, BIAS_TILES)
+                mbarrier.wait(bias_free.index(0), (turn & 1) ^ 1)
+                mbarrier.expect(bias_full.index(bias_stage), bias.block_type.nbytes)
+                copy(bias, [seq.batch, seq.head, row, start], bias_full.index(bias_stage), bias_tiles.index(bias_stage))
+            if turn == 0:
+                for i in gl.static_range(BLOCKS):
+                    at = BLOCKS * member + i
+                    copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(at))
+                    copy(d_out, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(at))
+                    copy(terms, [this.batch, this.head, 0, row + i * BLOCK_M], q_full.index(0), terms_tiles.index(at))
+            copy(k, [this.batch, this.head // groups, start, 0], full, k_tiles.index(place))
+            copy(v, [this.batch, this.head // groups, start, 0], full, v_tiles.index(place))
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, rules, seq, sharing, row, d_bias, d_q,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, EVEN_N: gl.constexpr,
+    tiles, ready, part, rules, seq, sharing, row, d_bias, d_q,
+    which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M of the program's queries, the first or the second."""
+    """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
     q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
+    FIRST: gl.constexpr = _member(0, which, BLOCKS)
+    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, full, _ = ready
-    begin, end, _ = key_range(rules, seq, Span(row, 0, None), 2 * BLOCK_M, BLOCK_N)
-    row += which * BLOCK_M
+    q_full, full, _, _, _ = ready
+    sharing_heads, _ = sharing
+    begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
+    if BLOCKS == 2:
+        row += which * BLOCK_M
     open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
-    fixed = (tiles, ready, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
+    fixed = (tiles, ready, part, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
     state = ()  # dQ of each member; then Q K^T and dP of the first one in the tile that comes
-    for _member in gl.static_range(MEMBERS):
+    for _sum in gl.static_range(OWN):
         state += (gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS),)
     s = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     d_p = s
     if begin < end:
         mbarrier.wait(q_full.index(0), 0)
-        mbarrier.wait(full.index(0), 0)
-        s = _pairs(q_tiles.index(which), k_tiles.index(0), PAIRS)
-        d_p = _pairs(d_out_tiles.index(which), v_tiles.index(0), PAIRS)
+        mbarrier.wait(full.index(FIRST), 0)
+        s = _pairs(q_tiles.index(which), k_tiles.index(FIRST), PAIRS)
+        d_p = _pairs(d_out_tiles.index(which), v_tiles.index(FIRST), PAIRS)
         s, d_p = warpgroup_mma_wait(0, [s, d_p])
     state += (s, d_p)
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, True)
+            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, False)
+        state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, False)
         turn += 1
     if rules.right is not None or not EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, True)
+            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, True)
             turn += 1
-    tma.store_wait(0)
-    if rules.left is not None or rules.right is not None:
-        _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
-    for member in gl.static_range(MEMBERS):
-        store_rows(d_q, _sequence_of(sharing, seq, member), row, seq.len_q, state[member] * rules.scale, HEAD_DIM)
+    if BLOCKS == 2 or which == 1:
+        tma.store_wait(0)
+        if rules.left is not None or rules.right is not None:
+            _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
+    for i in gl.static_range(OWN):
+        store_rows(d_q, member_of(seq, _member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
 
 
 @gluon.jit
@@ -230,72 +302,111 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    fixed, state, turn, start, which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, MEMBERS: gl.constexpr, EDGE: gl.constexpr
+    fixed, state, turn, start,
+    which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
-    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do, but the last
-    of these not for tiles of 64 keys, for want of registers. The next of the last member is the first one in the tile that follows, or, where
-    none does, in the last tile once more, for nothing.
+    Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
+    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two of four members,
+    whose next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
+    last tile once more, for nothing.
     """
-    tiles, ready, rules, seq, row, last, d_bias = fixed
+    tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    _, full, free = ready
+    _, _, free, bias_full, bias_free = ready
+    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
+    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
+    BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
-    EARLY: gl.constexpr = 1 if BLOCK_N == 32 else 0  # products ahead of the probabilities
+    EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]
     cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    bias_tile = bias_tiles.index(turn % BIAS_TILES * 2 + which)
+    bias_tile = bias_tiles.index(turn % BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
     bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
     # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
     zeroth = turn >> 30
-    stage, _ = stage_of(turn, STAGES)
-    next_stage, next_phase = stage_of(gl.minimum(turn + 1, last), STAGES)
+    next_turn = gl.minimum(turn + 1, last)
     sums = ()
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     dq = state[0]
-    next_s = state[MEMBERS]
-    d_p = state[MEMBERS + 1]
-    for member in gl.static_range(MEMBERS):
-        at = 2 * member + which + zeroth
+    next_s = state[OWN]
+    d_p = state[OWN + 1]
+    if BLOCKS == 1:
+        bias_stage, bias_phase = stage_of(turn, BIAS_TILES)
+        mbarrier.wait(bias_full.index(bias_stage), bias_phase)
+    for i in gl.static_range(OWN):
+        at = 2 * i + which + zeroth  # where the member's queries are
+        stage, _, keys = _stage_of(tiles, ready, turn, _member(i, which, BLOCKS), MEMBERS)
         s = next_s
         divisor_rows = vectors.index(2 * at).load(ROWS)
         delta_rows = vectors.index(2 * at + 1).load(ROWS)
-        if member + 1 < MEMBERS:
+        if i + 1 < OWN:
             next_at = at + 2
-            next_keys = stage * MEMBERS + member + 1 + zeroth
+            _, _, next_keys = _stage_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
+            full, phase = _full_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
         else:
             next_at = which + zeroth
-            next_keys = next_stage * MEMBERS + zeroth
-            mbarrier.wait(full.index(next_stage), next_phase)
+            _, _, next_keys = _stage_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
+            full, phase = _full_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
         if EARLY:
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys), PAIRS)
-        if member > 0:
+            if GROUP == 1 or i + 1 == OWN:
+                mbarrier.wait(full, phase)
+            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
+        if i > 0:
             s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
         s = ruled(s, bias_pairs.load(PAIRS), (1, 0, 0, 0), rules, seq, rows, cols, EDGE)
         p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
-        if member > 0:
+        if i > 0:
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
             sums += (dq,)
+            if GROUP == 1:
+                before, _, _ = _stage_of(tiles, ready, turn, _member(i - 1, which, BLOCKS), MEMBERS)
+                mbarrier.arrive(free.index(before), count=1)
+        elif BLOCKS == 1 and which == 1:
+            tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
+            mbarrier.arrive(bias_free.index(0), count=1)
         d_s = p * (d_p - delta_rows[:, None])
-        total = d_s if member == 0 else total + d_s
+        total = d_s if i == 0 else total + d_s
         ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
-        dq = warpgroup_mma(ds, k_tiles.index(stage * MEMBERS + member + zeroth).reshape([BLOCK_N, DIM]), state[member], is_async=True)
+        dq = warpgroup_mma(ds, k_tiles.index(keys + zeroth).reshape([BLOCK_N, DIM]), state[i], is_async=True)
         if not EARLY:
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys), PAIRS)
-        d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys), PAIRS)
-    bias_pairs.store(total.to(d_bias.dtype))
-    fence_async_shared()
-    store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
+            if GROUP == 1 or i + 1 == OWN:
+                mbarrier.wait(full, phase)
+            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
+        d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
+    if BLOCKS == 1:
+        total = _joined(total, part, turn, which, PAIRS)
+    if BLOCKS == 2 or which == 1:
+        bias_pairs.store(total.to(d_bias.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
+        if BLOCKS == 1:
+            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
     dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
-    tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
+    if BLOCKS == 2:
+        tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
     mbarrier.arrive(free.index(stage), count=1)
     sums += (dq, next_s, d_p)
     return sums
+
+
+@gluon.jit
+def _joined(total, part, turn, which: gl.constexpr, PAIRS: gl.constexpr):
+    """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
+    given, given_full, given_free = part
+    if which == 0:
+        mbarrier.wait(given_free.index(0), (turn & 1) ^ 1)
+        given.store(by_threads(total))
+        mbarrier.arrive(given_full.index(0), count=1)
+    else:
+        mbarrier.wait(given_full.index(0), turn & 1)
+        total += by_rows(given.load(order_of(given.shape[0])), PAIRS)
+    return total
 
 
 @gluon.jit

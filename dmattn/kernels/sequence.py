@@ -1,7 +1,9 @@
-"""Which program works where: its block, head and batch entry, and the range of queries or keys that it has to visit."""
+"""Which program works where: its block, head and batch entry, who shares a bias, and the range of queries or keys that it has to visit."""
 
 import triton
 import triton.language as tl
+
+from .layout import Sequence
 
 LARGEST = tl.constexpr(2147483647)
 TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
@@ -61,6 +63,15 @@ def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
         return rest // together, sequence % heads, sequence // heads
     else:
         return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+@triton.jit
+def member_of(seq, member, sharing_heads):
+    """The sequence of one of the (batch, head) that share a slice of a bias, by its number; `seq` is the slice's own batch entry and head.
+
+    A slice without a batch axis is shared by all batch entries, and by `sharing_heads` heads in each.
+    """
+    return Sequence(seq.batch + member // sharing_heads, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .key_sums import vectors_of
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .scores import load_bias2, rules_of, through_softcap
-from .sequence import LARGEST
+from .sequence import LARGEST, member_of
 from .softmax import probabilities
 from .tiles import Tile, launch_options, pick
 
@@ -115,11 +115,12 @@ def _window_gradients_kernel(
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    of_slice = Sequence(entry, slice_head, len_q, len_k)
     bias2 = None
     if HELD:
-        bias2 = load_bias2(rules, Sequence(entry, slice_head * sharing_heads, len_q, len_k), rows, cols, False)
+        bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, False)
     for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
-        seq = Sequence(entry + member // sharing_heads, slice_head * sharing_heads + member % sharing_heads, len_q, len_k)
+        seq = member_of(of_slice, member, sharing_heads)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
