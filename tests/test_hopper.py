@@ -278,6 +278,49 @@ def test_tiles_of_a_row_far_from_zero_weigh_alike() -> None:
 
 
 @needs_cuda
+@pytest.mark.parametrize("head_dim", [72, 112])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_far_from_zero_without_a_bias_have_finite_gradients_or_none(dtype: torch.dtype, head_dim: int) -> None:
+    """What lowers their scores within the products rounds exponents, but to no more than 16 bits hold; beyond 2 ** 26 no weight is left."""
+    for lse_wanted, any_left in ((2.0**25.9, True), (2.0**26.2, False)):
+        entry = (lse_wanted / math.sqrt(head_dim)) ** 0.5
+        query, key, value = (torch.full((2, 2, length, head_dim), entry, dtype=dtype, device="cuda") for length in (200, 2048, 2048))
+        value.copy_(torch.randn(value.shape, device="cuda"))
+        leaves = [x.requires_grad_() for x in (query, key, value)]
+        out, lse = attention(*leaves, return_lse=True)
+        assert (lse.abs() > 2.0**26).all() != any_left
+        out.backward(torch.randn_like(out))
+        assert all(x.grad.isfinite().all() for x in leaves)
+        assert value.grad.any() == any_left
+
+
+@needs_cuda
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_without_a_bias_any_gradient_alone_is_the_same(head_dim: int) -> None:
+    """Of dLSE, too, which may be anything for a query with nothing to attend."""
+    query, key, value = (tensor(2, heads, 2050, head_dim, device="cuda") for heads in (4, 2, 2))
+    mask = torch.rand(2, 1, 2050, 2050, device="cuda") < 0.5
+    empty = slice(70, 75)
+    mask[:, :, empty] = False
+    gradients = {}
+    for wanted in ("all", "query", "key", "value", "NaN"):
+        leaves = {
+            name: x.clone().requires_grad_(wanted in ("all", "NaN", name)) for name, x in (("query", query), ("key", key), ("value", value))
+        }
+        out, lse = attention(*leaves.values(), mask=mask, return_lse=True)
+        torch.manual_seed(1)
+        d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+        d_out[:, :, empty] = 0.0
+        d_lse[:, :, empty] = float("nan") if wanted == "NaN" else 1.0
+        torch.autograd.backward((out, lse), (d_out, d_lse))
+        gradients[wanted] = {name: x.grad for name, x in leaves.items()}
+    for name, whole in gradients["all"].items():
+        assert whole.isfinite().all()
+        assert torch.equal(whole, gradients["NaN"][name])
+        assert torch.equal(whole, gradients[name][name])
+
+
+@needs_cuda
 @pytest.mark.parametrize("intervals", [False, True], ids=["dense", "intervals"])
 def test_a_bias_of_keys_is_as_exact_as_float32(intervals: bool) -> None:
     """It is part of the products, in three parts: far from 0 it shifts lse and no probability, and -inf hides."""

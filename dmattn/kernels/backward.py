@@ -52,9 +52,7 @@ def backward(
     elif fits(problem):
         window_gradients(problem, (d_out, lse, d_lse), *wanted, order)
     else:
-        lifted = (d_key is not None or d_value is not None) and not rows.takes(problem) and takes_lifts(problem, d_out)
-        incoming = Incoming.without_terms(d_out, lse, lifted)
-        _by_blocks(problem, incoming, out, d_lse, *wanted, order)
+        _by_blocks(problem, out, lse, d_out, d_lse, *wanted, order)
     if kind is BiasGradient.PER_KEY and key_sums is not d_bias:
         sum_of_key_sums(key_sums, d_bias)
     elif kind is BiasGradient.PER_QUERY:
@@ -63,8 +61,9 @@ def backward(
 
 def _by_blocks(
     problem: Any,
-    incoming: Incoming,
     out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
     d_lse: Tensor | None,
     d_query: Tensor | None,
     d_key: Tensor | None,
@@ -73,26 +72,27 @@ def _by_blocks(
     key_sums: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """Fill those that are not None, whatever the lengths; `incoming` has no terms yet, `d_bias` has its lengths in full.
+    """Fill those that are not None, whatever the lengths; `d_bias` has its lengths in full.
 
     `order` is that of the problem's keys (:func:`key_gradients`).
     """
     shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
     dense = None if shared else d_bias
     keys_wanted = d_key is not None or d_value is not None
-    if hopper_resident.takes_backward(problem, incoming.d_out):
+    in_rows = rows.takes(problem)
+    incoming = Incoming.without_terms(d_out, lse, lifted=keys_wanted and not in_rows and takes_lifts(problem, d_out))
+    if hopper_resident.takes_backward(problem, d_out):
         fill_terms(problem, incoming, out, d_lse)
         if d_query is not None or d_bias is not None:  # whose parts lie in the memory of dK or dV until these are made
             hopper_resident_query_grad.query_gradients(problem, incoming, d_query, d_bias, (d_key, d_value))
         if keys_wanted:
             hopper_resident_key_grad.key_gradients(problem, incoming, d_key, d_value)
         return
-    in_rows = rows.takes(problem)
-    if shared and d_query is not None and not in_rows and hopper_shared_query_grad.takes(problem, incoming.d_out, d_bias):
+    if shared and d_query is not None and not in_rows and hopper_shared_query_grad.takes(problem, d_out, d_bias):
         fill_terms(problem, incoming, out, d_lse)
         hopper_shared_query_grad.query_and_bias_gradients(problem, incoming, d_query, d_bias)
         d_query, shared = None, False
-    elif d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, incoming.d_out, out):
+    elif d_query is not None and dense is None and not in_rows and hopper_query_grad.takes(problem, d_out, out):
         hopper_query_grad.query_gradients(problem, incoming, out, d_lse, d_query)
         d_query = None
     else:

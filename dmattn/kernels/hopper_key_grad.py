@@ -118,7 +118,7 @@ def _key_gradients_kernel(
 ):  # fmt: skip
     """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
 
-    q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias or mask is read
+    q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias or mask is read
     from rules.
     """
     follow()
@@ -139,9 +139,9 @@ def _key_gradients_kernel(
         mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
-    lifting = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
+    rooms_and_ones = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
     if rules.bias_by_key is not None:
-        lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
+        rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
     lowered = allocate_lowered(terms, q_tiles)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
@@ -154,7 +154,7 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
     tiles = (q_tiles, terms_tiles, bias_tiles, mask_tiles, d_out_tiles, d_bias_tiles)
     ready = (q_full, d_out_full, free)
-    own = (k_tiles, v_tiles, kv_full, lifting, lowered)
+    own = (k_tiles, v_tiles, kv_full, rooms_and_ones, lowered)
     results = (key_sums, d_bias)  # d_k and d_v inside it would be stored by two bytes
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -223,7 +223,7 @@ def _consume(
     which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`."""
-    k_tiles, v_tiles, kv_full, lifting, lowered = own
+    k_tiles, v_tiles, kv_full, rooms_and_ones, lowered = own
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
@@ -237,7 +237,7 @@ def _consume(
     v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM])
     dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    rooms, ones = lifting
+    rooms, ones = rooms_and_ones
     lifts = rooms[which]
     fixed = (k_tile, v_tile, (lifts, ones, lowered), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)

@@ -98,7 +98,7 @@ def _key_gradients_kernel(
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias (of pairs), d_bias and terms (`row_terms.Incoming`) are tensor descriptors; any other bias is read from rules. What is
+    q, k, v, d_out, bias (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias is read from rules. What is
     stored for each key is stored where `order` says, if there is one. ALIKE: the heads of a group have the same intervals and bias of keys.
     """
     follow()
@@ -131,9 +131,9 @@ def _key_gradients_kernel(
         free = barriers(STAGES, 1)
         given = barriers(2, 1)
         sums_given = barriers(2, 1)
-        lifting = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
+        rooms_and_ones = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
         if rules.bias_by_key is not None:
-            lifting = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
+            rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
         lowered = allocate_lowered(terms, q_tiles)
         given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
@@ -142,7 +142,7 @@ def _key_gradients_kernel(
         copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
         tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
         ready = (q_full, d_out_full, free)
-        own = (k_tile, v_tile, kv_full, lifting, lowered, given, given_sums, sums_given)
+        own = (k_tile, v_tile, kv_full, rooms_and_ones, lowered, given, given_sums, sums_given)
         results = (d_k, d_v, key_sums, d_bias, order)
         gl.warp_specialize(
             [

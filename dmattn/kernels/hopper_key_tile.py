@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import copy, store, tiled_vectors
 from .hopper_lift import ones_for_lifts, tiled_lifts
-from .hopper_registers import exponent_factor, lane_sums, load_vector, mask_of, ruled
+from .hopper_registers import exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled
 from .layout import slice_pointer
 from .lift import COLUMNS
 from .row_terms import Incoming
@@ -22,16 +22,22 @@ BLOCK_N = gl.constexpr(64)  # keys of a consumer
 
 
 def tiled_terms(incoming: Incoming) -> TensorDescriptor:
-    """The terms of tiles of queries as the copy engine takes them: lifts, if there are some."""
+    """The terms of tiles of queries as the copy engine takes them: as lifts, if there are some."""
     if incoming.lifts is None:
-        return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
+        return tiled_vectors(incoming.both_terms(), 2, BLOCK_M.value)
     return tiled_lifts(incoming.lifts, BLOCK_M.value)
+
+
+@gluon.constexpr_function
+def holds_lifts(dtype):
+    """Whether terms that arrive in a kernel are lifts, which alone are of 16 bits."""
+    return dtype == gl.bfloat16
 
 
 @gluon.jit
 def allocate_terms(terms, STAGES: gl.constexpr):
     """Shared memory for the terms of STAGES tiles of queries."""
-    if terms.dtype == gl.bfloat16:
+    if holds_lifts(terms.dtype):
         return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, BLOCK_M, COLUMNS], terms.layout)
     else:
         return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
@@ -40,7 +46,7 @@ def allocate_terms(terms, STAGES: gl.constexpr):
 @gluon.jit
 def copy_terms(terms, batch, head, start, full, terms_tile):
     """Copy the terms of a tile of queries."""
-    if terms.dtype == gl.bfloat16:
+    if holds_lifts(terms.dtype):
         copy(terms, [batch, head, start, 0], full, terms_tile)
     else:
         copy(terms, [batch, head, 0, start], full, terms_tile)
@@ -49,7 +55,7 @@ def copy_terms(terms, batch, head, start, full, terms_tile):
 @gluon.jit
 def _term_of(terms_tiles, number, PAIRS: gl.constexpr):
     """One of the terms of a tile of queries, across; 0 where products add it."""
-    if terms_tiles.dtype == gl.bfloat16:
+    if holds_lifts(terms_tiles.dtype):
         return 0.0
     else:
         vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -59,7 +65,7 @@ def _term_of(terms_tiles, number, PAIRS: gl.constexpr):
 @gluon.jit
 def allocate_lowered(terms, nobody):
     """What lifts of queries meet in the products for scores and for dP, if the terms are lifts. A fence has to follow."""
-    if terms.dtype == gl.bfloat16:
+    if holds_lifts(terms.dtype):
         return ones_for_lifts(BLOCK_N), ones_for_lifts(BLOCK_N, 3)
     else:
         return nobody, nobody
@@ -83,7 +89,7 @@ def tile(
     d_k, d_v, key_sums, d_bias = results
     stage, phase = turn
     of_tile, of_consumer = place
-    LIFTED: gl.constexpr = terms_tiles.dtype == gl.bfloat16
+    LIFTED: gl.constexpr = holds_lifts(terms_tiles.dtype)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]
     kept = 1
@@ -108,7 +114,7 @@ def tile(
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     bias = _bias_of(uniform_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     divisor_rows = _term_of(terms_tiles, 2 * stage, PAIRS)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(2 if LIFTED else 1, [s])  # dP, and what is added to it, go on
     rows2 = 0
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)
@@ -124,6 +130,8 @@ def tile(
         dk = warpgroup_mma(gl.convert_layout(ds.to(q_tiles.dtype), FACTOR), q_tile, dk, is_async=True)
     if key_sums is not None:
         sums += lane_sums(ds)
+        if d_k is None and d_v is None:
+            sums = looked_at(sums)  # no product waits for the terms before they are given back
     if d_bias is not None:
         store_tile(d_bias, d_bias_tiles.index(of_consumer), ds, seq, start, col)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])

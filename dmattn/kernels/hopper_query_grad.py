@@ -104,7 +104,8 @@ def _query_gradients_kernel(
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper_forward.py, or else None.
+    q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper_forward.py, or else None. The terms go to
+    `terms` and `query_lifts`, which may be None (`row_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]

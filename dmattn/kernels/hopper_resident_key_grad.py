@@ -52,7 +52,7 @@ def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_valu
         k=tiled(problem.key, BLOCK_N.value, DIM),
         v=tiled(problem.value, BLOCK_N.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
+        terms=tiled_vectors(incoming.both_terms(), 2, BLOCK_M.value),
         rules=rules_of(problem),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),

@@ -61,7 +61,7 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=strided(incoming.terms, heads),
+        terms=strided(incoming.both_terms(), heads),
         rules=rules_of(problem),
         d_q=strided(d_query, heads),
         parts=strided(parts, bias_heads),

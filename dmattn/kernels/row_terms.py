@@ -11,6 +11,7 @@ from ..replay import launch
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
 from .lift import three_parts
 from .overlap import follow
+from .scores import LOG2E
 from .sequence import place
 from .softmax import divisor2
 from .tiles import block_dim
@@ -18,6 +19,7 @@ from .tiles import block_dim
 BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
 ROWS = 32  # queries of a program
 LIFT_COLUMNS = tl.constexpr(8)  # of lifts in memory; the copy engine fills up with 0
+FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
 class Incoming(NamedTuple):
@@ -40,6 +42,11 @@ class Incoming(NamedTuple):
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
         return cls(d_out, lse, lse.new_empty((batch, heads, 1 if lifted else 2, padded)), lifts)
+
+    def both_terms(self) -> Tensor:
+        """The terms, for a kernel that reads both of them there: they are no lifts."""
+        assert self.lifts is None
+        return self.terms
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
@@ -93,8 +100,9 @@ def _terms_kernel(
 def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
 
-    `column` are the numbers of the lifts' columns. Those from 0 to 2 lower scores, in units of the products, and those from 3 to 5 dP. They are
-    finite for a row without probabilities, too, as the other product meets them with 0.
+    `column` are the numbers of the lifts' columns. Those from 0 to 2 lower scores, in units of the products: by what exponents are lessened by,
+    divided by what products are multiplied by to be exponents. Those from 3 to 5 lower dP. They are finite for a row without probabilities,
+    too, and for an infinite delta, as the other product meets them with 0; a NaN reaches dV so, as it reaches dQ and dK.
     """
     terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index
@@ -104,6 +112,8 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     else:
         tl.store(pointers, delta_rows)
         column = column[None, :]
-        lowered = tl.where(divisor2(lse_rows) == float("inf"), -3e38, -lse_rows / scale)
-        parts = tl.where(column < 3, three_parts(lowered[:, None], column), three_parts(-delta_rows[:, None], column - 3))
+        divisor_rows = divisor2(lse_rows)
+        lowered = tl.where(divisor_rows == float("inf"), -FINITE, -tl.div_rn(divisor_rows, scale * LOG2E))
+        d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
+        parts = tl.where(column < 3, three_parts(lowered[:, None], column), three_parts(d_p[:, None], column - 3))
         tl.store(slice_pointer(lifts, seq) + (tl.cast(start, tl.int64) + index)[:, None] * lifts.row + column, parts)
