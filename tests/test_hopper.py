@@ -317,7 +317,8 @@ def test_without_a_bias_any_gradient_alone_is_the_same(head_dim: int) -> None:
     for name, whole in gradients["all"].items():
         assert whole.isfinite().all()
         assert torch.equal(whole, gradients["NaN"][name])
-        assert torch.equal(whole, gradients[name][name])
+        # delta is made by another kernel where dQ is not wanted
+        torch.testing.assert_close(gradients[name][name], whole, rtol=2.0**-7, atol=2e-3)
 
 
 @needs_cuda

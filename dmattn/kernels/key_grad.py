@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..replay import launch
 from . import hopper_key_grad, hopper_key_grad_intervals
+from .intervals import of_keys
 from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .overlap import follow
@@ -20,8 +21,13 @@ from .walk import query_lists, query_range, query_step
 
 
 def takes_lifts(problem: Any, d_out: Tensor) -> bool:
-    """Whether `key_gradients` wants the terms of queries as lifts: on Hopper without a bias, which may lift further than lifts can lower."""
-    return problem.bias is None and (hopper_key_grad.takes(problem, d_out, None) or hopper_key_grad_intervals.takes(problem, d_out, None))
+    """Whether `key_gradients` wants the terms of queries as lifts: on Hopper without a bias, or with one of keys but no intervals.
+
+    Another bias may lift further than lifts can lower, and under intervals the kernel is 1 % slower with both.
+    """
+    if problem.bias is None:
+        return hopper_key_grad.takes(problem, d_out, None) or hopper_key_grad_intervals.takes(problem, d_out, None)
+    return of_keys(problem.bias) and hopper_key_grad.takes(problem, d_out, None)
 
 
 def key_gradients(
