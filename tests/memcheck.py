@@ -46,6 +46,8 @@ CASES = (
     Case("hopper-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=128, bias="1h1k"),
     Case("hopper-intervals-several-blocks-a-program", 520, 100, batch=4, heads=9, head_dim=128, intervals="random", bias="b11k"),
     Case("hopper-three-consumers-odd-dims", 190, 2051, heads=2, head_dim=40, value_dim=64),
+    Case("hopper-three-consumers-dense-bias", 380, 2056, heads=2, head_dim=64, bias="bhqk"),
+    Case("hopper-documents-grouped-no-bias", 200, heads=4, kv_heads=2, head_dim=64, intervals="documents"),
     Case("hopper-resident-bias", 192, 320, batch=7, heads=2, head_dim=32, bias="1hqk"),
     Case("hopper-resident-bias-of-all-heads", 320, 64, batch=5, heads=3, head_dim=16, bias="11qk"),
     Case("decoding-key-bias-grouped", 1, 1100, heads=4, kv_heads=2, bias="bg1k", head_dim=128),
