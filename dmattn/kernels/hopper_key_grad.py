@@ -36,9 +36,9 @@ from .hopper import (
 from .hopper_key_tile import (
     BLOCK_M,
     BLOCK_N,
-    allocate_lowered,
     allocate_terms,
     copy_terms,
+    ones_for_terms,
     open_queries,
     store_tile,
     tile,
@@ -142,7 +142,7 @@ def _key_gradients_kernel(
     rooms_and_ones = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
     if rules.bias_by_key is not None:
         rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
-    lowered = allocate_lowered(terms, q_tiles)
+    lowered = ones_for_terms(terms, q_tiles)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
     d_out_full = barriers(STAGES, 1)

@@ -26,7 +26,7 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, allocate_lowered, allocate_terms, copy_terms, open_queries, tile, tiled_terms, uniform_bias_of
+from .hopper_key_tile import BLOCK_M, BLOCK_N, allocate_terms, copy_terms, ones_for_terms, open_queries, tile, tiled_terms, uniform_bias_of
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import interval_of, lane_sums, places_of, store_rows, sums_of_lanes
 from .intervals import block_bounds
@@ -134,7 +134,7 @@ def _key_gradients_kernel(
         rooms_and_ones = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
         if rules.bias_by_key is not None:
             rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
-        lowered = allocate_lowered(terms, q_tiles)
+        lowered = ones_for_terms(terms, q_tiles)
         given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)

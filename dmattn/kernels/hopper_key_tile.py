@@ -63,12 +63,12 @@ def _term_of(terms_tiles, number, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def allocate_lowered(terms, nobody):
-    """What lifts of queries meet in the products for scores and for dP, if the terms are lifts. A fence has to follow."""
+def ones_for_terms(terms, unused):
+    """What lifts of queries meet in the products for scores and for dP; two `unused` ones if the terms are no lifts. A fence has to follow."""
     if holds_lifts(terms.dtype):
         return ones_for_lifts(BLOCK_N), ones_for_lifts(BLOCK_N, 3)
     else:
-        return nobody, nobody
+        return unused, unused
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ from .sequence import member_of, place_queries
 from .walk import key_range
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-LEAST_FILL = 0.9  # blocks of queries for each processor; with fewer the two other kernels are faster, which have some for each member
+LEAST_FILL = 0.9  # blocks of queries for each processor; with half of it the two other kernels, which have some for each member, are faster
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
 
 

@@ -27,7 +27,7 @@ class Incoming(NamedTuple):
 
     They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
     an empty row, whose dLSE may be anything. Queries past the end have no probabilities. Where there are `lifts` (B, H, Sq in whole BLOCKs,
-    LIFT_COLUMNS) bfloat16, they hold both for products to add (lift.py), and `terms` delta alone.
+    LIFT_COLUMNS) bfloat16, they hold both for products to add (lift.py), and `terms` (B, H, 1, Sq in whole BLOCKs) delta alone.
     """
 
     d_out: Tensor
@@ -37,7 +37,7 @@ class Incoming(NamedTuple):
 
     @classmethod
     def without_terms(cls, d_out: Tensor, lse: Tensor, lifted: bool) -> "Incoming":
-        """The terms are memory as it is, to be filled by a kernel."""
+        """The terms are not made yet, which a kernel does."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
@@ -100,9 +100,9 @@ def _terms_kernel(
 def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
 
-    `column` are the numbers of the lifts' columns. Those from 0 to 2 lower scores, in units of the products: by what exponents are lessened by,
-    divided by what products are multiplied by to be exponents. Those from 3 to 5 lower dP. They are finite for a row without probabilities,
-    too, and for an infinite delta, as the other product meets them with 0; a NaN reaches dV so, as it reaches dQ and dK.
+    `column` are the numbers of the lifts' columns. Those from 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
+    products, those from 3 to 5 -delta, which lowers dP, and the others 0. They are finite for a row without probabilities, too, and for an
+    infinite delta, as the other product meets them with 0; a NaN reaches dV so, as it reaches dQ and dK.
     """
     terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index
