@@ -155,20 +155,22 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("batch", "head_dim", "bias_shape", "blocks", "taken"),
+    ("batch", "head_dim", "bias_shape", "processors", "taken"),
     [
         (4, 64, (1, 4), 8, True),
         (4, 40, (1, 4), 8, True),
         (2, 64, (2, 2), 8, True),
         (2, 128, (1, 4), 8, True),
         (3, 128, (1, 4), 8, False),
-        (4, 128, (1, 4), 8, True),
+        (4, 128, (1, 4), 11, True),
         (5, 128, (1, 4), 8, False),
         (5, 64, (1, 4), 8, True),
         (2, 64, (1, 1), 2, True),
         (9, 64, (1, 4), 8, False),
         (4, 64, (1, 4), 9, False),
-        (4, 128, (1, 4), 9, False),
+        (4, 128, (1, 4), 12, False),
+        (4, 128, (1, 4), 7, False),
+        (4, 128, (1, 4), 4, True),
     ],
     ids=[
         "four",
@@ -183,13 +185,15 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
         "nine",
         "few-programs",
         "few-of-wide",
+        "second-round-nearly-empty",
+        "two-rounds",
     ],
 )
 def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
-    batch: int, head_dim: int, bias_shape: tuple[int, int], blocks: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, head_dim: int, bias_shape: tuple[int, int], processors: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, bias = tensor(batch, 4, LENGTH, head_dim), tensor(batch, 2, LENGTH, head_dim), tensor(*bias_shape, LENGTH, LENGTH)
-    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: blocks / hopper_shared_query_grad.LEAST_FILL)
+    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: processors)
     one = problem(query=query, key=key, value=key, bias=bias)
     assert hopper_shared_query_grad.takes(one, query, bias) == taken
     assert not hopper_shared_query_grad.takes(one, query, bias.float())
@@ -391,7 +395,7 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str], monkeypat
     out.backward(torch.randn_like(out))
     assert reached == ["forward", "query_gradients", "key_gradients", "shared_gradient"]
     reached.clear()
-    monkeypatch.setattr(hopper_shared_query_grad, "LEAST_FILL", 0.0)
+    monkeypatch.setattr(hopper_shared_query_grad, "LEAST_FILL", {1: 0.0, 2: 0.0})
     replay.forget()  # what the calls above launched
     attention(query, key, value, bias=bias, causal=True).backward(torch.randn_like(out))
     assert reached == ["forward", "query_and_bias_gradients", "key_gradients"]

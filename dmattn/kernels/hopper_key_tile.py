@@ -130,8 +130,8 @@ def tile(
         dk = warpgroup_mma(gl.convert_layout(ds.to(q_tiles.dtype), FACTOR), q_tile, dk, is_async=True)
     if key_sums is not None:
         sums += lane_sums(ds)
-        if d_k is None and d_v is None:
-            sums = looked_at(sums)  # no product waits for the terms before they are given back
+        if d_k is None:
+            sums = looked_at(sums)  # else no product waits for delta before its place is given back
     if d_bias is not None:
         store_tile(d_bias, d_bias_tiles.index(of_consumer), ds, seq, start, col)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])

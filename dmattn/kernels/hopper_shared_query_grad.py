@@ -1,4 +1,4 @@
-"""dQ together with the dBias of a bias that two to eight (batch, head) share, on Hopper (sm_90), in Gluon.
+"""dQ together with the dBias of a bias that few (batch, head) share, on Hopper (sm_90), in Gluon.
 
 dBias is a sum over the members that share it. A program here takes some queries of all members: tile by tile of keys it makes dS of each
 member, which is a factor of dQ and a term of the tile of dBias. hopper_query_grad.py and hopper_bias_grad.py make dS twice.
@@ -44,7 +44,9 @@ from .sequence import member_of, place_queries
 from .walk import key_range
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-LEAST_FILL = 0.9  # blocks of queries for each processor; with half of it the two other kernels, which have some for each member, are faster
+# Programs for each processor and round of programs, by blocks of queries of a program. With fewer the two other kernels are faster, which have
+# some for each member; a round that is not full takes as long as a full one.
+LEAST_FILL = {1: 0.7, 2: 0.5}
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
 
 
@@ -58,7 +60,8 @@ def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
     if blocks == 0:
         return False
     programs = triton.cdiv(problem.query.shape[2], blocks * BLOCK_M.value) * d_bias.shape[0] * d_bias.shape[1]
-    return blocks * programs >= LEAST_FILL * processors(problem.query.device)
+    at_once = processors(problem.query.device)
+    return programs >= LEAST_FILL[blocks] * triton.cdiv(programs, at_once) * at_once
 
 
 def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
@@ -141,7 +144,7 @@ def _query_gradients_kernel(
     q_full = barriers(1, 1)
     full = barriers(2 * MEMBERS // GROUP, 1)
     free = barriers(STAGES, BLOCKS)
-    bias_full, bias_free, part = full, free, ()
+    bias_full, bias_free, part = full, free, ()  # nobody's, unless consumers share the members
     if BLOCKS == 1:
         bias_full, bias_free = barriers(BIAS_TILES, 1), barriers(1, 1)
         given = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -308,8 +311,8 @@ def _tile(
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
     Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
-    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two of four members,
-    whose next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
+    these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members, whose
+    next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
     last tile once more, for nothing.
     """
     tiles, ready, part, rules, seq, row, last, d_bias = fixed

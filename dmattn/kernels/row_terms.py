@@ -102,7 +102,8 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
 
     `column` are the numbers of the lifts' columns. Those from 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
     products, those from 3 to 5 -delta, which lowers dP, and the others 0. They are finite for a row without probabilities, too, and for an
-    infinite delta, as the other product meets them with 0; a NaN reaches dV so, as it reaches dQ and dK.
+    infinite delta, as the other product meets them with 0; a NaN, of dLSE too, reaches dV so, as it reaches dQ and dK. Products beyond 2e38 are
+    not lowered far enough in a row without probabilities.
     """
     terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index
