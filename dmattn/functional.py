@@ -153,6 +153,9 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
             1, without `enable_gqa`.
     """
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"dmattn: {name}: expected True or False, received {type(flag).__name__}")
     if is_causal and attn_mask is not None:
         raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -164,8 +167,6 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = _four_axes_mask(attn_mask, leading)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"dmattn: is_causal: expected True or False, received {type(is_causal).__name__}")
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
     out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, True, "attn_mask")
     return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out

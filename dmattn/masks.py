@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ class IntervalMask:
             segment_ids: integer, (B, S) or (S,). A document is a maximal run of equal ids, so an id that comes back
                 later starts a new document. Shape of the mask (B, 1, S) or (S,).
         """
-        if not isinstance(segment_ids, Tensor) or segment_ids.is_floating_point() or segment_ids.is_complex():
+        if not _is_integer(segment_ids):
             raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {_what(segment_ids)}")
         if segment_ids.ndim not in (1, 2):
             received = tuple(segment_ids.shape)
@@ -148,7 +149,7 @@ class IntervalMask:
         Args:
             prefix_lengths: integer, (B,): length of the bidirectional prefix of each batch row. Mask shape (B, 1, Sk).
         """
-        if not isinstance(prefix_lengths, Tensor) or prefix_lengths.is_floating_point() or prefix_lengths.is_complex():
+        if not _is_integer(prefix_lengths):
             raise TypeError(f"IntervalMask.prefix_lm: prefix_lengths: expected an integer tensor, received {_what(prefix_lengths)}")
         if prefix_lengths.ndim != 1:
             received = tuple(prefix_lengths.shape)
@@ -186,10 +187,14 @@ def sequence_of(ends: Tensor, length: int) -> Tensor:
 
 def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
     """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
-    if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+    if not _is_integer(lengths):
         raise TypeError(f"{name}: expected an integer tensor, received {_what(lengths)}")
     if lengths.ndim != 1 or lengths.shape[0] < 2:
         raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
+
+
+def _is_integer(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
 def _bounds(

@@ -108,7 +108,7 @@ class Problem(NamedTuple):
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
         if bias is not None:
-            check_tensor(mask_name or "bias", bias)
+            check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
             if bias.dtype not in FLOATS:
                 _fail(mask_name or "bias", f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64", bias.dtype)
             bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)

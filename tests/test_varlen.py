@@ -430,7 +430,7 @@ ERRORS = [
     ("mask-shape", dict(mask=zeros(5, 7).bool()), ValueError, rf"mask: expected {FULL}, received \(5, 7\)"),
     ("mask-sequences", dict(mask=zeros(3, 1, 4, 6).bool()), ValueError, rf"mask: expected {FULL}, received \(3, 1, 4, 6\)"),
     ("mask-device", dict(mask=zeros(4, 6, device="meta").bool()), ValueError, "mask: expected query's device cpu, received meta"),
-    ("bias-not-a-tensor", dict(bias=1.0), TypeError, "bias: expected a torch.Tensor, received float"),
+    ("bias-not-a-tensor", dict(bias=1.0), TypeError, "bias: expected a torch.Tensor or None, received float"),
     ("bias-dtype", dict(bias=zeros(4, 6).int()), ValueError, "bias: expected a dtype of float16.* received torch.int32"),
     ("bias-heads", dict(bias=zeros(3, 4, 6)), ValueError, rf"bias: expected {FULL}, received \(3, 4, 6\)"),
     ("causal", dict(causal=1), TypeError, "causal: expected True or False, received int"),
