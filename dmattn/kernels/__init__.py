@@ -13,8 +13,8 @@ For Hopper, in Gluon: `hopper` (what is taken, copies), `hopper_registers` (the 
 under intervals, `hopper_key_grad_intervals`, which share `hopper_key_tile`; `hopper_resident` and its three for narrow heads that share a bias.
 
 dBias of a bias of pairs that nobody shares is stored by `key_grad` and its like, or by `query_grad`; of a shared one by `bias_grad` and, on
-Hopper, `hopper_bias_grad`, with dQ by `hopper_shared_query_grad` (two to eight share it) and `hopper_resident_query_grad` (many narrow heads
-do), and by `windows`; of keys by `key_grad` and its like with `key_sums`.
+Hopper, `hopper_bias_grad`, with dQ by `hopper_shared_query_grad` and its `hopper_members` (few share it) and by `hopper_resident_query_grad`
+(many narrow heads do), and by `windows`; of keys by `key_grad` and its like with `key_sums`.
 
 Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; `_tile` is a block on chip, `_rows` a vector with one value
 per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from .bias_grad import processors
 from .hopper import of_pairs, serves
-from .hopper_registers import rounded_pairs, up_to
+from .hopper_registers import by_rows, by_threads, order_of, rounded_pairs, up_to
 from .layout import slice_pointer
 from .lift import bounded
 
@@ -61,28 +61,6 @@ def part_of(blocks, splits):
     program = gl.program_id(0)
     slices = gl.num_programs(0) // splits // blocks
     return program % blocks, program // blocks % slices, program // blocks // slices
-
-
-@gluon.constexpr_function
-def order_of(count):
-    """The layout in registers of so many quadruples for each thread of a consumer, [count, threads, 4]."""
-    registers = [[0, 0, 1], [0, 0, 2], *([1 << bit, 0, 0] for bit in range(8) if 1 << bit < count)]
-    return gl.DistributedLinearLayout(registers, [[0, 1 << bit, 0] for bit in range(5)], [[0, 32, 0], [0, 64, 0]], [], [count, 128, 4])
-
-
-@gluon.jit
-def by_threads(x):
-    """64 rows of 32-bit numbers, a pair of columns for each lane, in the order of the registers of threads: [columns / 8, threads, 4]."""
-    COUNT: gl.constexpr = x.shape[1] // 8
-    x = x.reshape([4, 2, 8, COUNT, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return gl.convert_layout(x.reshape([COUNT, 128, 4]), order_of(COUNT))
-
-
-@gluon.jit
-def by_rows(x, LAYOUT: gl.constexpr):
-    """The same back in 64 rows."""
-    x = x.reshape([x.shape[0], 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-    return gl.convert_layout(x.reshape([64, 8 * x.shape[3]]), LAYOUT)
 
 
 @gluon.jit

@@ -27,8 +27,8 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, by_rows, by_threads, keep_bias, order_of
+from .hopper_registers import as_factor, by_rows, by_threads, order_of, rounded_pairs, store_rows
+from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, keep_bias
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming

@@ -25,7 +25,6 @@ from .hopper import (
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     barriers,
-    copy,
     padded_dim,
     serves,
     stage_of,
@@ -33,8 +32,8 @@ from .hopper import (
     tiled,
     tiled_vectors,
 )
-from .hopper_registers import as_factor, exponent_factor, rounded_pairs, ruled, store_rows
-from .hopper_resident import by_rows, by_threads, order_of
+from .hopper_members import BLOCK_M, member_full, member_stage, own_count, own_member, produce
+from .hopper_registers import as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
 from .layout import Sequence, Span, strided
 from .overlap import follow
@@ -43,7 +42,6 @@ from .scores import rules_of
 from .sequence import member_of, place_queries
 from .walk import key_range
 
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
 # Programs for each processor and round of programs, by blocks of queries of a program. With fewer the two other kernels are faster, which have
 # some for each member; a round that is not full takes as long as a full one.
 LEAST_FILL = {1: 0.7, 2: 0.5}
@@ -122,10 +120,7 @@ def _query_gradients_kernel(
 
     q, k, v, bias, d_out, d_bias and terms (`row_terms.Incoming`) are tensor descriptors.
 
-    Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one. In the first case keys and values
-    of all members come together, in two stages, and with them the bias: of its tiles one comes, one is in use, and one has become dBias and
-    goes. In the second case there is less room and each member's come alone, in one stage more than there are members, but no more than eight,
-    whose places are found with fewer registers; and a tile of the bias comes when the one before the last has gone as dBias.
+    Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one (hopper_members.py).
     """
     follow()
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
@@ -156,86 +151,11 @@ def _query_gradients_kernel(
         [
             (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
             (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (_produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
+            (produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
-
-
-@gluon.constexpr_function
-def _own(which, members, blocks):
-    """How many members a consumer has: all where each has queries of its own, else every other one, the first consumer more if they are odd."""
-    return members if blocks == 2 else (members + 1 - which) // 2
-
-
-@gluon.constexpr_function
-def _member(i, which, blocks):
-    """Which member is the i-th that a consumer has."""
-    return i if blocks == 2 else 2 * i + which
-
-
-@gluon.jit
-def _stage_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
-    """(the stage of a member's group in a turn, the parity of its uses, where the member's keys and values are in shared memory)."""
-    STAGES: gl.constexpr = ready[2].shape[0]
-    GROUP: gl.constexpr = tiles[3].shape[0] // STAGES
-    stage, phase = stage_of(turn * (MEMBERS // GROUP) + member // GROUP, STAGES)
-    return stage, phase, stage * GROUP + member % GROUP
-
-
-@gluon.jit
-def _full_of(tiles, ready, turn, member: gl.constexpr, MEMBERS: gl.constexpr):
-    """(the barrier on which a member's group arrives in a turn, the parity of its uses).
-
-    Each group has two of its own, not one that comes with the stage: a stage may be one consumer's in one turn and the other's in the next, who
-    would take the parity before the first one's copy for that after its own.
-    """
-    GROUP: gl.constexpr = tiles[3].shape[0] // ready[2].shape[0]
-    which, phase = stage_of(turn, 2)
-    return ready[1].index(which * (MEMBERS // GROUP) + member // GROUP), phase
-
-
-@gluon.jit
-def _produce(
-    q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
-    """Copy what the members' queries have, and tiles of bias, keys and values to shared memory, as far ahead as there are free stages."""
-    q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    q_full, _, free, bias_full, bias_free = ready
-    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
-    BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    BYTES: gl.constexpr = GROUP * (k.block_type.nbytes + v.block_type.nbytes) + (2 * bias.block_type.nbytes if BLOCKS == 2 else 0)
-    sharing_heads, groups = sharing
-    begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
-    if begin < end:
-        mbarrier.expect(q_full.index(0), BLOCKS * MEMBERS * (q.block_type.nbytes + d_out.block_type.nbytes + terms.block_type.nbytes))
-    for turn in range(gl.cdiv(end - begin, BLOCK_N)):
-        start = begin + turn * BLOCK_N
-        for member in gl.static_range(MEMBERS):
-            stage, phase, place = _stage_of(tiles, ready, turn, member, MEMBERS)
-            full, _ = _full_of(tiles, ready, turn, member, MEMBERS)
-            if member % GROUP == 0:
-                mbarrier.wait(free.index(stage), phase ^ 1)
-                mbarrier.expect(full, BYTES)
-            this = member_of(seq, member, sharing_heads)
-            if BLOCKS == 2 and member == 0:
-                for i in gl.static_range(2):
-                    copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, bias_tiles.index(turn % BIAS_TILES * 2 + i))
-            if BLOCKS == 1 and member == 2:  # when both consumers have what they begin the tile with
-                bias_stage, _ = stage_of(turn, BIAS_TILES)
-                mbarrier.wait(bias_free.index(0), (turn & 1) ^ 1)
-                mbarrier.expect(bias_full.index(bias_stage), bias.block_type.nbytes)
-                copy(bias, [seq.batch, seq.head, row, start], bias_full.index(bias_stage), bias_tiles.index(bias_stage))
-            if turn == 0:
-                for i in gl.static_range(BLOCKS):
-                    at = BLOCKS * member + i
-                    copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(at))
-                    copy(d_out, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(at))
-                    copy(terms, [this.batch, this.head, 0, row + i * BLOCK_M], q_full.index(0), terms_tiles.index(at))
-            copy(k, [this.batch, this.head // groups, start, 0], full, k_tiles.index(place))
-            copy(v, [this.batch, this.head // groups, start, 0], full, v_tiles.index(place))
 
 
 @gluon.jit
@@ -245,8 +165,8 @@ def _consume(
 ):  # fmt: skip
     """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
     q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
-    FIRST: gl.constexpr = _member(0, which, BLOCKS)
-    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
+    FIRST: gl.constexpr = own_member(0, which, BLOCKS)
+    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -273,21 +193,21 @@ def _consume(
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, True)
+            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, False)
+        state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, False)
         turn += 1
     if rules.right is not None or not EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, PAIRS, SUMS, MEMBERS, BLOCKS, True)
+            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
             turn += 1
     if BLOCKS == 2 or which == 1:
         tma.store_wait(0)
         if rules.left is not None or rules.right is not None:
             _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        store_rows(d_q, member_of(seq, _member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
+        store_rows(d_q, member_of(seq, own_member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
 
 
 @gluon.jit
@@ -305,8 +225,7 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    fixed, state, turn, start,
-    which: gl.constexpr, PAIRS: gl.constexpr, SUMS: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EDGE: gl.constexpr,
+    fixed, state, turn, start, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EDGE: gl.constexpr
 ):  # fmt: skip
     """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
@@ -318,14 +237,15 @@ def _tile(
     tiles, ready, part, rules, seq, row, last, d_bias = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
     _, _, free, bias_full, bias_free = ready
-    OWN: gl.constexpr = _own(which, MEMBERS, BLOCKS)
+    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
     GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
     BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
     DIM: gl.constexpr = k_tiles.shape[4]
     EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), 2)
     vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]
     cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
@@ -344,18 +264,12 @@ def _tile(
         mbarrier.wait(bias_full.index(bias_stage), bias_phase)
     for i in gl.static_range(OWN):
         at = 2 * i + which + zeroth  # where the member's queries are
-        stage, _, keys = _stage_of(tiles, ready, turn, _member(i, which, BLOCKS), MEMBERS)
+        stage, _, keys = member_stage(tiles, ready, turn, own_member(i, which, BLOCKS), MEMBERS)
         s = next_s
         divisor_rows = vectors.index(2 * at).load(ROWS)
         delta_rows = vectors.index(2 * at + 1).load(ROWS)
-        if i + 1 < OWN:
-            next_at = at + 2
-            _, _, next_keys = _stage_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
-            full, phase = _full_of(tiles, ready, turn, _member(i + 1, which, BLOCKS), MEMBERS)
-        else:
-            next_at = which + zeroth
-            _, _, next_keys = _stage_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
-            full, phase = _full_of(tiles, ready, next_turn, _member(0, which, BLOCKS), MEMBERS)
+        next_at = at + 2 if i + 1 < OWN else which + zeroth
+        next_keys, full, phase = _next_keys(tiles, ready, turn, next_turn, i, which, MEMBERS, BLOCKS)
         if EARLY:
             if GROUP == 1 or i + 1 == OWN:
                 mbarrier.wait(full, phase)
@@ -368,7 +282,7 @@ def _tile(
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
             sums += (dq,)
             if GROUP == 1:
-                before, _, _ = _stage_of(tiles, ready, turn, _member(i - 1, which, BLOCKS), MEMBERS)
+                before, _, _ = member_stage(tiles, ready, turn, own_member(i - 1, which, BLOCKS), MEMBERS)
                 mbarrier.arrive(free.index(before), count=1)
         elif BLOCKS == 1 and which == 1:
             tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
@@ -396,6 +310,20 @@ def _tile(
     mbarrier.arrive(free.index(stage), count=1)
     sums += (dq, next_s, d_p)
     return sums
+
+
+@gluon.jit
+def _next_keys(
+    tiles, ready, turn, next_turn, i: gl.constexpr, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
+):  # fmt: skip
+    """(place, barrier, parity) of the keys of what comes after a consumer's i-th member: the next one, or in the next turn the first."""
+    if i + 1 < own_count(which, MEMBERS, BLOCKS):
+        _, _, keys = member_stage(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
+        full, phase = member_full(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
+    else:
+        _, _, keys = member_stage(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
+        full, phase = member_full(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
+    return keys, full, phase
 
 
 @gluon.jit
