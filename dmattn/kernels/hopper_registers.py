@@ -136,6 +136,13 @@ def rounded_pairs(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def in_pairs(x):
+    """A tile of 16-bit numbers as :func:`rounded_pairs` gives them."""
+    low, high = gl.split(x.to(gl.int16, bitcast=True).reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def looked_at(x):
     """The same numbers, which are there before anything goes on that others see.
 

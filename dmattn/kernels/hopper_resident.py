@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .bias_grad import processors
-from .hopper import of_pairs, serves
-from .hopper_registers import by_rows, by_threads, order_of, rounded_pairs, up_to
-from .layout import slice_pointer
+from .hopper import copy, of_pairs, serves, sync_threads
+from .hopper_registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
 from .lift import bounded
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
@@ -64,45 +64,83 @@ def part_of(blocks, splits):
 
 
 @gluon.jit
-def allocate_bias(CHUNKS: gl.constexpr, COLS: gl.constexpr, WIDE: gl.constexpr):
-    """Shared memory for so many chunks of a consumer's 64 rows and COLS columns each of the bias, quadruples of 32-bit numbers by threads.
-
-    They are WIDE, a float32 for each pair, or two pairs of 16 bits joined.
-    """
-    COUNT: gl.constexpr = COLS // 8 if WIDE else COLS // 16
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    return gl.allocate_shared_memory(gl.float32 if WIDE else gl.int32, [CHUNKS, COUNT, 128, 4], LAYOUT)
+def allocate_bias(bias, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
+    """Shared memory for so many chunks of the bias of a consumer, which are tiles of its descriptor: WIDE for float32, else in 16 bits."""
+    return gl.allocate_shared_memory(bias.dtype, [CHUNKS * (2 if WIDE else 1), 1, 1, bias.block_shape[2], bias.block_shape[3]], bias.layout)
 
 
 @gluon.jit
-def keep_bias(chunks, rules, seq, row, col, COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr):
-    """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows.
+def keep_bias(
+    memory, bias, full, parity, rules, seq, row, col,
+    COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows. PAIRS is how one stands in registers.
 
-    It is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is stored, and none has probabilities.
+    They are returned as `bias_of` takes them, so many columns at once: quadruples of 32-bit numbers by threads. These are WIDE, a float32 for
+    each pair, or two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is
+    stored, and none has probabilities.
+
+    The copy engine fills the memory, which nobody must be reading, and what was copied is put in order in its place. That is a loop, for code
+    that runs once is waited for.
     """
-    COUNT: gl.constexpr = chunks.shape[1]
-    for i in range(chunks.shape[0]):
-        down = gl.arange(0, 64, gl.SliceLayout(1, PAIRS))[:, None]
-        across = gl.arange(0, COLS, gl.SliceLayout(0, PAIRS))[None, :]
-        if KEYS_DOWN:
-            rows, cols = across, down
-            first_row, first_col = row + i * COLS, col
+    HEIGHT: gl.constexpr = bias.block_shape[2]
+    WIDTH: gl.constexpr = bias.block_shape[3]
+    PLACES: gl.constexpr = 2 if WIDE else 1
+    CHUNKS: gl.constexpr = memory.shape[0] // PLACES
+    QUADRUPLES: gl.constexpr = HEIGHT * WIDTH // 1024 * PLACES  # of a thread in a chunk
+    TYPE: gl.constexpr = gl.float32 if WIDE else gl.int32
+    ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    chunks = memory._reinterpret(TYPE, [CHUNKS, QUADRUPLES, 128, 4], ORDER)
+    down = HEIGHT if KEYS_DOWN else 0
+    across = 0 if KEYS_DOWN else WIDTH
+    fence_async_shared()
+    sync_threads()
+    mbarrier.expect(full, CHUNKS * bias.block_type.nbytes)
+    for i in range(CHUNKS):
+        copy(bias, [0, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
+    mbarrier.wait(full, parity)
+    used = gl.cdiv(seq.len_q - row, HEIGHT) if KEYS_DOWN else gl.cdiv(seq.len_k - col, WIDTH)
+    near = _within(memory, gl.minimum(used, CHUNKS), PLACES, rules.scale)
+    keys = gl.arange(0, WIDTH, gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS))
+    keys = keys[:, None] if KEYS_DOWN else keys[None, :]
+    for i in range(CHUNKS):
+        tile = memory.index(i * PLACES).reshape([HEIGHT, WIDTH])
+        given = (tile.permute((1, 0)) if KEYS_DOWN else tile).load(PAIRS)
+        sync_threads()  # all have read the chunk
+        left = seq.len_k - col - i * across  # of the keys
+        ruled = (left < WIDTH) | (near == 0)
+        if WIDE:
+            wide = widened(given)
+            if ruled:
+                wide = up_to(bounded(wide, rules.scale), keys, left - 1)
+            chunks.index(i).store(by_threads(wide * (1 / rules.scale)))
         else:
-            rows, cols = down, across
-            first_row, first_col = row, col + i * COLS
-        # beyond the ends the last entry is read again, which takes no mask of pairs
-        near_rows = gl.minimum(rows, seq.len_q - 1 - first_row)
-        near_cols = gl.minimum(cols, seq.len_k - 1 - first_col)
-        pointers = (
-            slice_pointer(rules.bias, seq) + gl.cast(first_row, gl.int64) * rules.bias.row + gl.cast(first_col, gl.int64) * rules.bias.col
-        )
-        given = gl.load(pointers + (near_rows * rules.bias.row + near_cols * rules.bias.col))
-        bias = up_to(bounded(given.to(gl.float32), rules.scale), cols, seq.len_k - 1 - first_col)
-        if chunks.dtype == gl.float32:
-            chunks.index(i).store(by_threads(bias / rules.scale))
-        else:
-            x = rounded_pairs(bias, given.dtype).reshape([4, 2, 8, COUNT, 2, 4]).permute((3, 0, 2, 5, 1, 4))
-            chunks.index(i).store(gl.convert_layout(x.reshape([COUNT, 128, 4]), order_of(COUNT)))
+            pairs = in_pairs(given)
+            if ruled:
+                pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), bias.dtype)
+            pairs = pairs.reshape([4, 2, 8, QUADRUPLES, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([QUADRUPLES, 128, 4])
+            chunks.index(i).store(gl.convert_layout(pairs, order_of(QUADRUPLES)))
+    COUNT: gl.constexpr = COLS // 16 * PLACES
+    return memory._reinterpret(TYPE, [CHUNKS * QUADRUPLES // COUNT, COUNT, 128, 4], ORDER)
+
+
+@gluon.jit
+def _within(memory, chunks, PLACES: gl.constexpr, scale):
+    """Whether no finite bias of so many chunks is beyond what `bounded` leaves alone, 0 or 1. None of float16 is."""
+    if memory.dtype.is_fp16():
+        return 1
+    else:
+        WORDS: gl.constexpr = memory.shape[3] * memory.shape[4] // 2
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        words = memory._reinterpret(gl.int32, [memory.shape[0], WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        largest = gl.full([WORDS], 0.0, gl.float32, LAYOUT)
+        for i in range(chunks):
+            pair = words.index(i * PLACES).load(LAYOUT)
+            # the lower bits do not matter, but that an infinite one may be no number then, and is passed over
+            high = gl.abs(pair.to(gl.float32, bitcast=True))
+            low = gl.abs((pair << 16).to(gl.float32, bitcast=True))
+            largest = gl.maximum(largest, gl.maximum(high, low))
+        return (gl.max(gl.where(largest == float("inf"), 0.0, largest), 0) <= 1e38 * gl.minimum(scale, 1.0)).to(gl.int32)
 
 
 @gluon.jit

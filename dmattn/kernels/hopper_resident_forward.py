@@ -34,6 +34,7 @@ from .sequence import member_of
 from .softmax import weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
+CHUNK = gl.constexpr(32)  # of the keys, whose bias is loaded at once
 STAGES = gl.constexpr(3)  # tiles of KEYS keys and values in shared memory, no fewer than a member has
 
 
@@ -54,6 +55,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         q=tiled(problem.query, BLOCK_M.value, DIM),
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
+        bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         out=strided(out, heads),
         lse=strided(lse, heads),
@@ -71,7 +73,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 
 @gluon.jit
 def _resident_forward_kernel(
-    q, k, v, rules, out, lse, sharing_heads, members, splits, groups, len_q, len_k,
+    q, k, v, bias, rules, out, lse, sharing_heads, members, splits, groups, len_q, len_k,
     VALUE_DIM: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of a block of queries of every `splits`-th of the members that share a slice of the bias.
@@ -86,19 +88,20 @@ def _resident_forward_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, DIM], v.layout)
     kept = ()
     for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(TILES, KEYS, False),)
+        kept += (allocate_bias(bias, TILES * (KEYS // CHUNK), False),)
+    bias_full = barriers(CONSUMERS, 1)
     q_full = barriers(1, 1)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles)
-    ready = (q_full, full, free)
+    ready = (q_full, full, free, bias_full)
     where = (bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), begin, members, splits, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, where, out, lse, 0, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, where, out, lse, 1, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1, VALUE_DIM)),
                 (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
             ],
             [4, 1],
@@ -107,9 +110,9 @@ def _resident_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, where, out, lse, 0, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, where, out, lse, 1, VALUE_DIM)),
-                (_consume, (tiles, kept[2], ready, rules, where, out, lse, 2, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1, VALUE_DIM)),
+                (_consume, (tiles, kept[2], ready, bias, rules, where, out, lse, 2, VALUE_DIM)),
                 (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
             ],
             [4, 4, 1],
@@ -125,7 +128,7 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
     it has only asked for its queries: an arrival overtakes loads that wait behind stores, and the copy is there before they have read.
     """
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, full, free = ready
+    q_full, full, free, bias_full = ready
     bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
@@ -147,23 +150,25 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VALUE_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.constexpr, VALUE_DIM: gl.constexpr):
     """Out and lse of BLOCK_M queries of every member, in place `which`."""
     q_tiles, k_tiles, v_tiles = tiles
     DIM: gl.constexpr = k_tiles.shape[4]
-    TILES: gl.constexpr = kept.shape[0]
+    TILES: gl.constexpr = memory.shape[0] // (KEYS // CHUNK)
     DTYPE: gl.constexpr = v_tiles.dtype
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OF_BIAS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, full, free = ready
+    q_full, full, free, bias_full = ready
     bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     row += which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-    keep_bias(kept, rules, Sequence(0, bias_head * sharing_heads, len_q, len_k), row, 0, KEYS, PAIRS, False)
+    seq = Sequence(0, bias_head * sharing_heads, len_q, len_k)
+    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, row, 0, KEYS, OF_BIAS, False, False)
     factor = rules.scale * LOG2E
     phase = 0
     turn = 0
-    bias = bias_of(kept, 0, rules, PAIRS)
+    start = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
         seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         mbarrier.wait(q_full.index(0), phase)
@@ -174,7 +179,7 @@ def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VA
         for i in range(TILES):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(full.index(stage), parity)
-            s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([KEYS, DIM]).permute((1, 0)), bias, is_async=True)
+            s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([KEYS, DIM]).permute((1, 0)), start, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             new_max = gl.maximum(row_max, gl.max(s, 1))
             p, alpha = weights_of(s, row_max, new_max, factor, True)
@@ -183,7 +188,7 @@ def _consume(tiles, kept, ready, rules, where, out, lse, which: gl.constexpr, VA
             acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
             weights = as_factor(rounded_pairs(p, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
             acc = warpgroup_mma(weights, v_tiles.index(stage).reshape([KEYS, DIM]), acc, is_async=True)
-            bias = bias_of(kept, gl.where(i + 1 < TILES, i + 1, 0), rules, PAIRS)  # of the next tile, beside the product
+            start = bias_of(kept, gl.where(i + 1 < TILES, i + 1, 0), rules, PAIRS)  # of the next tile, beside the product
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1

@@ -53,6 +53,7 @@ def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_valu
         v=tiled(problem.value, BLOCK_N.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=tiled_vectors(incoming.both_terms(), 2, BLOCK_M.value),
+        bias=tiled(problem.bias, CHUNK.value, BLOCK_N.value),
         rules=rules_of(problem),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
@@ -70,7 +71,7 @@ def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_valu
 
 @gluon.jit
 def _resident_key_gradients_kernel(
-    q, k, v, d_out, terms, rules, d_k, d_v, sharing_heads, members, splits, len_q, len_k,
+    q, k, v, d_out, terms, bias, rules, d_k, d_v, sharing_heads, members, splits, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of a block of keys of every `splits`-th of the members that share a slice of the bias.
@@ -87,20 +88,21 @@ def _resident_key_gradients_kernel(
     terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
     kept = ()
     for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(TILES * (BLOCK_M // CHUNK), CHUNK, False),)
+        kept += (allocate_bias(bias, TILES * (BLOCK_M // CHUNK), False),)
+    bias_full = barriers(CONSUMERS, 1)
     kv_full = barriers(1, 1)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles)
-    ready = (kv_full, full, free)
+    ready = (kv_full, full, free, bias_full)
     where = (bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), begin, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
                 (_produce, (q, k, v, d_out, terms, tiles, ready, where, TILES)),
             ],
             [4, 1],
@@ -109,9 +111,9 @@ def _resident_key_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[2], ready, rules, where, d_k, d_v, 2, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[2], ready, bias, rules, where, d_k, d_v, 2, HEAD_DIM, VALUE_DIM)),
                 (_produce, (q, k, v, d_out, terms, tiles, ready, where, TILES)),
             ],
             [4, 4, 1],
@@ -123,7 +125,7 @@ def _resident_key_gradients_kernel(
 def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages; its keys and values as the forward pass does its queries."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
-    kv_full, full, free = ready
+    kv_full, full, free, bias_full = ready
     bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
@@ -147,25 +149,26 @@ def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, kept, ready, rules, where, d_k, d_v, which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr):
     """dK and dV of BLOCK_N keys of every member, in place `which`."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
-    kv_full, full, free = ready
+    kv_full, full, free, bias_full = ready
     bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     DIM: gl.constexpr = q_tiles.shape[4]
     CHUNKS: gl.constexpr = BLOCK_M // CHUNK  # of a tile
-    ALL: gl.constexpr = kept.shape[0]
+    ALL: gl.constexpr = memory.shape[0]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])  # keys down
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OWN: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     col += which * BLOCK_N
-    keep_bias(kept, rules, Sequence(0, bias_head * sharing_heads, len_q, len_k), 0, col, CHUNK, PAIRS, True)
+    seq = Sequence(0, bias_head * sharing_heads, len_q, len_k)
+    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, 0, col, CHUNK, PAIRS, True, False)
     factor = rules.scale * LOG2E
     vectors = terms_tiles._reinterpret(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     phase = 0
     turn = 0
-    bias = bias_of(kept, 0, rules, PAIRS)
+    start = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
         mbarrier.wait(kv_full.index(0), phase)
         k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM]).load(OWN)
@@ -177,13 +180,13 @@ def _consume(tiles, kept, ready, rules, where, d_k, d_v, which: gl.constexpr, HE
             mbarrier.wait(full.index(stage), parity)
             q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
             d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
-            first = _products(q_tile, d_out_tile, k_tile, v_tile, bias, 0, PAIRS)
+            first = _products(q_tile, d_out_tile, k_tile, v_tile, start, 0, PAIRS)
             second = _products(q_tile, d_out_tile, k_tile, v_tile, bias_of(kept, CHUNKS * i + 1, rules, PAIRS), 1, PAIRS)
             s, d_p = warpgroup_mma_wait(2, first)
             dk, dv = _add(dk, dv, s, d_p, q_tile, d_out_tile, vectors, stage, factor, 0, FACTOR, d_k is not None, d_v is not None, PAIRS)
             s, d_p = warpgroup_mma_wait((d_k is not None) + (d_v is not None), second)
             dk, dv = _add(dk, dv, s, d_p, q_tile, d_out_tile, vectors, stage, factor, 1, FACTOR, d_k is not None, d_v is not None, PAIRS)
-            bias = bias_of(kept, gl.where(CHUNKS * i + 2 < ALL, CHUNKS * i + 2, 0), rules, PAIRS)
+            start = bias_of(kept, gl.where(CHUNKS * i + 2 < ALL, CHUNKS * i + 2, 0), rules, PAIRS)
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
@@ -196,9 +199,9 @@ def _consume(tiles, kept, ready, rules, where, d_k, d_v, which: gl.constexpr, HE
 
 
 @gluon.jit
-def _products(q_tile, d_out_tile, k_tile, v_tile, bias, j: gl.constexpr, PAIRS: gl.constexpr):
+def _products(q_tile, d_out_tile, k_tile, v_tile, start, j: gl.constexpr, PAIRS: gl.constexpr):
     """(scores, V dO^T) of a chunk of a tile, keys down, under way."""
-    s = warpgroup_mma(k_tile, q_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), bias, is_async=True)
+    s = warpgroup_mma(k_tile, q_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), start, is_async=True)
     zero = gl.full([BLOCK_N, CHUNK], 0.0, gl.float32, PAIRS)
     return s, warpgroup_mma(v_tile, d_out_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), zero, use_acc=False, is_async=True)
 

@@ -25,6 +25,7 @@ from .hopper import (
     barriers,
     copy,
     stage_of,
+    sync_threads,
     tiled,
 )
 from .hopper_registers import as_factor, by_rows, by_threads, order_of, rounded_pairs, store_rows
@@ -62,6 +63,7 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
         v=tiled(problem.value, KEYS.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=strided(incoming.both_terms(), heads),
+        bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         d_q=strided(d_query, heads),
         parts=strided(parts, bias_heads),
@@ -106,7 +108,7 @@ def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> T
 
 @gluon.jit
 def _resident_query_gradients_kernel(
-    q, k, v, d_out, terms, rules, d_q, parts, part_count, block_count, sharing_heads, members, len_q, len_k,
+    q, k, v, d_out, terms, bias, rules, d_q, parts, part_count, block_count, sharing_heads, members, len_q, len_k,
     HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
@@ -118,21 +120,20 @@ def _resident_query_gradients_kernel(
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], v.layout)
     kept = ()
     for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(KEYS // CHUNK, CHUNK, True),)
-    sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS - 1, DIM // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        kept += (allocate_bias(bias, KEYS // CHUNK, True),)
+    bias_full = barriers(CONSUMERS, 1)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
-    sums_full = barriers(1, CONSUMERS - 1)
-    sums_free = barriers(1, 1)
+    sums_full = barriers(STAGES, CONSUMERS - 1)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, sums)
-    ready = (full, free, sums_full, sums_free)
+    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles)
+    ready = (full, free, sums_full, bias_full)
     sizes = (part_count, block_count, sharing_heads, members, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
                 (_produce, (q, k, v, d_out, tiles, ready, sizes)),
             ],
             [4, 1],
@@ -141,9 +142,9 @@ def _resident_query_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
-                (_consume, (tiles, kept[1], ready, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
-                (_consume, (tiles, kept[2], ready, rules, terms, d_q, parts, sizes, 2, HEAD_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
+                (_consume, (tiles, kept[2], ready, bias, rules, terms, d_q, parts, sizes, 2, HEAD_DIM)),
                 (_produce, (q, k, v, d_out, tiles, ready, sizes)),
             ],
             [4, 4, 1],
@@ -174,7 +175,7 @@ def _piece_at(place, block_count, members):
 @gluon.jit
 def _produce(q, k, v, d_out, tiles, ready, sizes):
     """Copy each member to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
+    q_tiles, k_tiles, v_tiles, d_out_tiles = tiles
     full, free, _, _ = ready
     _, block_count, sharing_heads, members, len_q, len_k = sizes
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
@@ -196,7 +197,7 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
 
 
 @gluon.jit
-def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which: gl.constexpr, HEAD_DIM: gl.constexpr):
     """KEYS keys of each block of queries, those in place `which`."""
     part_count, block_count, sharing_heads, members, len_q, len_k = sizes
     CHUNKS: gl.constexpr = KEYS // CHUNK
@@ -205,14 +206,18 @@ def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.cons
     zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
     blocks = gl.cdiv(len_q, BLOCK_M)
     begin, end = _piece(block_count, members)
-    fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
+    bias_full = ready[3].index(which)
     turn = 0
+    parity = 0
     for block in range(begin // members, gl.cdiv(end, members)):
         row = block % blocks * BLOCK_M
         seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
         first = gl.maximum(begin - block * members, 0)
         last = gl.minimum(end - block * members, members)
-        keep_bias(kept, rules, member_of(seq, 0, sharing_heads), row, which * KEYS, CHUNK, PAIRS, False)
+        slice_seq = member_of(seq, 0, sharing_heads)
+        kept = keep_bias(memory, bias, bias_full, parity, rules, slice_seq, row, which * KEYS, CHUNK, PAIRS, False, True)
+        parity ^= 1
+        fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
         totals = ()
         for _chunk in gl.static_range(CHUNKS):
             totals += (zero,)
@@ -224,6 +229,7 @@ def _consume(tiles, kept, ready, rules, terms, d_q, parts, sizes, which: gl.cons
             vectors = next_vectors
             if d_q is not None:
                 _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which, HEAD_DIM)
+            mbarrier.arrive(ready[1].index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
             part = gl.program_id(0) - _piece_at(block * members, block_count, members)
@@ -245,10 +251,10 @@ def _terms(terms, seq, row, index):
 
 @gluon.jit
 def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constexpr):
-    """(the consumer's share of one member's dQ, the totals with its dS); its tiles are given back."""
+    """(the consumer's share of one member's dQ, the totals with its dS)."""
     tiles, kept, ready, rules, factor = fixed
-    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
-    full, free, _, _ = ready
+    q_tiles, k_tiles, v_tiles, d_out_tiles = tiles
+    full, _, _, _ = ready
     subtrahend, minus = vectors
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
     DIM: gl.constexpr = q_tiles.shape[4]
@@ -283,27 +289,30 @@ def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constex
         rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
         dq = warpgroup_mma(rounded, k_part, dq, use_acc=i > 0, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(free.index(stage), count=1)
     return dq, further_totals
 
 
 @gluon.jit
 def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """A consumer's share of one member's dQ to the first one, and from that, dQ to its place."""
-    _, k_tiles, _, _, sums = tiles
-    _, _, sums_full, sums_free = ready
+    """A consumer's share of one member's dQ to the first one, in the place of its keys, and from that, dQ to its place."""
+    k_tiles = tiles[1]
+    sums_full = ready[2]
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
     OUT: gl.constexpr = dq.type.layout
+    COUNT: gl.constexpr = dq.shape[1] // 8
+    gl.static_assert(dq.shape[0] * 4 == KEYS * 2)
+    sums = k_tiles._reinterpret(gl.float32, [CONSUMERS * STAGES, COUNT, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    stage, parity = stage_of(turn, STAGES)
     if which == 0:
-        mbarrier.wait(sums_full.index(0), turn & 1)
-        for i in gl.static_range(CONSUMERS - 1):
-            dq += by_rows(sums.index(i).load(order_of(dq.shape[1] // 8)), OUT)
-        store_rows(d_q, seq, row, seq.len_q, dq * rules.scale, HEAD_DIM)
-        mbarrier.arrive(sums_free.index(0), count=1)  # only now are the sums of the others certainly read
+        mbarrier.wait(sums_full.index(stage), parity)
+        for i in gl.static_range(1, CONSUMERS):
+            dq += by_rows(sums.index(CONSUMERS * stage + i).load(order_of(COUNT)), OUT)
+        store_rows(d_q, seq, row, seq.len_q, dq * rules.scale, HEAD_DIM)  # then the sums of the others are certainly read
     else:
-        mbarrier.wait(sums_free.index(0), (turn & 1) ^ 1)
-        sums.index(which - 1).store(by_threads(dq))
-        mbarrier.arrive(sums_full.index(0), count=1)
+        sync_threads()  # all have multiplied the keys
+        sums.index(CONSUMERS * stage + which).store(by_threads(dq))
+        fence_async_shared()
+        mbarrier.arrive(sums_full.index(stage), count=1)
 
 
 @gluon.jit
