@@ -8,6 +8,7 @@ from conftest import NEEDS_CUDA, needs_cuda
 
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
+from dmattn.ops import allocate_forward
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -107,8 +108,9 @@ def problem(**given) -> Problem:
 )  # fmt: skip
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)
-    assert hopper_resident_forward.takes(one) == forward
-    assert hopper_resident.takes_backward(one, one.query) == backward
+    out = allocate_forward(one)[0]
+    assert hopper_resident_forward.takes(one, out) == forward
+    assert hopper_resident.takes_backward(one, one.query, torch.empty_like(one.query)) == backward
 
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])

@@ -81,7 +81,7 @@ def _by_blocks(
     keys_wanted = d_key is not None or d_value is not None
     in_rows = rows.takes(problem)
     incoming = Incoming.without_terms(d_out, lse, lifted=keys_wanted and not in_rows and takes_lifts(problem, d_out))
-    if hopper_resident.takes_backward(problem, d_out):
+    if hopper_resident.takes_backward(problem, d_out, d_query):
         fill_terms(problem, incoming, out, d_lse)
         if d_query is not None or d_bias is not None:  # whose parts lie in the memory of dK or dV until these are made
             hopper_resident_query_grad.query_gradients(problem, incoming, d_query, d_bias, (d_key, d_value))

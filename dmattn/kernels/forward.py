@@ -38,7 +38,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     if hopper_forward.takes(problem):
         hopper_forward.forward(problem, out, lse)
         return
-    if hopper_resident_forward.takes(problem):
+    if hopper_resident_forward.takes(problem, out):
         hopper_resident_forward.forward(problem, out, lse)
         return
     batch, heads, len_q, _ = problem.query.shape

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .bias_grad import processors
-from .hopper import copy, of_pairs, serves, sync_threads
+from .hopper import copy, of_pairs, serves, store, sync_threads
 from .hopper_registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
 from .lift import bounded
 
@@ -24,7 +24,7 @@ FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
 
 
 def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
-    """Whether a problem is one for these kernels, whose programs have so many rows of the bias, with the `others` that they copy.
+    """Whether a problem is one for these kernels, whose programs have so many rows of the bias, with the `others` that the copy engine moves.
 
     The bias of pairs is the only rule, has no batch axis and is of the queries' type; its slices have members enough for
     each processor to walk many.
@@ -50,9 +50,9 @@ def parts_of(problem: Any, blocks: int) -> tuple[int, dict[str, int]]:
     return blocks * slices * splits, dict(sharing_heads=heads // slices, members=members, splits=splits)
 
 
-def takes_backward(problem: Any, d_out: Tensor) -> bool:
+def takes_backward(problem: Any, d_out: Tensor, d_query: Tensor | None) -> bool:
     """Whether the kernels for dQ and dBias, and for dK and dV, take a problem: queries are few too, and no heads share keys."""
-    return problem.query.shape[2] <= MOST_KEYS and problem.key.shape[1] == problem.query.shape[1] and admits(problem, 64, d_out)
+    return problem.query.shape[2] <= MOST_KEYS and problem.key.shape[1] == problem.query.shape[1] and admits(problem, 64, d_out, d_query)
 
 
 @gluon.jit
@@ -158,3 +158,12 @@ def bias_of(chunks, i, rules, PAIRS: gl.constexpr):
         low, high = gl.inline_asm_elementwise(CODE, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
         factor = 1 / rules.scale
         return gl.convert_layout(gl.join(low * factor, high * factor).reshape([64, 16 * COUNT]), PAIRS)
+
+
+@gluon.jit
+def store_sums(t, buffer, seq, row, sums):
+    """A consumer's sums to their rows of a tensor by the copy engine, which is to be waited for at the end."""
+    tma.store_wait(0)  # what the buffer held is gone
+    buffer.reshape([sums.shape[0], sums.shape[1]]).store(sums.to(t.dtype))
+    fence_async_shared()
+    store(t, [seq.batch, seq.head, row, 0], buffer)

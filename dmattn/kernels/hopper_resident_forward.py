@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..replay import launch
 from .hopper import (
@@ -25,8 +25,8 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_registers import as_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
-from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of
+from .hopper_registers import as_factor, lane_sums, rounded_pairs, sums_of_lanes
+from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of, store_sums
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of
@@ -38,15 +38,15 @@ CHUNK = gl.constexpr(32)  # of the keys, whose bias is loaded at once
 STAGES = gl.constexpr(3)  # tiles of KEYS keys and values in shared memory, no fewer than a member has
 
 
-def takes(problem: Any) -> bool:
+def takes(problem: Any, out: Tensor) -> bool:
     """Whether `forward` takes a problem."""
-    return admits(problem, BLOCK_M.value * consumers_of(problem.query.shape[2], DIM))
+    return admits(problem, BLOCK_M.value * consumers_of(problem.query.shape[2], DIM), out)
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
     heads, len_q = problem.query.shape[1:3]
-    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    kv_heads, len_k = problem.value.shape[1:3]
     consumers = consumers_of(len_q, DIM)
     programs, parts = parts_of(problem, triton.cdiv(len_q, consumers * BLOCK_M.value))
     launch(
@@ -57,13 +57,12 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         v=tiled(problem.value, KEYS.value, DIM),
         bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
-        out=strided(out, heads),
+        out=tiled(out, BLOCK_M.value, DIM),
         lse=strided(lse, heads),
         **parts,
         groups=heads // kv_heads,
         len_q=len_q,
         len_k=len_k,
-        VALUE_DIM=value_dim,
         TILES=triton.cdiv(len_k, KEYS.value),
         CONSUMERS=consumers,
         num_warps=4,
@@ -74,7 +73,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 @gluon.jit
 def _resident_forward_kernel(
     q, k, v, bias, rules, out, lse, sharing_heads, members, splits, groups, len_q, len_k,
-    VALUE_DIM: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.constexpr,
+    TILES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of a block of queries of every `splits`-th of the members that share a slice of the bias.
 
@@ -86,6 +85,7 @@ def _resident_forward_kernel(
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, DIM], v.layout)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], out.layout)
     kept = ()
     for _ in gl.static_range(CONSUMERS):
         kept += (allocate_bias(bias, TILES * (KEYS // CHUNK), False),)
@@ -94,14 +94,14 @@ def _resident_forward_kernel(
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, out_tiles)
     ready = (q_full, full, free, bias_full)
     where = (bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), begin, members, splits, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1)),
                 (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
             ],
             [4, 1],
@@ -110,9 +110,9 @@ def _resident_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1, VALUE_DIM)),
-                (_consume, (tiles, kept[2], ready, bias, rules, where, out, lse, 2, VALUE_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1)),
+                (_consume, (tiles, kept[2], ready, bias, rules, where, out, lse, 2)),
                 (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
             ],
             [4, 4, 1],
@@ -127,7 +127,7 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
     Queries take the place of the last member's once its first tile is free, for then that was multiplied. A consumer cannot tell it itself when
     it has only asked for its queries: an arrival overtakes loads that wait behind stores, and the copy is there before they have read.
     """
-    q_tiles, k_tiles, v_tiles = tiles
+    q_tiles, k_tiles, v_tiles, _ = tiles
     q_full, full, free, bias_full = ready
     bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
@@ -150,9 +150,9 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.constexpr, VALUE_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.constexpr):
     """Out and lse of BLOCK_M queries of every member, in place `which`."""
-    q_tiles, k_tiles, v_tiles = tiles
+    q_tiles, k_tiles, v_tiles, out_tiles = tiles
     DIM: gl.constexpr = k_tiles.shape[4]
     TILES: gl.constexpr = memory.shape[0] // (KEYS // CHUNK)
     DTYPE: gl.constexpr = v_tiles.dtype
@@ -197,5 +197,6 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
         lse_rows = gl.where(total == 0.0, float("-inf"), (row_max * factor + gl.log2(divisor)) / LOG2E)
         gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < len_q)
         acc *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
-        store_rows(out, seq, row, len_q, acc, VALUE_DIM)
+        store_sums(out, out_tiles.index(which), seq, row, acc)
         phase ^= 1
+    tma.store_wait(0)

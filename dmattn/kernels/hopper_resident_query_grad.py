@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..replay import launch
 from .bias_grad import Sharing, processors
@@ -28,8 +28,8 @@ from .hopper import (
     sync_threads,
     tiled,
 )
-from .hopper_registers import as_factor, by_rows, by_threads, order_of, rounded_pairs, store_rows
-from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, keep_bias
+from .hopper_registers import as_factor, by_rows, by_threads, order_of, rounded_pairs
+from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, keep_bias, store_sums
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -46,7 +46,7 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
 
     The `spare` tensors are to be filled later, and lend their memory to the parts of dBias.
     """
-    batch, heads, len_q, head_dim = problem.query.shape
+    batch, heads, len_q, _ = problem.query.shape
     len_k = problem.key.shape[2]
     bias_heads = problem.bias.shape[1]
     members = batch * (heads // bias_heads)
@@ -65,7 +65,7 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
         terms=strided(incoming.both_terms(), heads),
         bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
-        d_q=strided(d_query, heads),
+        d_q=tiled(d_query, BLOCK_M.value, DIM),
         parts=strided(parts, bias_heads),
         part_count=sharing.splits,
         block_count=blocks,
@@ -73,7 +73,6 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
         members=members,
         len_q=len_q,
         len_k=len_k,
-        HEAD_DIM=head_dim,
         CONSUMERS=consumers,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -109,7 +108,7 @@ def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> T
 @gluon.jit
 def _resident_query_gradients_kernel(
     q, k, v, d_out, terms, bias, rules, d_q, parts, part_count, block_count, sharing_heads, members, len_q, len_k,
-    HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
     follow()
@@ -121,19 +120,22 @@ def _resident_query_gradients_kernel(
     kept = ()
     for _ in gl.static_range(CONSUMERS):
         kept += (allocate_bias(bias, KEYS // CHUNK, True),)
+    d_q_tile = q_tiles.index(0)  # nobody's, unless there is dQ to store
+    if d_q is not None:
+        d_q_tile = gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, DIM], d_q.layout)
     bias_full = barriers(CONSUMERS, 1)
     full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     sums_full = barriers(STAGES, CONSUMERS - 1)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, d_q_tile)
     ready = (full, free, sums_full, bias_full)
     sizes = (part_count, block_count, sharing_heads, members, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1)),
                 (_produce, (q, k, v, d_out, tiles, ready, sizes)),
             ],
             [4, 1],
@@ -142,9 +144,9 @@ def _resident_query_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0, HEAD_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1, HEAD_DIM)),
-                (_consume, (tiles, kept[2], ready, bias, rules, terms, d_q, parts, sizes, 2, HEAD_DIM)),
+                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1)),
+                (_consume, (tiles, kept[2], ready, bias, rules, terms, d_q, parts, sizes, 2)),
                 (_produce, (q, k, v, d_out, tiles, ready, sizes)),
             ],
             [4, 4, 1],
@@ -175,7 +177,7 @@ def _piece_at(place, block_count, members):
 @gluon.jit
 def _produce(q, k, v, d_out, tiles, ready, sizes):
     """Copy each member to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, d_out_tiles = tiles
+    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
     full, free, _, _ = ready
     _, block_count, sharing_heads, members, len_q, len_k = sizes
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
@@ -197,7 +199,7 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
 
 
 @gluon.jit
-def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which: gl.constexpr):
     """KEYS keys of each block of queries, those in place `which`."""
     part_count, block_count, sharing_heads, members, len_q, len_k = sizes
     CHUNKS: gl.constexpr = KEYS // CHUNK
@@ -228,7 +230,7 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
             dq, totals = _member(fixed, vectors, totals, turn, which, PAIRS)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which, HEAD_DIM)
+                _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which)
             mbarrier.arrive(ready[1].index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
@@ -240,6 +242,8 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
                     zeros += (zero,)
                 for unused in range(part + 1, part_count):
                     _store(parts, unused, seq.head, row, which * KEYS, len_q, len_k, zeros, PAIRS)
+    if d_q is not None and which == 0:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -253,7 +257,7 @@ def _terms(terms, seq, row, index):
 def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constexpr):
     """(the consumer's share of one member's dQ, the totals with its dS)."""
     tiles, kept, ready, rules, factor = fixed
-    q_tiles, k_tiles, v_tiles, d_out_tiles = tiles
+    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
     full, _, _, _ = ready
     subtrahend, minus = vectors
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
@@ -293,7 +297,7 @@ def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constex
 
 
 @gluon.jit
-def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr):
     """A consumer's share of one member's dQ to the first one, in the place of its keys, and from that, dQ to its place."""
     k_tiles = tiles[1]
     sums_full = ready[2]
@@ -307,7 +311,7 @@ def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr, HEA
         mbarrier.wait(sums_full.index(stage), parity)
         for i in gl.static_range(1, CONSUMERS):
             dq += by_rows(sums.index(CONSUMERS * stage + i).load(order_of(COUNT)), OUT)
-        store_rows(d_q, seq, row, seq.len_q, dq * rules.scale, HEAD_DIM)  # then the sums of the others are certainly read
+        store_sums(d_q, tiles[4], seq, row, dq * rules.scale)  # then the sums of the others are certainly read
     else:
         sync_threads()  # all have multiplied the keys
         sums.index(CONSUMERS * stage + which).store(by_threads(dq))
