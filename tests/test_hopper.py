@@ -282,20 +282,41 @@ def test_tiles_of_a_row_far_from_zero_weigh_alike() -> None:
 
 
 @needs_cuda
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("head_dim", [72, 112])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_far_from_zero_without_a_bias_have_finite_gradients_or_none(dtype: torch.dtype, head_dim: int) -> None:
+def test_rows_far_from_zero_have_finite_gradients_or_none(dtype: torch.dtype, head_dim: int, biased: bool) -> None:
     """What lowers their scores within the products rounds exponents, but to no more than 16 bits hold; beyond 2 ** 26 no weight is left."""
     for lse_wanted, any_left in ((2.0**25.9, True), (2.0**26.2, False)):
         entry = (lse_wanted / math.sqrt(head_dim)) ** 0.5
         query, key, value = (torch.full((2, 2, length, head_dim), entry, dtype=dtype, device="cuda") for length in (200, 2048, 2048))
         value.copy_(torch.randn(value.shape, device="cuda"))
         leaves = [x.requires_grad_() for x in (query, key, value)]
-        out, lse = attention(*leaves, return_lse=True)
+        bias = torch.randn(1, 2, 200, 2048, device="cuda", dtype=dtype) if biased else None
+        out, lse = attention(*leaves, bias=bias, return_lse=True)
         assert (lse.abs() > 2.0**26).all() != any_left
         out.backward(torch.randn_like(out))
         assert all(x.grad.isfinite().all() for x in leaves)
         assert value.grad.any() == any_left
+
+
+@needs_cuda
+def test_a_row_without_weights_gives_none_whatever_its_bias() -> None:
+    """Its scores are lowered within the products, to which the bias is added."""
+    query, key, value = (torch.randn(2, 2, length, 64, dtype=torch.bfloat16, device="cuda") for length in (200, 256, 256))
+    mask = torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda")
+    mask[:, :, 5] = False
+    given = []
+    for largest in (0.0, 3e38):
+        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+        bias = torch.zeros(1, 2, 200, 256, dtype=torch.bfloat16, device="cuda")
+        bias[:, :, 5] = largest
+        out, lse = attention(*leaves, mask=mask, bias=bias.requires_grad_(), return_lse=True)
+        assert (lse[:, :, 5] == float("-inf")).all()
+        out.backward(torch.ones_like(out))
+        assert not bias.grad[:, :, 5].any()
+        given.append([x.grad for x in leaves])
+    assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))
 
 
 @needs_cuda

@@ -115,9 +115,11 @@ def test_takes(given: dict, forward: bool, backward: bool) -> None:
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])
 def test_pieces_of_a_block_are_counted(blocks: int, members: int, programs: int) -> None:
-    size, longer = divmod(blocks * members, programs)
+    start = hopper_resident_query_grad.START.value
+    span = start + members
+    size, longer = divmod(blocks * span, programs)
     owners = [program for program in range(programs) for _ in range(size + (program < longer))]
-    most = max(len(set(owners[block * members : (block + 1) * members])) for block in range(blocks))
+    most = max(len(set(owners[block * span + start : (block + 1) * span])) for block in range(blocks))
     assert hopper_resident_query_grad._parts_of(blocks, members, programs) == most
 
 

@@ -38,6 +38,7 @@ from .hopper_key_tile import (
     BLOCK_N,
     allocate_terms,
     copy_terms,
+    holds_lifts,
     ones_for_terms,
     open_queries,
     store_tile,
@@ -45,7 +46,7 @@ from .hopper_key_tile import (
     tiled_terms,
     uniform_bias_of,
 )
-from .hopper_lift import lift_room, ones_for_lifts, store_lifts
+from .hopper_lift import lift_room, ones_for_lifts, ones_in_registers, store_lifts
 from .hopper_registers import lane_sums, store_rows, sums_of_lanes
 from .key_sums import by_group, vectors_of
 from .layout import Sequence, Span, slice_pointer, strided
@@ -239,6 +240,9 @@ def _consume(
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     rooms, ones = rooms_and_ones
     lifts = rooms[which]
+    if CONSUMERS == 2 and holds_lifts(tiles[1].dtype):  # three have no registers left
+        OWN: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
+        lowered = (ones_in_registers(BLOCK_N, 0, OWN), ones_in_registers(BLOCK_N, 3, OWN))
     fixed = (k_tile, v_tile, (lifts, ones, lowered), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
     mbarrier.wait(kv_full.index(0), 0)
     sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))

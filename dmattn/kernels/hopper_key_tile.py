@@ -24,7 +24,7 @@ BLOCK_N = gl.constexpr(64)  # keys of a consumer
 def tiled_terms(incoming: Incoming) -> TensorDescriptor:
     """The terms of tiles of queries as the copy engine takes them: as lifts, if there are some."""
     if incoming.lifts is None:
-        return tiled_vectors(incoming.both_terms(), 2, BLOCK_M.value)
+        return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
     return tiled_lifts(incoming.lifts, BLOCK_M.value)
 
 
@@ -96,6 +96,8 @@ def tile(
     if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, col)
     mbarrier.wait(q_full.index(stage), phase)
+    # Loads that stand behind products are long in coming: these read all that shared memory gives.
+    bias = _bias_of(uniform_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -112,7 +114,6 @@ def tile(
         d_p = warpgroup_mma(of_d_p, query_lifts, d_p, is_async=True)
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = mask_tiles.index(of_tile).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
-    bias = _bias_of(uniform_bias, bias_tiles.index(of_tile), rules, seq, start, PAIRS)
     divisor_rows = _term_of(terms_tiles, 2 * stage, PAIRS)
     s = warpgroup_mma_wait(2 if LIFTED else 1, [s])  # dP, and what is added to it, go on
     rows2 = 0
@@ -120,7 +121,10 @@ def tile(
         rows2 = (2 * (rows & ~6)).to(gl.float32)
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)
     s = ruled(s, bias, (kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - divisor_rows)
+    exponents = s * exponent_factor(rules) - divisor_rows
+    if LIFTED and rules.bias is not None and rules.bias_by_key is None and q_tiles.dtype.is_fp16():
+        exponents = gl.minimum(exponents, 15.0)  # of a row far from 0 they are rounded to more than 16 bits may hold
+    p = gl.exp2(exponents)
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)
     delta_rows = _term_of(terms_tiles, 2 * stage + 1, PAIRS)

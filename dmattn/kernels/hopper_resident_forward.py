@@ -128,7 +128,7 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
     it has only asked for its queries: an arrival overtakes loads that wait behind stores, and the copy is there before they have read.
     """
     q_tiles, k_tiles, v_tiles, _ = tiles
-    q_full, full, free, bias_full = ready
+    q_full, full, free, _ = ready
     bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = q_tiles.shape[0]

@@ -52,7 +52,7 @@ def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_valu
         k=tiled(problem.key, BLOCK_N.value, DIM),
         v=tiled(problem.value, BLOCK_N.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=tiled_vectors(incoming.both_terms(), 2, BLOCK_M.value),
+        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
         bias=tiled(problem.bias, CHUNK.value, BLOCK_N.value),
         rules=rules_of(problem),
         d_k=strided(d_key, heads),
@@ -125,7 +125,7 @@ def _resident_key_gradients_kernel(
 def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages; its keys and values as the forward pass does its queries."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
-    kv_full, full, free, bias_full = ready
+    kv_full, full, free, _ = ready
     bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = k_tiles.shape[0]

@@ -38,6 +38,7 @@ from .sequence import member_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a program
 CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
+START = gl.constexpr(3)  # members whose time it takes to fill the bias of a block
 STAGES = gl.constexpr(2)  # members in shared memory
 
 
@@ -62,7 +63,7 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=strided(incoming.both_terms(), heads),
+        terms=strided(incoming.terms, heads),
         bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         d_q=tiled(d_query, BLOCK_M.value, DIM),
@@ -83,12 +84,13 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
 
 def _parts_of(blocks: int, members: int, programs: int) -> int:
     """How many programs have a piece of one block, at most."""
-    size, longer = divmod(blocks * members, programs)
+    span = START.value + members
+    size, longer = divmod(blocks * span, programs)
 
     def piece_at(place: int) -> int:
         return place // (size + 1) if place < longer * (size + 1) else longer + (place - longer * (size + 1)) // size
 
-    return max(piece_at((block + 1) * members - 1) - piece_at(block * members) + 1 for block in range(blocks))
+    return max(piece_at((block + 1) * span - 1) - piece_at(block * span + START.value) + 1 for block in range(blocks))
 
 
 def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> Tensor:
@@ -156,8 +158,8 @@ def _resident_query_gradients_kernel(
 
 @gluon.jit
 def _piece(block_count, members):
-    """[begin, end) of the program's piece of the line, in members; the first pieces may have one more than the others."""
-    total = block_count * members
+    """[begin, end) of the program's piece of the line; the first pieces may have one place more than the others."""
+    total = block_count * (START + members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     program = gl.program_id(0)
@@ -166,9 +168,16 @@ def _piece(block_count, members):
 
 
 @gluon.jit
+def _members_of(block, begin, end, members):
+    """[first, last) of the members of a block that are in a piece; the first places of a block are for its start."""
+    zeroth = block * (START + members) + START
+    return gl.maximum(begin - zeroth, 0), gl.minimum(end - zeroth, members)
+
+
+@gluon.jit
 def _piece_at(place, block_count, members):
     """Whose piece a place on the line is in."""
-    total = block_count * members
+    total = block_count * (START + members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     return gl.where(place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size)
@@ -184,18 +193,21 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
     BYTES: gl.constexpr = q.block_type.nbytes + d_out.block_type.nbytes + CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes)
     blocks = gl.cdiv(len_q, BLOCK_M)
     begin, end = _piece(block_count, members)
-    for place in range(begin, end):
-        block = place // members
+    turn = 0
+    for block in range(begin // (START + members), gl.cdiv(end - START, START + members)):
         row = block % blocks * BLOCK_M
-        this = member_of(Sequence(0, block // blocks, len_q, len_k), place % members, sharing_heads)
-        stage, parity = stage_of(place - begin, STAGES)
-        mbarrier.wait(free.index(stage), parity ^ 1)
-        mbarrier.expect(full.index(stage), BYTES)
-        copy(q, [this.batch, this.head, row, 0], full.index(stage), q_tiles.index(stage))
-        copy(d_out, [this.batch, this.head, row, 0], full.index(stage), d_out_tiles.index(stage))
-        for i in gl.static_range(CONSUMERS):
-            copy(k, [this.batch, this.head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
-            copy(v, [this.batch, this.head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
+        first, last = _members_of(block, begin, end, members)
+        for member in range(first, last):
+            this = member_of(Sequence(0, block // blocks, len_q, len_k), member, sharing_heads)
+            stage, parity = stage_of(turn, STAGES)
+            mbarrier.wait(free.index(stage), parity ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            copy(q, [this.batch, this.head, row, 0], full.index(stage), q_tiles.index(stage))
+            copy(d_out, [this.batch, this.head, row, 0], full.index(stage), d_out_tiles.index(stage))
+            for i in gl.static_range(CONSUMERS):
+                copy(k, [this.batch, this.head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
+                copy(v, [this.batch, this.head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
+            turn += 1
 
 
 @gluon.jit
@@ -208,16 +220,15 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
     zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
     blocks = gl.cdiv(len_q, BLOCK_M)
     begin, end = _piece(block_count, members)
-    bias_full = ready[3].index(which)
+    _, free, _, bias_full = ready
     turn = 0
     parity = 0
-    for block in range(begin // members, gl.cdiv(end, members)):
+    for block in range(begin // (START + members), gl.cdiv(end - START, START + members)):
         row = block % blocks * BLOCK_M
         seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
-        first = gl.maximum(begin - block * members, 0)
-        last = gl.minimum(end - block * members, members)
+        first, last = _members_of(block, begin, end, members)
         slice_seq = member_of(seq, 0, sharing_heads)
-        kept = keep_bias(memory, bias, bias_full, parity, rules, slice_seq, row, which * KEYS, CHUNK, PAIRS, False, True)
+        kept = keep_bias(memory, bias, bias_full.index(which), parity, rules, slice_seq, row, which * KEYS, CHUNK, PAIRS, False, True)
         parity ^= 1
         fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
         totals = ()
@@ -231,10 +242,10 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
             vectors = next_vectors
             if d_q is not None:
                 _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which)
-            mbarrier.arrive(ready[1].index(turn % STAGES), count=1)
+            mbarrier.arrive(free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
-            part = gl.program_id(0) - _piece_at(block * members, block_count, members)
+            part = gl.program_id(0) - _piece_at(block * (START + members) + START, block_count, members)
             _store(parts, part, seq.head, row, which * KEYS, len_q, len_k, totals, PAIRS)
             if last == members:  # the last piece of a block writes the parts that it does not have
                 zeros = ()
@@ -299,8 +310,8 @@ def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constex
 @gluon.jit
 def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr):
     """A consumer's share of one member's dQ to the first one, in the place of its keys, and from that, dQ to its place."""
-    k_tiles = tiles[1]
-    sums_full = ready[2]
+    _, k_tiles, _, _, d_q_tile = tiles
+    _, _, sums_full, _ = ready
     CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
     OUT: gl.constexpr = dq.type.layout
     COUNT: gl.constexpr = dq.shape[1] // 8
@@ -311,7 +322,7 @@ def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr):
         mbarrier.wait(sums_full.index(stage), parity)
         for i in gl.static_range(1, CONSUMERS):
             dq += by_rows(sums.index(CONSUMERS * stage + i).load(order_of(COUNT)), OUT)
-        store_sums(d_q, tiles[4], seq, row, dq * rules.scale)  # then the sums of the others are certainly read
+        store_sums(d_q, d_q_tile, seq, row, dq * rules.scale)  # then the sums of the others are certainly read
     else:
         sync_threads()  # all have multiplied the keys
         sums.index(CONSUMERS * stage + which).store(by_threads(dq))

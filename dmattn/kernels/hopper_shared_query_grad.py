@@ -80,7 +80,7 @@ def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, 
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
-        terms=tiled_vectors(incoming.both_terms(), 2, block_m),
+        terms=tiled_vectors(incoming.terms, 2, block_m),
         d_q=strided(d_query, heads),
         bias_heads=bias_heads,
         sharing_heads=heads // bias_heads,
@@ -262,6 +262,9 @@ def _tile(
     if BLOCKS == 1:
         bias_stage, bias_phase = stage_of(turn, BIAS_TILES)
         mbarrier.wait(bias_full.index(bias_stage), bias_phase)
+    HOLDS: gl.constexpr = OWN <= 2  # the bias, for there are registers left
+    if HOLDS:
+        bias = bias_pairs.load(PAIRS)
     for i in gl.static_range(OWN):
         at = 2 * i + which + zeroth  # where the member's queries are
         stage, _, keys = member_stage(tiles, ready, turn, own_member(i, which, BLOCKS), MEMBERS)
@@ -276,7 +279,9 @@ def _tile(
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         if i > 0:
             s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
-        s = ruled(s, bias_pairs.load(PAIRS), (1, 0, 0, 0), rules, seq, rows, cols, EDGE)
+        if not HOLDS:
+            bias = bias_pairs.load(PAIRS)
+        s = ruled(s, bias, (1, 0, 0, 0), rules, seq, rows, cols, EDGE)
         p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
         if i > 0:
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])

@@ -27,7 +27,7 @@ class Incoming(NamedTuple):
 
     They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
     an empty row, whose dLSE may be anything. Queries past the end have no probabilities. Where there are `lifts` (B, H, Sq in whole BLOCKs,
-    LIFT_COLUMNS) bfloat16, they hold both for products to add (lift.py), and `terms` (B, H, 1, Sq in whole BLOCKs) delta alone.
+    LIFT_COLUMNS) bfloat16, they hold both, too, for products to add (lift.py).
     """
 
     d_out: Tensor
@@ -41,16 +41,11 @@ class Incoming(NamedTuple):
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
-        return cls(d_out, lse, lse.new_empty((batch, heads, 1 if lifted else 2, padded)), lifts)
-
-    def both_terms(self) -> Tensor:
-        """The terms, for a kernel that reads both of them there: they are no lifts."""
-        assert self.lifts is None
-        return self.terms
+        return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), lifts)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, -1], heads)
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
 
 
 def fill_terms(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
@@ -101,20 +96,20 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
 
     `column` are the numbers of the lifts' columns. Those from 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
-    products, those from 3 to 5 -delta, which lowers dP, and the others 0. They are finite for a row without probabilities, too, and for an
-    infinite delta, as the other product meets them with 0; a NaN, of dLSE too, reaches dV so, as it reaches dQ and dK. Products beyond 2e38 are
-    not lowered far enough in a row without probabilities.
+    products, those from 3 to 5 -delta, which lowers dP, and the others 0. Each is finite for a row without probabilities, too, and for an
+    infinite delta, as the other product meets it with 0; the three of such a row together are not, and leave no score. A NaN, of dLSE too,
+    reaches dV so, as it reaches dQ and dK.
     """
     terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index
-    if lifts is None:
-        tl.store(pointers, divisor2(lse_rows))
-        tl.store(pointers + terms.row, delta_rows)
-    else:
-        tl.store(pointers, delta_rows)
+    divisor_rows = divisor2(lse_rows)
+    tl.store(pointers, divisor_rows)
+    tl.store(pointers + terms.row, delta_rows)
+    if lifts is not None:
         column = column[None, :]
-        divisor_rows = divisor2(lse_rows)
-        lowered = tl.where(divisor_rows == float("inf"), -FINITE, -tl.div_rn(divisor_rows, scale * LOG2E))
+        none_left = divisor_rows == float("inf")
+        lowered = three_parts(-tl.div_rn(tl.where(none_left, 0.0, divisor_rows), scale * LOG2E)[:, None], column)
+        lowered = tl.where(none_left[:, None] & (column < 3), -FINITE, lowered.to(tl.float32)).to(tl.bfloat16)
         d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
-        parts = tl.where(column < 3, three_parts(lowered[:, None], column), three_parts(d_p[:, None], column - 3))
+        parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
         tl.store(slice_pointer(lifts, seq) + (tl.cast(start, tl.int64) + index)[:, None] * lifts.row + column, parts)
