@@ -101,7 +101,7 @@ def attention(
     the mapped axis to the batch.
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
-    them a relative error of about 1e-7 * abs(lse), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
+    them a relative error of about 2e-7 * abs(lse), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
     number like -1e9.
 
     Returns:

@@ -301,22 +301,43 @@ def test_rows_far_from_zero_have_finite_gradients_or_none(dtype: torch.dtype, he
 
 
 @needs_cuda
-def test_a_row_without_weights_gives_none_whatever_its_bias() -> None:
-    """Its scores are lowered within the products, to which the bias is added."""
-    query, key, value = (torch.randn(2, 2, length, 64, dtype=torch.bfloat16, device="cuda") for length in (200, 256, 256))
-    mask = torch.ones(1, 1, 200, 256, dtype=torch.bool, device="cuda")
-    mask[:, :, 5] = False
-    given = []
-    for largest in (0.0, 3e38):
-        leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-        bias = torch.zeros(1, 2, 200, 256, dtype=torch.bfloat16, device="cuda")
-        bias[:, :, 5] = largest
-        out, lse = attention(*leaves, mask=mask, bias=bias.requires_grad_(), return_lse=True)
-        assert (lse[:, :, 5] == float("-inf")).all()
-        out.backward(torch.ones_like(out))
-        assert not bias.grad[:, :, 5].any()
-        given.append([x.grad for x in leaves])
-    assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_row_without_weights_gives_none_whatever_its_bias(dtype: torch.dtype) -> None:
+    """Its scores are lowered within the products, to which the bias is added: one by query, of another type where 16 bits do not hold it."""
+    query, key, value = (torch.randn(2, 2, length, 64, dtype=dtype, device="cuda").requires_grad_() for length in (200, 256, 256))
+    for shape, bias_dtype in (((1, 2, 200, 256), torch.bfloat16), ((1, 2, 200, 1), torch.float32)):
+        bias = torch.zeros(shape, dtype=bias_dtype, device="cuda")
+        bias[:, :, 5] = 2e38
+        out, lse = attention(query, key, value, bias=bias, return_lse=True)
+        assert (lse[:, :, 5] > 1e38).all()
+        d_out = torch.zeros_like(out)
+        d_out[:, :, 5] = 1.0
+        gradients = torch.autograd.grad(out, (query, key, value), d_out)
+        assert not any(x.any() for x in gradients)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_of_lse_that_is_no_number_is_seen(dtype: torch.dtype) -> None:
+    """By whoever scales losses: in the gradients of keys and values, beside a bias."""
+    query, key, value = (torch.randn(2, 2, length, 64, dtype=dtype, device="cuda").requires_grad_() for length in (200, 256, 256))
+    out, lse = attention(query, key, value, bias=torch.zeros(1, 2, 200, 256, dtype=dtype, device="cuda"), return_lse=True)
+    d_lse = torch.zeros_like(lse)
+    d_lse[:, :, 7] = float("nan")
+    gradients = torch.autograd.grad((out, lse), (query, key), (torch.zeros_like(out), d_lse))
+    assert all(x.isnan().any() for x in gradients)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_keys_far_from_zero_beside_a_bias_have_finite_gradients(dtype: torch.dtype) -> None:
+    """Exponents are rounded there, but weights are no larger than 2, whose product with dO and dP 16 bits hold."""
+    query, key, value = (torch.randn(1, 2, length, 72, dtype=dtype, device="cuda").requires_grad_() for length in (200, 256, 256))
+    bias = 6e7 * (1 + 0.1 * torch.rand(1, 2, 200, 1, device="cuda"))
+    mask = (torch.arange(256, device="cuda") < 2)[None, None, None]
+    out = attention(query, key, value, bias=bias, mask=mask)
+    gradients = torch.autograd.grad(out, (query, key, value), 8 * torch.randn_like(out))
+    assert all(x.isfinite().all() for x in gradients)
 
 
 @needs_cuda

@@ -111,11 +111,21 @@ def test_takes(given: dict, forward: bool, backward: bool) -> None:
     out = allocate_forward(one)[0]
     assert hopper_resident_forward.takes(one, out) == forward
     assert hopper_resident.takes_backward(one, one.query, torch.empty_like(one.query)) == backward
+    assert hopper_resident.takes_backward(one, one.query, None) == backward
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
+    one = problem()
+    dense = torch.empty_like(one.query[..., :20])  # as those are of a tensor that is a part of another
+    assert dense.stride(2) == 20
+    assert not hopper_resident_forward.takes(one, dense)
+    assert not hopper_resident.takes_backward(one, one.query, dense)
 
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])
 def test_pieces_of_a_block_are_counted(blocks: int, members: int, programs: int) -> None:
-    start = hopper_resident_query_grad.START.value
+    start = hopper_resident_query_grad.FILLING.value
     span = start + members
     size, longer = divmod(blocks * span, programs)
     owners = [program for program in range(programs) for _ in range(size + (program < longer))]
@@ -182,6 +192,8 @@ def test_biases_of_the_lowest_number_hide(reached: list[str], monkeypatch: pytes
     bias = torch.zeros(1, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
     bias[:, :, 3:70] = torch.finfo(torch.bfloat16).min
     bias[:, :, 80, 5] = 3e38
+    bias[:, :, 80, 4] = float("-inf")  # in the same word
+    bias[:, :, 80, 37] = float("-inf")
     bias.requires_grad_()
     out, lse = attention(query, key, value, bias=bias, return_lse=True)
     torch.autograd.backward((out, lse), (torch.ones_like(out), lse.isfinite().float()))

@@ -143,7 +143,9 @@ def _key_gradients_kernel(
     rooms_and_ones = ((q_tiles, q_tiles, q_tiles), q_tiles)  # as above, nobody's
     if rules.bias_by_key is not None:
         rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
-    lowered = ones_for_terms(terms, q_tiles)
+    lowered = (q_tiles, q_tiles)
+    if CONSUMERS == 3:  # two have registers for these ones
+        lowered = ones_for_terms(terms, q_tiles)
     kv_full = barriers(1, 1)
     q_full = barriers(STAGES, 1)
     d_out_full = barriers(STAGES, 1)
@@ -240,7 +242,7 @@ def _consume(
     dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
     rooms, ones = rooms_and_ones
     lifts = rooms[which]
-    if CONSUMERS == 2 and holds_lifts(tiles[1].dtype):  # three have no registers left
+    if CONSUMERS == 2 and holds_lifts(tiles[1].dtype):
         OWN: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
         lowered = (ones_in_registers(BLOCK_N, 0, OWN), ones_in_registers(BLOCK_N, 3, OWN))
     fixed = (k_tile, v_tile, (lifts, ones, lowered), tiles, ready, rules, (d_k, d_v, key_sums, d_bias))

@@ -123,7 +123,7 @@ def tile(
     s = ruled(s, bias, (kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
     exponents = s * exponent_factor(rules) - divisor_rows
     if LIFTED and rules.bias is not None and rules.bias_by_key is None and q_tiles.dtype.is_fp16():
-        exponents = gl.minimum(exponents, 15.0)  # of a row far from 0 they are rounded to more than 16 bits may hold
+        exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
     p = gl.exp2(exponents)
     if d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(q_tiles.dtype), FACTOR), d_out_tile, dv, is_async=True)

@@ -130,17 +130,17 @@ def _within(memory, chunks, PLACES: gl.constexpr, scale):
     if memory.dtype.is_fp16():
         return 1
     else:
+        INFINITE: gl.constexpr = 0x01000000  # what takes twice the bits of infinity, without its sign, to 0
         WORDS: gl.constexpr = memory.shape[3] * memory.shape[4] // 2
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        words = memory._reinterpret(gl.int32, [memory.shape[0], WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        largest = gl.full([WORDS], 0.0, gl.float32, LAYOUT)
+        words = memory._reinterpret(gl.uint32, [memory.shape[0], WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        largest = gl.full([WORDS], 0, gl.uint32, LAYOUT)
         for i in range(chunks):
             pair = words.index(i * PLACES).load(LAYOUT)
-            # the lower bits do not matter, but that an infinite one may be no number then, and is passed over
-            high = gl.abs(pair.to(gl.float32, bitcast=True))
-            low = gl.abs((pair << 16).to(gl.float32, bitcast=True))
-            largest = gl.maximum(largest, gl.maximum(high, low))
-        return (gl.max(gl.where(largest == float("inf"), 0.0, largest), 0) <= 1e38 * gl.minimum(scale, 1.0)).to(gl.int32)
+            high = pair * 2 + INFINITE  # what is infinite, and what is no number, becomes less than any number; the lower bits do not matter
+            largest = gl.maximum(largest, gl.maximum(high, pair * 131072 + INFINITE))
+        bound = (1e38 * gl.minimum(scale, 1.0)).to(gl.uint32, bitcast=True) * 2 + INFINITE
+        return (gl.max(largest, 0) <= bound).to(gl.int32)
 
 
 @gluon.jit

@@ -168,7 +168,7 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
     factor = rules.scale * LOG2E
     phase = 0
     turn = 0
-    start = bias_of(kept, 0, rules, PAIRS)
+    next_bias = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
         seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
         mbarrier.wait(q_full.index(0), phase)
@@ -179,7 +179,7 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
         for i in range(TILES):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(full.index(stage), parity)
-            s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([KEYS, DIM]).permute((1, 0)), start, is_async=True)
+            s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([KEYS, DIM]).permute((1, 0)), next_bias, is_async=True)
             s = warpgroup_mma_wait(0, [s])
             new_max = gl.maximum(row_max, gl.max(s, 1))
             p, alpha = weights_of(s, row_max, new_max, factor, True)
@@ -188,7 +188,7 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
             acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
             weights = as_factor(rounded_pairs(p, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
             acc = warpgroup_mma(weights, v_tiles.index(stage).reshape([KEYS, DIM]), acc, is_async=True)
-            start = bias_of(kept, gl.where(i + 1 < TILES, i + 1, 0), rules, PAIRS)  # of the next tile, beside the product
+            next_bias = bias_of(kept, gl.where(i + 1 < TILES, i + 1, 0), rules, PAIRS)  # of the next tile, beside the product
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1

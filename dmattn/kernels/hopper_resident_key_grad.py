@@ -168,7 +168,7 @@ def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.const
     vectors = terms_tiles._reinterpret(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     phase = 0
     turn = 0
-    start = bias_of(kept, 0, rules, PAIRS)
+    next_bias = bias_of(kept, 0, rules, PAIRS)
     for member in range(begin, members, splits):
         mbarrier.wait(kv_full.index(0), phase)
         k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM]).load(OWN)
@@ -180,13 +180,13 @@ def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.const
             mbarrier.wait(full.index(stage), parity)
             q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM])
             d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM])
-            first = _products(q_tile, d_out_tile, k_tile, v_tile, start, 0, PAIRS)
+            first = _products(q_tile, d_out_tile, k_tile, v_tile, next_bias, 0, PAIRS)
             second = _products(q_tile, d_out_tile, k_tile, v_tile, bias_of(kept, CHUNKS * i + 1, rules, PAIRS), 1, PAIRS)
             s, d_p = warpgroup_mma_wait(2, first)
             dk, dv = _add(dk, dv, s, d_p, q_tile, d_out_tile, vectors, stage, factor, 0, FACTOR, d_k is not None, d_v is not None, PAIRS)
             s, d_p = warpgroup_mma_wait((d_k is not None) + (d_v is not None), second)
             dk, dv = _add(dk, dv, s, d_p, q_tile, d_out_tile, vectors, stage, factor, 1, FACTOR, d_k is not None, d_v is not None, PAIRS)
-            start = bias_of(kept, gl.where(CHUNKS * i + 2 < ALL, CHUNKS * i + 2, 0), rules, PAIRS)
+            next_bias = bias_of(kept, gl.where(CHUNKS * i + 2 < ALL, CHUNKS * i + 2, 0), rules, PAIRS)
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
@@ -199,9 +199,9 @@ def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.const
 
 
 @gluon.jit
-def _products(q_tile, d_out_tile, k_tile, v_tile, start, j: gl.constexpr, PAIRS: gl.constexpr):
+def _products(q_tile, d_out_tile, k_tile, v_tile, bias, j: gl.constexpr, PAIRS: gl.constexpr):
     """(scores, V dO^T) of a chunk of a tile, keys down, under way."""
-    s = warpgroup_mma(k_tile, q_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), start, is_async=True)
+    s = warpgroup_mma(k_tile, q_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), bias, is_async=True)
     zero = gl.full([BLOCK_N, CHUNK], 0.0, gl.float32, PAIRS)
     return s, warpgroup_mma(v_tile, d_out_tile.slice(j * CHUNK, CHUNK).permute((1, 0)), zero, use_acc=False, is_async=True)
 

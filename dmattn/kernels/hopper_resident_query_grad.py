@@ -38,7 +38,7 @@ from .sequence import member_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a program
 CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
-START = gl.constexpr(3)  # members whose time it takes to fill the bias of a block
+FILLING = gl.constexpr(3)  # members whose time it takes to fill the bias of a block
 STAGES = gl.constexpr(2)  # members in shared memory
 
 
@@ -84,13 +84,13 @@ def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_
 
 def _parts_of(blocks: int, members: int, programs: int) -> int:
     """How many programs have a piece of one block, at most."""
-    span = START.value + members
+    span = FILLING.value + members
     size, longer = divmod(blocks * span, programs)
 
     def piece_at(place: int) -> int:
         return place // (size + 1) if place < longer * (size + 1) else longer + (place - longer * (size + 1)) // size
 
-    return max(piece_at((block + 1) * span - 1) - piece_at(block * span + START.value) + 1 for block in range(blocks))
+    return max(piece_at((block + 1) * span - 1) - piece_at(block * span + FILLING.value) + 1 for block in range(blocks))
 
 
 def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> Tensor:
@@ -159,7 +159,7 @@ def _resident_query_gradients_kernel(
 @gluon.jit
 def _piece(block_count, members):
     """[begin, end) of the program's piece of the line; the first pieces may have one place more than the others."""
-    total = block_count * (START + members)
+    total = block_count * (FILLING + members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     program = gl.program_id(0)
@@ -170,14 +170,14 @@ def _piece(block_count, members):
 @gluon.jit
 def _members_of(block, begin, end, members):
     """[first, last) of the members of a block that are in a piece; the first places of a block are for its start."""
-    zeroth = block * (START + members) + START
+    zeroth = block * (FILLING + members) + FILLING
     return gl.maximum(begin - zeroth, 0), gl.minimum(end - zeroth, members)
 
 
 @gluon.jit
 def _piece_at(place, block_count, members):
     """Whose piece a place on the line is in."""
-    total = block_count * (START + members)
+    total = block_count * (FILLING + members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     return gl.where(place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size)
@@ -194,7 +194,7 @@ def _produce(q, k, v, d_out, tiles, ready, sizes):
     blocks = gl.cdiv(len_q, BLOCK_M)
     begin, end = _piece(block_count, members)
     turn = 0
-    for block in range(begin // (START + members), gl.cdiv(end - START, START + members)):
+    for block in range(begin // (FILLING + members), gl.cdiv(end - FILLING, FILLING + members)):
         row = block % blocks * BLOCK_M
         first, last = _members_of(block, begin, end, members)
         for member in range(first, last):
@@ -223,7 +223,7 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
     _, free, _, bias_full = ready
     turn = 0
     parity = 0
-    for block in range(begin // (START + members), gl.cdiv(end - START, START + members)):
+    for block in range(begin // (FILLING + members), gl.cdiv(end - FILLING, FILLING + members)):
         row = block % blocks * BLOCK_M
         seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
         first, last = _members_of(block, begin, end, members)
@@ -245,7 +245,7 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
             mbarrier.arrive(free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
-            part = gl.program_id(0) - _piece_at(block * (START + members) + START, block_count, members)
+            part = gl.program_id(0) - _piece_at(block * (FILLING + members) + FILLING, block_count, members)
             _store(parts, part, seq.head, row, which * KEYS, len_q, len_k, totals, PAIRS)
             if last == members:  # the last piece of a block writes the parts that it does not have
                 zeros = ()

@@ -23,7 +23,7 @@ from .walk import query_lists, query_range, query_step
 def takes_lifts(problem: Any, d_out: Tensor) -> bool:
     """Whether `key_gradients` wants the terms of queries as lifts, too: on Hopper, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with the lifts of both.
+    The kernel is 1 % slower then with lifts of queries beside those of keys.
     """
     if problem.first is not None and of_keys(problem.bias):
         return False

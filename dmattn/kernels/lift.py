@@ -1,7 +1,7 @@
 """What is added to whole rows or columns of products as part of them: three more columns, which meet ones, for no instruction a pair.
 
-A bias of keys lifts their scores so. Terms of queries lower scores and dP (row_terms.py) in the kernels of dK and dV, except where there is
-another bias, or one of keys with intervals. The sum of three numbers of bfloat16 is as near to what is added, in units of the products, as
+A bias of keys lifts their scores so. Terms of queries lower scores and dP (row_terms.py) in the kernels of dK and dV, except beside
+a bias of keys with intervals. The sum of three numbers of bfloat16 is as near to what is added, in units of the products, as
 float32 comes. Products take 16 columns at a time, so the others are 0.
 """
 
