@@ -245,6 +245,8 @@ HOPPER = (
     Case("hopper-four-heads-causal-dims-72-88-520x264", 520, 264, batch=14, heads=4, kv_heads=2, head_dim=72, value_dim=88, bias="b1qk", causal=True, reason="the same where members are heads, and without a key"),
     Case("hopper-eight-members-window-393x520", 393, 520, batch=8, heads=18, head_dim=64, bias="1hqk", window=(150, 90), reason="four members to a consumer, dBias is 0 on both sides"),
     Case("hopper-five-members-dims-40-56-520x264", 520, 264, batch=5, heads=14, head_dim=40, value_dim=56, bias="1hqk", causal=True, transposed=True, reason="three and two members to the consumers"),
+    Case("hopper-six-members-causal-264x392", 264, 392, batch=6, heads=24, head_dim=64, bias="1hqk", causal=True, reason="three members to a consumer"),
+    Case("hopper-seven-members-393x520", 393, 520, batch=7, heads=18, kv_heads=6, head_dim=64, bias="1hqk", reason="four and three members to the consumers"),
     Case("hopper-dense-bias-head-dim-40-264", 264, heads=2, head_dim=40, value_dim=56, bias="bhqk", reason="head dims padded to 64"),
     Case("hopper-key-bias-fp32-387x523", 387, 523, heads=6, kv_heads=2, head_dim=128, bias="bg1k", bias_dtype=torch.float32, causal=True, reason="odd lengths, sums over the group"),
     Case("hopper-query-bias-261x136", 261, 136, heads=2, head_dim=128, bias="bhq1", window=(40, None), reason="a window open to the right"),

@@ -41,6 +41,7 @@ CASES = (
     Case("hopper-shared-bias-of-many-window", 200, 136, batch=9, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-two-causal", 197, 264, heads=3, head_dim=128, bias="1hqk", causal=True),
     Case("hopper-shared-bias-of-five-window", 200, 136, batch=5, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
+    Case("hopper-shared-bias-of-eight-causal", 197, 264, batch=4, heads=2, head_dim=64, bias="11qk", causal=True),
     Case("hopper-shared-bias-of-four-causal", 197, 264, batch=2, heads=2, head_dim=128, bias="11qk", causal=True),
     Case("hopper-key-bias-odd-lengths", 131, 197, heads=2, head_dim=88, value_dim=72, bias="bh1k"),
     Case("hopper-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=128, bias="1h1k"),
