@@ -125,6 +125,14 @@ def nothing_to_repeat() -> Iterator[None]:
         replay.forget()
 
 
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """No test that took much of a GPU's memory keeps it from those that run beside it."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
     """dmattn is a name in Transformers' registries."""
