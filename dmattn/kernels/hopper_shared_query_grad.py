@@ -234,7 +234,7 @@ def _tile(
     next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
     last tile once more, for nothing.
     """
-    tiles, ready, part, rules, seq, row, last, d_bias = fixed
+    tiles, ready, _, rules, seq, row, last, _ = fixed
     q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
     _, _, free, bias_full, bias_free = ready
     OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
@@ -301,14 +301,7 @@ def _tile(
                 mbarrier.wait(full, phase)
             next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
         d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
-    if BLOCKS == 1:
-        total = _joined(total, part, turn, which, PAIRS)
-    if BLOCKS == 2 or which == 1:
-        bias_pairs.store(total.to(d_bias.dtype))
-        fence_async_shared()
-        store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
-        if BLOCKS == 1:
-            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
+    _store_total(fixed, total, bias_tile, turn, start, which, BLOCKS, PAIRS)
     dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
     if BLOCKS == 2:
         tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
@@ -329,6 +322,20 @@ def _next_keys(
         _, _, keys = member_stage(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
         full, phase = member_full(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
     return keys, full, phase
+
+
+@gluon.jit
+def _store_total(fixed, total, bias_tile, turn, start, which: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
+    """Sums of dS to their place in dBias, by way of the memory of their bias; of consumers that share the members, by the second."""
+    _, _, part, _, seq, row, _, d_bias = fixed
+    if BLOCKS == 1:
+        total = _joined(total, part, turn, which, PAIRS)
+    if BLOCKS == 2 or which == 1:
+        bias_tile.reshape(total.shape).store(total.to(d_bias.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
+        if BLOCKS == 1:
+            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
 
 
 @gluon.jit
