@@ -1,14 +1,17 @@
 """The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
-to shared memory ahead of them. A consumer issues Q K^T of one tile together with P V of the tile before; the others use the time of its
-softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024, https://arxiv.org/abs/2407.08608). Where
-blocks of queries have about the same work, there is one program for each processor, whose producer begins the next block while the consumers
-end theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes through forward.py.
+to shared memory ahead of them. A consumer (its tiles: hopper_forward_tile.py) issues Q K^T of one tile beside P V of the tile before; the
+others use the time of its softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024,
+https://arxiv.org/abs/2407.08608). Where blocks of queries have about the same work, there is one program for each processor, whose producer
+begins the next block while the consumers end theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes
+through forward.py.
 """
 
+import math
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,18 +33,24 @@ from .hopper import (
     padded_dim,
     serves,
     stage_of,
+    sync_threads,
     tiled,
 )
+from .hopper_forward_tile import BLOCK_M, step_of, tile, tiles_between
 from .hopper_lift import ones_for_lifts
-from .hopper_registers import as_factor, bias_vector, exponent_factor, looked_at, mask_of, rounded_pairs, ruled, store_rows
+from .hopper_registers import (
+    as_factor,
+    exponent_factor,
+    lane_sums,
+    rounded_pairs,
+    store_rows,
+    sums_of_lanes,
+)
 from .hopper_walk import (
     copy_blocks,
     copy_described,
     even_work,
-    intervals_of,
     key_walk,
-    lift_tile,
-    listed_key,
     listed_keys,
     open_keys,
     tile_range,
@@ -52,10 +61,8 @@ from .layout import slice_pointer, strided
 from .lift import COLUMNS
 from .overlap import follow
 from .scores import LOG2E
-from .softmax import weights_of
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 
 
@@ -98,21 +105,27 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
         EVEN_N=len_k % KEYS == 0,
+        BIAS_FIRST=pairs and _scales_exactly(problem),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
+
+
+def _scales_exactly(problem: Any) -> bool:
+    """Whether queries times the scale have no other digits: it is a power of 2, and leaves no number too small for its type."""
+    return problem.scale == 1 or (problem.query.dtype == torch.bfloat16 and problem.scale < 1 and math.frexp(problem.scale)[0] == 0.5)
 
 
 @gluon.jit
 def _forward_kernel(
     q, k, v, bias, intervals, lifts, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
+    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
-    rules. A tile of BLOCK_N keys is copied by blocks.
+    rules. A tile of BLOCK_N keys is copied by blocks. BIAS_FIRST says that queries are multiplied by the scale, and products added to the bias.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -137,15 +150,16 @@ def _forward_kernel(
     v_full = barriers(STAGES, 1)
     v_free = barriers(STAGES, CONSUMERS)
     turns = barriers(CONSUMERS, 1)
+    votes = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
-    ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns)
+    ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns, votes)
     lengths = (works, heads, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
                 (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
             ],
             [4, 1],
@@ -154,9 +168,9 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
+                (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
                 (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
             ],
             [4, 4, 1],
@@ -168,7 +182,7 @@ def _forward_kernel(
 def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups):
     """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free, _ = ready
+    q_full, q_free, k_full, k_free, v_full, v_free, _, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -192,7 +206,7 @@ def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, grou
         kv_head = seq.head // groups
         begin, _, full_end, _, _ = walk
         for step in range(begin, full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            starts = listed_keys(rules, seq, row, step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
@@ -214,23 +228,9 @@ def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, grou
 
 
 @gluon.jit
-def _step_of(rules, walk, start, BLOCK_N: gl.constexpr):
-    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same.
-
-    The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
-    beside a bias of pairs, where the order of memory was the faster one (benchmarks/NOTES.md).
-    """
-    begin, _, full_end, _, _ = walk
-    if rules.lists is not None or (rules.bias_rows is not None and rules.bias_cols is not None):
-        return start
-    else:
-        return 2 * begin + (full_end - 1 - begin) // BLOCK_N * BLOCK_N - start
-
-
-@gluon.jit
 def _consume(
     tiles, ready, rules, lengths, out, lse,
-    which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr,
+    which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     q_tiles, _, v_tiles, _, _, _, _ = tiles
@@ -240,7 +240,7 @@ def _consume(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    q_full, q_free, _, _, v_full, v_free, _ = ready
+    q_full, q_free, _, _, v_full, v_free, _, _ = ready
     works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
@@ -259,34 +259,34 @@ def _consume(
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
         weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)
         row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
-        row_sum = gl.full([BLOCK_M], 0.0, gl.float32, gl.SliceLayout(1, PAIRS))
+        row_sum = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS))
         sums = (acc, weights, row_max, row_sum, turn)
         mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        if BIAS_FIRST:
+            _multiply(q_tiles.index(which).reshape([BLOCK_M, DIM]), rules.scale)
         if begin < full_end:
             after = begin + BLOCK_N
-            sums = _tile(fixed, sums, begin, which, SUB, IN_TURN, PAIRS, OUT, FIRST_HIDES, True)
+            sums = tile(fixed, sums, begin, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, FIRST_HIDES, True, False)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, begin, end, BLOCK_M, BLOCK_N)
                 if BACKWARDS:
                     open_begin, open_end = (
-                        _step_of(rules, walk, open_end, BLOCK_N) + BLOCK_N,
-                        _step_of(rules, walk, open_begin, BLOCK_N) + BLOCK_N,
+                        step_of(rules, walk, open_end, BLOCK_N) + BLOCK_N,
+                        step_of(rules, walk, open_begin, BLOCK_N) + BLOCK_N,
                     )
                 open_begin = gl.maximum(open_begin, after)
                 open_end = gl.maximum(open_end, after)
                 if HIDES_BEFORE:
                     for step in range(after, open_begin, BLOCK_N):
-                        sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-                for step in range(open_begin, open_end, BLOCK_N):
-                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
+                        sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
+                sums = tiles_between(fixed, sums, open_begin, open_end, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, False)
                 if HIDES_AFTER:
                     for step in range(open_end, full_end, BLOCK_N):
-                        sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
+                        sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
             else:
                 for step in range(after, end, BLOCK_N):
-                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, True, False)
-                for step in range(end, full_end, BLOCK_N):
-                    sums = _tile(fixed, sums, step, which, SUB, IN_TURN, PAIRS, OUT, False, False)
+                    sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
+                sums = tiles_between(fixed, sums, gl.maximum(end, after), full_end, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, False)
             acc, weights, row_max, row_sum, turn = sums
             mbarrier.arrive(q_free.index(0), count=1)
             last, phase = stage_of(turn - 1, STAGES)
@@ -296,6 +296,7 @@ def _consume(
             mbarrier.arrive(v_free.index(last), count=1)
         else:
             mbarrier.arrive(q_free.index(0), count=1)
+        row_sum = sums_of_lanes(row_sum, PAIRS)
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
         row += which * BLOCK_M
@@ -306,70 +307,10 @@ def _consume(
 
 
 @gluon.jit
-def _tile(
-    fixed, sums, step, which: gl.constexpr, SUB: gl.constexpr,
-    IN_TURN: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """One tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added with their weights.
-
-    `sums` are (out so far, weights of the last tile, running maximum, running sum, how many tiles there were).
-    """
-    q_tile, tiles, ready, rules, seq, row, walk = fixed
-    acc, weights, row_max, row_sum, turn = sums
-    q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones = tiles
-    _, _, k_full, k_free, v_full, v_free, turns = ready
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    DIM: gl.constexpr = k_tiles.shape[4]
-    start = 0  # where there are intervals, nothing needs it
-    if rules.first is None:
-        start = listed_key(rules, seq, row, _step_of(rules, walk, step, BLOCK_N), 0, walk, CONSUMERS * BLOCK_M, SUB)
-    row += which * BLOCK_M
-    stage, phase = stage_of(turn, STAGES)
-    before, phase_before = stage_of(turn - 1, STAGES)
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    hiding = (1, 0, 0, 0)
-    if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0, 0)
-    mbarrier.wait(k_full.index(stage), phase)
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    if IN_TURN:
-        mbarrier.wait(turns.index(which), (turn & 1) ^ (1 if which == 0 else 0))
-    s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if rules.bias_by_key is not None:
-        s = warpgroup_mma(ones, lift_tile(lift_tiles, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
-    if not FIRST:
-        mbarrier.wait(v_full.index(before), phase_before)
-        acc = warpgroup_mma(
-            as_factor(weights, v_tiles.dtype, gl.DotOperandLayout(0, OUT, 2)), v_tiles.index(before).reshape([BLOCK_N, DIM]), acc, is_async=True
-        )
-    if IN_TURN:
-        mbarrier.arrive(turns.index((which + 1) % CONSUMERS), count=1)
-    bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
-    s = warpgroup_mma_wait(0 if FIRST else 1, [s])
-    if rules.bias_rows is not None and rules.bias_cols is not None:
-        bias = bias_tiles.index(CONSUMERS * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    if EDGE and rules.first is not None:
-        middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
-        hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
-    LOADED: gl.constexpr = (rules.bias_rows is not None and rules.bias_cols is not None) or (EDGE and rules.first is not None)
-    LATE: gl.constexpr = LOADED and CONSUMERS == 3
-    if not LATE:
-        if LOADED:
-            new_max = looked_at(new_max)
-        mbarrier.arrive(k_free.index(stage), count=1)
-    p, alpha = weights_of(s, row_max, new_max, exponent_factor(rules), rules.bias is not None)
-    if not FIRST:
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(v_free.index(before), count=1)
-        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    row_sum = row_sum * alpha + gl.sum(p, 1)
-    if LATE:
-        row_sum = looked_at(row_sum)
-        mbarrier.arrive(k_free.index(stage), count=1)
-    return acc, rounded_pairs(p, v_tiles.dtype), new_max, row_sum, turn + 1
+def _multiply(rows, scale):
+    """Multiply rows in shared memory by the scale, where they are."""
+    LANES: gl.constexpr = rows.shape[1] // 8  # of a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows.store((rows.load(LAYOUT).to(gl.float32) * scale).to(rows.dtype))
+    fence_async_shared()
+    sync_threads()

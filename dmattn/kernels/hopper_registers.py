@@ -103,7 +103,8 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     """
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
-            s = s * rules.scale + widened(bias)
+            if bias is not None:
+                s = s * rules.scale + widened(bias)
         elif rules.bias_by_key is None:
             s = s * (rules.scale * LOG2E) + bias
     if EDGE:
@@ -189,6 +190,26 @@ def exponent_factor(rules):
 def lane_sums(x):
     """The sums over each of the four lanes' columns of a tile, [ROWS, 4]: lanes are summed once, at the end (:func:`sums_of_lanes`)."""
     return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def all_within(sums, votes):
+    """Whether all sums by lane of a consumer's tile (:func:`lane_sums`) are numbers of at most 1024: 1 or 0.
+
+    Such weights have room in float16, and values that are not within a factor of 1024 of infinity have room for their sums. `votes` is shared
+    memory for an int32 of each thread.
+    """
+    CODE: gl.constexpr = """{
+        .reg .pred within;
+        setp.le.f32 within, $1, 0f44800000;
+        setp.le.and.f32 within, $2, 0f44800000, within;
+        vote.sync.all.pred within, within, 0xffffffff;
+        selp.b32 $0, 1, 0, within;
+    }"""
+    low, high = gl.split(sums.reshape([4, 2, 8, 4]).permute((2, 3, 0, 1)))
+    vote = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    votes.store(vote.reshape([128]))  # by lanes, and for each of them its warps, which are what differs
+    return gl.min(votes.slice(0, 4).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
 
 
 @gluon.jit

@@ -35,16 +35,25 @@ def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
     whose maximum is beyond has the power of 2 below the factor. All is decided by one product, for whatever comes between the maximum and the
     exponents is waited for.
     """
-    highest = new_max * factor
+    p = weights_at(s, new_max, factor, FAR, 0.0)
+    return p, tl.exp2((row_max - tl.where(new_max * factor == float("-inf"), 0.0, new_max)) * factor)
+
+
+@triton.jit
+def weights_at(s, row_max, factor, FAR: tl.constexpr, OF_NONE: tl.constexpr):
+    """The probabilities of :func:`weights_of` with a given maximum. Where that is -inf, exponents are lowered by OF_NONE instead.
+
+    0.0 gives probabilities of 0 to rows without scores; -inf gives what is infinite, or no number, and so says that there is no maximum.
+    """
+    highest = row_max * factor
     hidden = highest == float("-inf")
     if FAR:
         power = (tl.cast(factor, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         far = tl.abs(highest) > 2.0**27
         rate = tl.where(far, power, factor)
-        p = tl.exp2(s * rate[:, None] - tl.where(far, tl.where(hidden, 0.0, new_max * power), highest)[:, None])
+        return tl.exp2(s * rate[:, None] - tl.where(far, tl.where(hidden, OF_NONE, row_max * power), highest)[:, None])
     else:
-        p = tl.exp2(s * factor - tl.where(hidden, 0.0, highest)[:, None])
-    return p, tl.exp2((row_max - tl.where(hidden, 0.0, new_max)) * factor)
+        return tl.exp2(s * factor - tl.where(hidden, OF_NONE, highest)[:, None])
 
 
 @triton.jit
