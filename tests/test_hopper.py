@@ -270,6 +270,56 @@ def test_a_row_far_from_zero_has_its_mean(bias_shape: tuple[int, ...], offset: f
     assert all(x.grad.isfinite().all() for x in leaves)
 
 
+def rising(kind: str, len_q: int, len_k: int, lowest: float) -> Tensor:
+    """A bias (1, 2, Sq, Sk) under which the first tiles say little of the maximum."""
+    query, key = torch.arange(len_q, device="cuda")[:, None], torch.arange(len_k, device="cuda")[None, :]
+    slopes = torch.tensor([0.5, 0.03], device="cuda")[:, None, None]
+    bias = {
+        "alibi": -slopes * (query + len_k - len_q - key).abs(),
+        "rises by 8 a tile": (key // 128 * 8.0).expand(len_q, len_k),
+        "rises by 150 a tile, then falls": 150.0 * torch.minimum(key // 128, 12 - key // 128).expand(len_q, len_k),
+        "few much higher": torch.where(torch.rand(2, len_q, len_k, device="cuda") < 0.002, 40.0, 0.0),
+        "late keys alone": torch.where(key + 0 * query < 1400, float("-inf"), 0.0),
+        "late keys far above": torch.where(key + 0 * query < 1400, lowest, 0.0),
+        "some rows late, some empty": torch.where(((query % 3 == 0) & (key < 900)) | (query % 5 == 0), float("-inf"), 0.0),
+    }[kind]
+    return bias.expand(1, 2, len_q, len_k)
+
+
+@needs_cuda
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "alibi",
+        "rises by 8 a tile",
+        "rises by 150 a tile, then falls",
+        "few much higher",
+        "late keys alone",
+        "late keys far above",
+        "some rows late, some empty",
+    ],
+)
+def test_a_maximum_that_rises_late_is_found(kind: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
+    """Tiles are weighed with the maximum of those before while that will do, which their sums say."""
+    len_q, len_k = 392, 2056
+    query, key, value = (tensor(1, 2, length, head_dim, dtype=dtype, device="cuda") for length in (len_q, len_k, len_k))
+    bias = rising(kind, len_q, len_k, -1e9 if dtype == torch.bfloat16 else -60000.0).to(dtype).contiguous()
+    for scale in (head_dim**-0.5, 0.25):
+        out, lse = attention(query, key, value, bias=bias, causal=causal, scale=scale, return_lse=True)
+        again, _ = attention(query, key, value, bias=bias, causal=causal, scale=scale, return_lse=True)
+        assert torch.equal(out, again)
+        scores = scale * query.double() @ key.double().mT + bias.double()
+        if causal:
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1 + len_k - len_q), float("-inf"))
+        expected = scores.logsumexp(-1)
+        weights = (scores - expected.where(expected.isfinite(), 0.0)[..., None]).exp()
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(out.double(), weights @ value.double(), rtol=0.0, atol=3e-2 if dtype == torch.bfloat16 else 6e-3)
+
+
 @needs_cuda
 def test_tiles_of_a_row_far_from_zero_weigh_alike() -> None:
     """What the tiles before are multiplied by is 1 where the maximum stays; 512 times a little more would show in lse."""

@@ -10,8 +10,8 @@ these `ascending`, `ranks`, `lifetimes` and `best`, which plan a dynamic mask, a
 
 For Hopper, in Gluon: `hopper` (what is taken, copies), `hopper_registers` (the rules on pairs: `ruled`), `hopper_walk` (over keys), `lift` and
 `hopper_lift` (a bias of keys and terms of queries, added within the products), `hopper_forward` with its `hopper_forward_tile`,
-`hopper_query_grad`, `hopper_key_grad` and, under intervals, `hopper_key_grad_intervals`, which share `hopper_key_tile`; `hopper_resident` and its
-three for narrow heads that share a bias.
+`hopper_query_grad`, `hopper_key_grad` and, under intervals, `hopper_key_grad_intervals`, which share `hopper_key_tile`; `hopper_resident` and
+its three for narrow heads that share a bias.
 
 dBias of a bias of pairs that nobody shares is stored by `key_grad` and its like, or by `query_grad`; of a shared one by `bias_grad` and, on
 Hopper, `hopper_bias_grad`, with dQ by `hopper_shared_query_grad` and its `hopper_members` (few share it) and by `hopper_resident_query_grad`
