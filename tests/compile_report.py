@@ -59,7 +59,11 @@ LAUNCHES = (
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
-DECODING = (  # the forward pass alone: the backward pass is that of any other problem
+FORWARD = (  # the forward pass alone: the backward pass is that of any other problem
+    (Case("documents-dense-bias-d128", 4096, heads=16, head_dim=128, intervals="documents", bias="bhqk"), BF16),
+    (Case("exact-scale-dense-bias-d128", 4096, heads=16, head_dim=128, bias="bhqk", scale=0.125), BF16),
+    (Case("dense-bias-fp16-d64", 4096, heads=16, head_dim=64, bias="bhqk"), FP16),
+    (Case("no-bias-d64", 4096, heads=16, head_dim=64), BF16),
     (Case("decoding-key-bias-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="bg1k"), BF16),
     (Case("decoding-one-split-gqa-d128", 1, 8192, batch=64, heads=32, kv_heads=8, head_dim=128), BF16),
     (Case("decoding-causal-mask-bias-d64", 16, 32767, heads=8, head_dim=64, mask="bhqk", bias="bhqk", causal=True), BF16),
@@ -87,6 +91,10 @@ ALIKE = {
     "shared-bias-of-many-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
     "block-mask-d128": "mask-softcap-d128",
     "fp32-d256": "fp32-d128 and dense-bias-d256",
+    "documents-dense-bias-d128": "intervals-window-d64 and dense-bias-causal-d128",
+    "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
+    "dense-bias-fp16-d64": "mask-shared-bias-d64",
+    "no-bias-d64": "intervals-window-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
     "plan-128k": "plan-16k and plan-1m",
 }
@@ -204,7 +212,7 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *gradients)
         rows += [{"target": name, "case": case_name, **record} for record in records]
-    for case, dtype in DECODING:
+    for case, dtype in FORWARD:
         if case.name in left_out:
             continue
         problem = meta(case, dtype)

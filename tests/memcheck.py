@@ -48,6 +48,7 @@ CASES = (
     Case("hopper-intervals-several-blocks-a-program", 520, 100, batch=4, heads=9, head_dim=128, intervals="random", bias="b11k"),
     Case("hopper-three-consumers-odd-dims", 190, 2051, heads=2, head_dim=40, value_dim=64),
     Case("hopper-three-consumers-dense-bias", 380, 2056, heads=2, head_dim=64, bias="bhqk"),
+    Case("hopper-exact-scale-several-blocks-a-program", 393, 264, batch=5, heads=9, head_dim=128, bias="1hqk", scale=0.125),
     Case("hopper-high-scores", 200, 776, heads=2, head_dim=128, scale=2.0),
     Case("hopper-three-consumers-scale-one-dense-bias", 190, 2056, heads=2, head_dim=64, bias="bhqk", scale=1.0),
     Case("hopper-documents-grouped-no-bias", 200, heads=4, kv_heads=2, head_dim=64, intervals="documents"),

@@ -220,6 +220,22 @@ def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None
     assert not hopper_key_grad.takes(one, one.query, None)
 
 
+@pytest.mark.parametrize(
+    ("scale", "dtype", "exactly"),
+    [
+        (0.125, torch.bfloat16, True),
+        (1.0, torch.bfloat16, True),
+        (1.0, torch.float16, True),
+        (0.125, torch.float16, False),  # small numbers lose digits
+        (2.0, torch.bfloat16, False),  # large ones would be infinite
+        (128**-0.5, torch.bfloat16, False),
+    ],
+)
+def test_queries_are_scaled_where_that_leaves_all_digits(scale: float, dtype: torch.dtype, exactly: bool) -> None:
+    query = tensor(1, 2, 128, 64, dtype=dtype)
+    assert hopper_forward.scales_exactly(problem(query=query, key=query, value=query, scale=scale)) == exactly
+
+
 @pytest.mark.parametrize(("length", "head_dim", "consumers"), [(4096, 64, 3), (190, 64, 3), (400, 64, 2), (4096, 128, 2)])
 def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim: int, consumers: int) -> None:
     assert hopper.consumers_of(length, head_dim) == consumers
@@ -318,6 +334,17 @@ def test_a_maximum_that_rises_late_is_found(kind: str, dtype: torch.dtype, head_
         weights = (scores - expected.where(expected.isfinite(), 0.0)[..., None]).exp()
         torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(out.double(), weights @ value.double(), rtol=0.0, atol=3e-2 if dtype == torch.bfloat16 else 6e-3)
+
+
+@needs_cuda
+@pytest.mark.parametrize("offset", [-100.0, -9984.0, -1e6])
+def test_a_bias_far_from_zero_rounds_lse_a_little(offset: float) -> None:
+    """Products are added to it at head dim 64, step by step."""
+    query, key, value = (tensor(1, 2, length, 64, device="cuda") for length in (392, 2056, 2056))
+    bias = torch.full((1, 2, 392, 2056), offset, dtype=torch.bfloat16, device="cuda")
+    _, lse = attention(query, key, value, bias=bias, return_lse=True)
+    expected = (query.double() @ key.double().mT / 8 + bias.double()).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), expected, rtol=2e-6, atol=1e-5)
 
 
 @needs_cuda

@@ -16,6 +16,7 @@ from .hopper_walk import intervals_of, lift_tile, listed_key
 from .softmax import weights_at, weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # what lowers nothing but -inf to no weight at all
 RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
 
 
@@ -78,23 +79,23 @@ def tile(
 @gluon.jit
 def tiles_between(
     fixed, sums, begin, end, which: gl.constexpr, SUB: gl.constexpr,
-    IN_TURN: gl.constexpr, BIAS_FIRST: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr, EDGE: gl.constexpr,
+    IN_TURN: gl.constexpr, BIAS_FIRST: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """`tile` from one step to another, none of them the first, with the maximum as it is where that will do."""
+    """`tile` from one step to another, of which none is the first and none hides a pair, with the maximum as it is where that will do."""
     _, tiles, _, _, _, _, _ = fixed
     BLOCK_N: gl.constexpr = tiles[1].shape[3]
     step = begin
     while step < end:
         near = 1
         while (near != 0) & (step < end):
-            sums, near = _near_tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, EDGE)
+            sums, near = _near_tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT)
             step += near * BLOCK_N
         if step < end:
-            sums = tile(fixed, sums, step, which, SUB, False, BIAS_FIRST, PAIRS, OUT, EDGE, False, True)
+            sums = tile(fixed, sums, step, which, SUB, False, BIAS_FIRST, PAIRS, OUT, False, False, True)
             step += BLOCK_N
             risen = gl.minimum(step + RISEN * BLOCK_N, end)
             for after in range(step, risen, BLOCK_N):
-                sums = tile(fixed, sums, after, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, EDGE, False, False)
+                sums = tile(fixed, sums, after, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, False, False, False)
             step = gl.maximum(step, risen)
     return sums
 
@@ -102,17 +103,20 @@ def tiles_between(
 @gluon.jit
 def _near_tile(
     fixed, sums, step, which: gl.constexpr, SUB: gl.constexpr,
-    IN_TURN: gl.constexpr, BIAS_FIRST: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr, EDGE: gl.constexpr,
+    IN_TURN: gl.constexpr, BIAS_FIRST: gl.constexpr, PAIRS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """(`tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added and no more, 0)."""
+    """(`tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added, 0).
+
+    The weights are nothing then, and the stage is not given back. When it is, its bias was loaded by all threads: their votes depend on it.
+    """
     _, tiles, ready, rules, _, _, _ = fixed
     _, _, row_max, row_sum, turn = sums
     q_tiles, _, v_tiles, _, _, _, _ = tiles
     _, _, _, k_free, _, v_free, _, votes = ready
     stage, _ = stage_of(turn, v_tiles.shape[0])
     before, _ = stage_of(turn - 1, v_tiles.shape[0])
-    s, acc = _scores(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, EDGE, True)
-    p = weights_at(s, row_max, exponent_factor(rules), rules.bias is not None, float("-inf"))
+    s, acc = _scores(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, False, True)
+    p = weights_at(s, row_max, exponent_factor(rules), rules.bias is not None, LOWEST)
     added = lane_sums(p)
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = q_tiles.shape[0] == 2 and (rules.bias_rows is None or rules.bias_cols is None)

@@ -196,8 +196,8 @@ def lane_sums(x):
 def all_within(sums, votes):
     """Whether all sums by lane of a consumer's tile (:func:`lane_sums`) are numbers of at most 1024: 1 or 0.
 
-    Such weights have room in float16, and values that are not within a factor of 1024 of infinity have room for their sums. `votes` is shared
-    memory for an int32 of each thread.
+    Such weights have room in float16. A lane has 32 of them, so sums are at most 32 times what as many weights of 1 could make. `votes` is
+    shared memory for an int8 of each thread.
     """
     CODE: gl.constexpr = """{
         .reg .pred within;
@@ -207,9 +207,10 @@ def all_within(sums, votes):
         selp.b32 $0, 1, 0, within;
     }"""
     low, high = gl.split(sums.reshape([4, 2, 8, 4]).permute((2, 3, 0, 1)))
-    vote = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-    votes.store(vote.reshape([128]))  # by lanes, and for each of them its warps, which are what differs
-    return gl.min(votes.slice(0, 4).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
+    vote = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1)
+    votes.store(vote.reshape([128]).to(gl.int8))  # by lanes, and for each of them its warps, which are what differs
+    of_warps = votes._reinterpret(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return (gl.min(of_warps, 0) == 0x01010101).to(gl.int32)
 
 
 @gluon.jit
