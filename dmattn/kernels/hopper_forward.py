@@ -1,8 +1,8 @@
 """The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
 
-The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
-to shared memory ahead of them. A consumer (its tiles: hopper_forward_tile.py) issues Q K^T of one tile beside P V of the tile before; the
-others use the time of its softmax for their products, three of them in turn (as FlashAttention-3 does: Shah et al., 2024,
+The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
+shared memory ahead of them. A consumer (its tiles: hopper_forward_tile.py) issues Q K^T of one tile beside P V of the tile before; the others
+use the time of its softmax for their products, three of them in turn but beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
 https://arxiv.org/abs/2407.08608). Where blocks of queries have about the same work, there is one program for each processor, whose producer
 begins the next block while the consumers end theirs. Rules on pairs are those of scores.py, spelled for Gluon. What `takes` refuses goes
 through forward.py.
@@ -112,7 +112,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 
 
 def scales_exactly(problem: Any) -> bool:
-    """Whether queries times the scale have no other digits: it is a power of 2, and leaves none too small for its type that would matter.
+    """Whether queries times the scale have no other digits: it is 1, or they are bfloat16 and it is a smaller power of 2.
 
     The bias is then what products are added to, and the tensor cores round it with each 16 dims: beside a bias far from 0, lse is off by about
     2e-7 of it.

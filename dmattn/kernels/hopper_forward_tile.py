@@ -1,9 +1,10 @@
 """The forward pass on Hopper (sm_90), a consumer's part of hopper_forward.py: tiles of keys, one after the other.
 
 A tile does without a maximum of its own while that of the tiles before will do: probabilities are powers of 2 of what scores are above it, and
-their sums say whether one was too far above. Then the tile is computed again, with its own maximum. So FlashAttention-4 leaves out the
-rescaling of sums (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here the search for the maximum goes too. The 64 queries of a
-consumer decide together, so the last bits of a row may depend on the rows beside it. They are the same in each run.
+their sums say whether one was too far above (`all_within`). Then the tile is computed again, with its own maximum. It is so with tiles that
+hide no pair. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute);
+here the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside
+it. They are the same in each run.
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,7 @@ from .hopper_walk import intervals_of, lift_tile, listed_key
 from .softmax import weights_at, weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # what lowers nothing but -inf to no weight at all
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
 RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
 
 
@@ -42,8 +43,8 @@ def tile(
 ):  # fmt: skip
     """One tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added with their weights.
 
-    `sums` are (out so far, weights of the last tile, running maximum, running sum by lane, how many tiles there were). AGAIN, after
-    `_near_tile`, they were added already, and nobody else is to be waited for.
+    `sums` are (out so far, weights of the last tile, running maximum, running sum by lane, how many tiles there were). With AGAIN, after
+    `_near_tile`, the values of the tile before were added already, and it is nobody's turn.
     """
     _, tiles, ready, rules, _, _, _ = fixed
     _, _, row_max, row_sum, turn = sums
@@ -107,7 +108,7 @@ def _near_tile(
 ):  # fmt: skip
     """(`tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added, 0).
 
-    The weights are nothing then, and the stage is not given back. When it is, its bias was loaded by all threads: their votes depend on it.
+    The weights are not to be used then, and the stage is not given back. When it is, its bias was loaded: the threads' votes depend on it.
     """
     _, tiles, ready, rules, _, _, _ = fixed
     _, _, row_max, row_sum, turn = sums

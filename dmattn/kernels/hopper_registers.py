@@ -92,14 +92,15 @@ def _in_interval(s, rows2, middle2, length):
 
 @gluon.jit
 def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
-    """Scores from the products of one tile, -inf where hidden, which pairs are only at an EDGE; see `scores`.
+    """Scores from the products of one tile, -inf where hidden; pairs are hidden only at an EDGE. See `scores`.
 
     They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, or one of
     keys, which is part of them (lift.py); natural ones with a bias of pairs; and base 2 with any other, whose product with LOG2E is made once
     for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` gives,
-    twice the queries' places in float32, and what :func:`interval_of` gives. A bias that is not of pairs comes times LOG2E.
+    twice the queries' places in float32, and what :func:`interval_of` gives. A bias that is not of pairs comes times LOG2E. One of
+    pairs comes as None where products were added to it, and the scale multiplied into queries.
     """
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
@@ -196,8 +197,8 @@ def lane_sums(x):
 def all_within(sums, votes):
     """Whether all sums by lane of a consumer's tile (:func:`lane_sums`) are numbers of at most 1024: 1 or 0.
 
-    Such weights have room in float16. A lane has 32 of them, so sums are at most 32 times what as many weights of 1 could make. `votes` is
-    shared memory for an int8 of each thread.
+    Such weights have room in float16. A lane has 32 of them, so sums are at most 32 times those of as many weights of 1, as the maximum of
+    their own would give. `votes` is shared memory for an int8 of each thread.
     """
     CODE: gl.constexpr = """{
         .reg .pred within;
@@ -208,7 +209,7 @@ def all_within(sums, votes):
     }"""
     low, high = gl.split(sums.reshape([4, 2, 8, 4]).permute((2, 3, 0, 1)))
     vote = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1)
-    votes.store(vote.reshape([128]).to(gl.int8))  # by lanes, and for each of them its warps, which are what differs
+    votes.store(vote.reshape([128]).to(gl.int8))  # the votes of the four warps side by side, once for each lane, whose votes are alike
     of_warps = votes._reinterpret(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(0, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
     return (gl.min(of_warps, 0) == 0x01010101).to(gl.int32)
 

@@ -43,8 +43,8 @@ def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
 def weights_at(s, row_max, factor, FAR: tl.constexpr, OF_NONE: tl.constexpr):
     """The probabilities of :func:`weights_of` with a given maximum. Where that is -inf, exponents are lowered by OF_NONE instead.
 
-    0.0 gives probabilities of 0 to rows without scores. The lowest number gives them to scores of -inf, and infinite ones to others, which so
-    say that there is no maximum yet.
+    With 0.0, rows without scores have probabilities of 0. With the lowest float32, scores of -inf still have 0, and finite ones infinity, which
+    tells the caller that their row has no maximum yet.
     """
     highest = row_max * factor
     hidden = highest == float("-inf")
