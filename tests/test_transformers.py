@@ -315,7 +315,7 @@ def test_a_model_off_the_interface_keeps_its_own_attention(kind: str, config: di
         warnings.simplefilter("error", UserWarning)
         ours(**batch)
     assert not calls
-    with pytest.raises(ValueError, match=f"model: expected a model that computes attention through .* received {kind}"):
+    with pytest.raises(ValueError, match=f"model: expected a model with layers that use .* received {kind} with"):
         integration.enable(eager)
     assert eager.config._attn_implementation == "eager"
 

@@ -198,7 +198,7 @@ def test_every_family_is_a_class_of_transformers(name: str) -> None:
 def test_a_class_that_uses_the_interface_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it may in another version of Transformers."""
     interface._source.cache_clear()
-    monkeypatch.setattr(interface.inspect, "getsource", lambda kind: "attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)")
+    monkeypatch.setattr(interface.inspect, "getsource", lambda kind: "ALL_ATTENTION_FUNCTIONS.get_interface(" * ("BloomAttention" in str(kind)))
     try:
         assert integration.report(bloom()) == [("BloomAttention", 2, "routed")]
         with pytest.raises(ValueError, match=r"received BloomForCausalLM with BloomAttention \(routed\)"):

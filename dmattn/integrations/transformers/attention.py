@@ -80,12 +80,13 @@ def attend(
             causal, window = False, None
     else:
         _check_mask(attention_mask)
+        given: Tensor | IntervalMask | None = attention_mask
         if isinstance(attention_mask, DescribedMask) and attention_mask.shape[2:] == (query.shape[2], key.shape[2]):
-            mask, causal, window = arguments(attention_mask)
-        elif attention_mask.dtype == torch.bool:
-            mask = attention_mask
+            given, causal, window = arguments(attention_mask)
+        if isinstance(given, Tensor) and given.dtype != torch.bool:
+            bias = dense_bias(given)
         else:
-            bias = dense_bias(attention_mask)
+            mask = given
         if packed:
             mask = join(mask, documents(cu_seq_lens_q, cu_seq_lens_k, query, key), query, key)
     if position_bias is not None:

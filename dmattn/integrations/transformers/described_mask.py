@@ -21,11 +21,13 @@ MaskFunction = Callable[..., Any]
 
 
 class DescribedMask(Tensor):
-    """A bool mask (B, 1, Q, K), True where a query attends a key, that owns no (Q, K) memory.
+    """A mask (B, 1, Q, K) of Transformers that owns no (Q, K) memory: bool, True where a query attends a key, or eager's float one.
 
-    :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`). Any other operation finds the exact bool
-    tensor, which is made then and kept: a model that slices, inverts or edits its mask goes on as before, in the memory it had before.
-    `detach` and `to` copy; there is no pointer to data before the bool tensor is made, for code that asks for one.
+    The float one is 0 where a query attends a key and the lowest number of its dtype elsewhere.
+
+    :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`). Any other operation finds the exact tensor,
+    which is made then and kept: a model that slices, inverts, adds or edits its mask goes on as before, in the memory it had before.
+    `detach` and `to` copy; there is no pointer to data before the tensor is made, for code that asks for one.
 
     Attributes:
         first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``.
@@ -40,18 +42,20 @@ class DescribedMask(Tensor):
     _writes: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, first: Tensor, last: Tensor, shape: tuple[int, int], causal_window: Any) -> DescribedMask:
-        """Of `shape` (B, Q); K is that of the intervals."""
+    def __new__(cls, first: Tensor, last: Tensor, shape: tuple[int, int], causal_window: Any, dtype: torch.dtype = torch.bool) -> DescribedMask:
+        """Of `shape` (B, Q); K is that of the intervals. `dtype` is bool or a float dtype."""
         batch, len_q = shape
         size = (batch, 1, len_q, first.shape[-1])
-        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=first.device)
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=first.device)
         self.first, self.last, self.causal_window, self._dense, self._shared = first, last, causal_window, None, False
         return self
 
     def dense(self) -> Tensor:
-        """The bool tensor (B, 1, Q, K)."""
+        """The tensor (B, 1, Q, K)."""
         if self._dense is None:
             dense = IntervalMask(self.first, self.last, self.shape[2]).to_dense(self.shape[2])
+            if self.dtype != torch.bool:
+                dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(~dense, torch.finfo(self.dtype).min)
             self._dense = dense.expand(self.shape)
             self._writes = self._count_writes()
         return self._dense
@@ -66,15 +70,15 @@ class DescribedMask(Tensor):
         return self.dense().clone().share_memory_()
 
     def edited(self) -> bool:
-        """Whether anything was written into the bool tensor. In inference mode, where nothing counts that, whether it could have been."""
+        """Whether anything was written into the tensor. In inference mode, where nothing counts that, whether it could have been."""
         return self._shared or (self._dense is not None and self._writes != self._count_writes())
 
     def _count_writes(self) -> tuple[int, ...]:
-        """Into this tensor and into the bool one, views included: which of them a view counts for depends on the mode."""
+        """Into this tensor and into the one it stands for, views included: which of them a view counts for depends on the mode."""
         return tuple(-1 if x is None or x.is_inference() else x._version for x in (self, self._dense))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"DescribedMask(shape={tuple(self.shape)}, causal_window={self.causal_window}, device={self.device})"
+        return f"DescribedMask(shape={tuple(self.shape)}, dtype={self.dtype}, causal_window={self.causal_window}, device={self.device})"
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.dense().clone()
@@ -87,11 +91,11 @@ class DescribedMask(Tensor):
         if self.edited():
             expected = "a mask that was not written into, nor in inference mode sliced, in a compiled function (mask.clone() is a tensor)"
             raise ValueError(f"dmattn: attention_mask: expected {expected}, received one that was")
-        return ["first", "last"], self.causal_window
+        return ["first", "last"], (self.causal_window, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DescribedMask:
-        return DescribedMask(inner["first"], inner["last"], (size[0], size[2]), context)  # lengths stay out of what a graph is guarded on
+        return DescribedMask(inner["first"], inner["last"], (size[0], size[2]), *context)  # lengths stay out of what a graph is guarded on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -100,7 +104,7 @@ class DescribedMask(Tensor):
         kwargs = kwargs or {}
         if function is torch.ops.aten.detach.default:  # reentrant checkpointing detaches what it is given
             return args[0]._moved(args[0].device)
-        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype", torch.bool) in (torch.bool, None):  # layers on several devices
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (args[0].dtype, None):  # layers on several devices
             return args[0]._moved(kwargs.get("device") or args[0].device)
         schema = function._schema
         for mask in torch.utils._pytree.tree_leaves((args, kwargs)):
@@ -112,13 +116,13 @@ class DescribedMask(Tensor):
     def _moved(self, device: torch.device) -> Tensor:
         if self.edited():
             return self.dense().detach().to(device)
-        return DescribedMask(self.first.to(device), self.last.to(device), (self.shape[0], self.shape[2]), self.causal_window)
+        return DescribedMask(self.first.to(device), self.last.to(device), (self.shape[0], self.shape[2]), self.causal_window, self.dtype)
 
 
 def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, tuple[int | None, int | None] | None]:
-    """`mask`, `causal` and `window` of :func:`dmattn.attention`. What an operation wrote into the bool tensor counts.
+    """`mask`, `causal` and `window` of :func:`dmattn.attention`; once an operation wrote into the tensor, `mask` is it, bool or float.
 
-    No method: torch.compile would take one for an operation on the bool tensor.
+    No method: torch.compile would take one for an operation on the tensor.
     """
     if not torch.compiler.is_compiling() and mask.edited():
         return mask.dense(), False, None
@@ -144,8 +148,11 @@ def describe(
     kv_offset: int,
     attention_mask: Tensor | None,
     device: torch.device | str,
+    dtype: torch.dtype = torch.bool,
 ) -> DescribedMask | None:
     """The mask that :func:`transformers.masking_utils.sdpa_mask` makes of the same arguments, or None where that one is to be made.
+
+    With a float `dtype` it is that of :func:`transformers.masking_utils.eager_mask`.
 
     None for a `mask_function` other than Transformers' causal, sliding, chunked and packed ones and what they make together, while tracing
     or compiling, and for a single query with padding or an offset, which is as small as its description.
@@ -154,7 +161,7 @@ def describe(
     padding = attention_mask
     if found is None or not _transformers_agrees() or (padding is not None and (padding.dtype != torch.bool or padding.ndim != 2)):
         return None
-    return _describe(found, batch_size, q_length, kv_length, q_offset, kv_offset, padding, device)
+    return _describe(found, batch_size, q_length, kv_length, q_offset, kv_offset, padding, device, dtype)
 
 
 def _describe(
@@ -166,6 +173,7 @@ def _describe(
     kv_offset: int,
     padding: Tensor | None,
     device: torch.device | str,
+    dtype: torch.dtype = torch.bool,
 ) -> DescribedMask | None:
     if padding is not None:
         padding = rules.prepare_padding_mask(padding, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
@@ -206,7 +214,7 @@ def _describe(
     first, last = (bound.clamp(0, q_length).to(torch.int32) for bound in (first, last))
     if max(first.ndim, last.ndim) == 2:
         first, last = (bound.expand(batch_size, kv_length)[:, None] for bound in (first, last))
-    return DescribedMask(first, last, (batch_size, q_length), causal_window)
+    return DescribedMask(first, last, (batch_size, q_length), causal_window, dtype)
 
 
 def _causal_window(found: list[_Rule]) -> tuple[bool, tuple[int | None, int | None] | None] | None:

@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
 
 from .described_mask import describe
-from .interface import file_uses_interface
+from .interface import declares_other_masks, file_uses_interface
 
 __all__ = ["make_mask"]
 
@@ -29,25 +29,30 @@ def make_mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor:
-    """Transformers' mask function: the bool mask (B, 1, Q, K) of its SDPA integration, but never None, and no Q * K memory where possible.
+    """Transformers' mask function: the mask (B, 1, Q, K) of its SDPA or eager integration, but never None, and no Q * K memory where possible.
 
-    Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The bool tensor
+    Bool where the models of `config` declare that their layers take masks of another form than eager's; else eager's float mask, which a layer
+    may add to its scores, cut or join (:func:`.interface.declares_other_masks`). Both mean the same to :func:`attend`.
+
+    Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The tensor
     itself is made while tracing or compiling, and for functions that are not Transformers' own or join masks by "or" (images inside text).
 
-    A model whose file computes attention without the attention interface reads the mask itself, as an additive one. It gets the mask of
-    the eager implementation, which is what it then runs, and a warning the first time.
+    A model whose file computes attention without the attention interface gets the mask of the eager implementation as that makes it, which is
+    what it then runs, and a warning the first time.
     """
     place: dict[str, Any] = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset, device=device
     )
     if not file_uses_interface(config):
         return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
+    added = config is not None and not declares_other_masks(config)
+    dtype = others.get("dtype", torch.float32) if added else torch.bool
     traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
     if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
-        described = describe(mask_function, attention_mask=attention_mask, **place)
+        described = describe(mask_function, attention_mask=attention_mask, dtype=dtype, **place)
         if described is not None:
             return described
-    return sdpa_mask(
+    return (eager_mask if added else sdpa_mask)(
         **place,
         mask_function=mask_function,
         attention_mask=attention_mask,

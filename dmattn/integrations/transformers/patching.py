@@ -6,7 +6,6 @@ names, state dicts, ``isinstance`` and wrap policies see what they saw before; c
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ...module import DynamicMaskAttention
 from .attention import attend
+from .class_tables import tables_of
 from .families import Family, family_of, mask_for_patched
 from .interface import class_uses_interface
 
@@ -93,7 +93,7 @@ def patched(model: nn.Module) -> Iterator[None]:
 def report(model: nn.Module) -> list[Coverage]:
     """How each class of attention layers in `model` computes: one :class:`Coverage` for each class and state, in the model's order.
 
-    A layer is a module with "Attention" in the name of its class that holds no other such module.
+    A layer is a module that uses the attention interface, or has "Attention" in the name of its class and holds no other such module.
 
     Raises:
         TypeError: `model` is not a torch module.
@@ -143,17 +143,17 @@ def _family(layer: Any) -> Family | None:
 
 def _state(module: Any) -> State | None:
     """None: not an attention layer."""
-    if "Attention" not in type(module).__name__:
-        return None
     if isinstance(module, _Patched):
         return "patched"
     if isinstance(module, DynamicMaskAttention) or (hasattr(module, "dynamic_mask") and hasattr(module, "layer_idx")):
         return "dynamic mask"
+    if class_uses_interface(module.__class__):
+        return "routed"
+    if "Attention" not in type(module).__name__:
+        return None
     if _family(module) is not None:
         return "patchable"
-    if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module):
-        return None
-    return "routed" if class_uses_interface(module.__class__) else "not covered"
+    return None if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module) else "not covered"
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -185,17 +185,12 @@ def _swap(model: nn.Module) -> tuple[list[nn.Module], list[PreTrainedModel]]:
             vars(owner)[_BEFORE] = owner.config._attn_implementation
             owner.config._attn_implementation = NAME
             owners.append(owner)
-            for table in _tables(type(owner).__module__):
+            # A model built from a patched one's configuration computes eagerly.
+            for table in tables_of(type(owner).__module__):
                 table.setdefault(NAME, table["eager"])
     for layer, _ in found:
         _set_class(layer, _patched_class(layer.__class__))
     return [layer for layer, _ in found], owners
-
-
-def _tables(modelling_file: str) -> list[dict[str, type]]:
-    """Where models look their layers' class up by the implementation: a model built from a patched one's configuration computes eagerly."""
-    found = vars(sys.modules[modelling_file]).items()
-    return [table for name, table in found if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table]
 
 
 def _restore(layers: list[Any], owners: list[Any]) -> None:

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from .attention import attend
+from .class_tables import forget, refuse
 from .masks import make_mask
+from .patching import report
 
 __all__ = ["NAME", "disable", "enable", "register", "unregister", "using"]
 
@@ -25,16 +27,19 @@ _settings_before: WeakKeyDictionary[nn.Module, Settings] = WeakKeyDictionary()
 def register() -> None:
     """Make ``attn_implementation="dmattn"`` and ``model.set_attn_implementation("dmattn")`` valid names. Idempotent.
 
-    Models that choose a class of layers by the name, such as Falcon, still raise Transformers' KeyError: :func:`patch` serves some.
+    Models that choose a class of layers by the name, such as Falcon, raise a ValueError that says so while they are built: load them with
+    "eager", and :func:`patch` them where it serves their layers. The files of these models are imported here to tell them so.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
+    refuse(NAME)
 
 
 def unregister() -> None:
     """Undo :func:`register`. A model that is still set to "dmattn" then raises Transformers' KeyError when it is called. Idempotent."""
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
+    forget(NAME)
 
 
 def enable(model: nn.Module) -> None:
@@ -43,9 +48,12 @@ def enable(model: nn.Module) -> None:
     As ``model.set_attn_implementation("dmattn")``, but it also reaches inner models whose configuration is a copy of the outer one's:
     before Transformers 5.23, T5's own method changes neither the encoder nor the decoder.
 
+    Layers of `model` that compute attention in their own code go on as they did; :func:`report` names them.
+
     Raises:
         TypeError: `model` is not a torch module.
-        ValueError: nothing in `model` computes its attention through Transformers' attention interface.
+        ValueError: no layer in `model` computes its attention through Transformers' attention interface. The message names the classes of its
+            layers, and those that :func:`patch` serves.
     """
     before = _switch(model)
     _settings_before.setdefault(model, before)
@@ -77,6 +85,11 @@ def _switch(model: nn.Module) -> Settings:
     """Set every model in `model` to dmattn; returns the settings before."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
+    layers = report(model)
+    if not any(state in ("routed", "dynamic mask") for _, _, state in layers):
+        received = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
+        expected = "a model with layers that use Transformers' attention interface (patch() serves those that are patchable)"
+        raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__} with {received}")
     register()
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     before = _settings(models)
@@ -84,9 +97,6 @@ def _switch(model: nn.Module) -> Settings:
         for inner in models:
             if inner.config._attn_implementation != NAME:
                 inner.set_attn_implementation(NAME)
-        if not any(inner.config._attn_implementation == NAME and inner._can_set_attn_implementation() for inner in models):
-            expected = "a model that computes attention through Transformers' attention interface (patch() serves some that do not)"
-            raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
     except Exception:
         _restore(before)
         raise
