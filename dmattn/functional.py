@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from .arguments import check_flag, kind, refuse_keywords
 from .masks import IntervalMask
 from .ops import attend
 from .problem import Window, check_tensor
@@ -59,6 +60,7 @@ def attention(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention with a mask and a differentiable additive bias.
 
@@ -115,8 +117,9 @@ def attention(
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    if unknown:
+        refuse_keywords(attention, unknown)
+    check_flag("return_lse", return_lse)
     out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p)
     return (out, lse) if return_lse else out
 
@@ -154,8 +157,7 @@ def scaled_dot_product_attention(
             1, without `enable_gqa`.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"dmattn: {name}: expected True or False, received {type(flag).__name__}")
+        check_flag(name, flag)
     if is_causal and attn_mask is not None:
         raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -191,7 +193,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     for name, given in (("outs", outs), ("lses", lses)):
         if not isinstance(given, Sequence):
-            raise TypeError(f"dmattn: {name}: expected a list or tuple of tensors, received {type(given).__name__}")
+            raise TypeError(f"dmattn: {name}: expected a list or tuple of tensors, received {kind(given)}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"dmattn: lses: expected as many tensors as outs and at least one, received {len(outs)} outs and {len(lses)} lses")
     for position, (out, lse) in enumerate(zip(outs, lses, strict=True)):

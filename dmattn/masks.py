@@ -9,6 +9,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from .arguments import kind
+
 __all__ = ["IntervalMask"]
 
 
@@ -211,16 +213,16 @@ def _checked_sides(constructor: str, left: int | None, right: int | None, unboun
     """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
     for name, size in (("left", left), ("right", right)):
         if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {type(size).__name__}")
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
         if size is not None and size < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {size}")
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
     return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
 
 
 def _check_lengths(constructor: str, **lengths: int) -> None:
     for name, length in lengths.items():
         if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {type(length).__name__}")
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
         if length < 0:
             raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
 
@@ -233,4 +235,4 @@ def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:
 
 
 def _what(value: object) -> str:
-    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)

@@ -92,7 +92,11 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask(INT[0], INT), ValueError, r"first: expected 1 to 3 axes .*received shape \(\)"),
         (lambda: IntervalMask(INT, INT.to("meta")), ValueError, r"last: expected device cpu as first has, received meta"),
         (lambda: IntervalMask(INT, INT[:2]), ValueError, r"last: expected a shape that broadcasts with first's \(3,\), received \(2,\)"),
-        (lambda: IntervalMask.window(3, 3, left=-1, right=0), ValueError, r"left: expected a non-negative integer or None, received -1"),
+        (
+            lambda: IntervalMask.window(3, 3, left=-1, right=0),
+            ValueError,
+            r"left: expected a non-negative integer, or None for off, received -1",
+        ),
         (lambda: IntervalMask.documents(INT.bool()), TypeError, r"segment_ids: expected an integer tensor, received torch.bool"),
         (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
         (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
@@ -110,7 +114,7 @@ INT = torch.zeros(3, dtype=torch.int32)
         ),
         (lambda: IntervalMask.packed(INT, INT.to("meta"), 3, 3), ValueError, r"cu_seqlens_k: expected .* received shape \(3,\) on meta"),
         (lambda: IntervalMask.packed(INT, INT, 3, -1), ValueError, r"packed: len_k: expected a non-negative integer, received -1"),
-        (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer or None"),
+        (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer, or None for off"),
         (lambda: IntervalMask.prefix_lm(INT.bool(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor, received torch.bool"),
         (lambda: IntervalMask.prefix_lm(INT.float(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor"),
         (lambda: IntervalMask.prefix_lm(INT[None], 3, 3), ValueError, r"prefix_lengths: expected shape \(B,\), received \(1, 3\)"),
@@ -161,9 +165,12 @@ def test_a_mask_fits_the_number_of_queries_it_was_made_for() -> None:
         IntervalMask.prefix_lm(torch.tensor([2, 3]), 4, 9),
         IntervalMask.causal(4, 9) & IntervalMask(torch.zeros(9, dtype=torch.int32), torch.full((9,), 9, dtype=torch.int32)),
     ):
-        with pytest.raises(ValueError, match="mask: expected an IntervalMask for 9 queries, as query has, received one for 4"):
+        with pytest.raises(
+            ValueError,
+            match="mask: expected an IntervalMask for 9 queries and 9 keys, as query and key have, received one for 4 queries and 9 keys",
+        ):
             attention(query, key, key, mask=mask)
-    with pytest.raises(ValueError, match="an IntervalMask for 1 queries, as query has, received one for 9"):
+    with pytest.raises(ValueError, match=r"an IntervalMask for 1 queries and 9 keys, .*, received one for 9 queries and 9 keys"):
         attention(query[:, :, -1:], key, key, mask=IntervalMask.documents(torch.arange(9) // 3))
     with pytest.raises(ValueError, match="expected masks for the same number of queries, received 3 and 5"):
         IntervalMask.causal(3, 3) & IntervalMask.causal(5, 3)
