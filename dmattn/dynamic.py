@@ -42,6 +42,19 @@ def dynamic_mask_attention(
     scale: float | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    *,
+    keep: int,
+    causal: bool = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,
