@@ -100,8 +100,9 @@ def attention(
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
             so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
             count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
-            rounded once. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch memory in sectors of 32 bytes, and
-            of each the kernels use one element where keys lie further apart.
+            rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
+            expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
+            (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -119,7 +120,7 @@ def attention(
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
     them a relative error of about 2e-7 * abs(lse), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
-    number like -1e9.
+    number like -1e9: ``mask = mask_bias > -1e8`` makes one of a bias of 0 and -1e9.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
