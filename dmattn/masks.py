@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import kind
 
@@ -21,6 +23,9 @@ class IntervalMask:
     Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
     (``last <= first``) hides the key from every query. Two masks intersect with ``&``. The queries are those of the call, counted from 0:
     a mask made for Sq queries does not fit a call with fewer, as with a cache, and where it knows its Sq such a call is refused.
+
+    To PyTorch a mask is a tree of its two tensors, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument; its
+    `len_q` is a constant there. Exported with a length of queries that varies, it has to be None.
 
     Args:
         first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
@@ -176,6 +181,23 @@ class IntervalMask:
         _check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
+
+
+def _with_fields(tensors: Iterable[Any], len_q: int | None) -> IntervalMask:
+    """A mask of what stands for its tensors in a tree: a transformation may have put anything there, so nothing is checked."""
+    mask = object.__new__(IntervalMask)
+    vars(mask).update(zip(("first", "last"), tensors, strict=True), len_q=len_q)
+    return mask
+
+
+register_pytree_node(
+    IntervalMask,
+    lambda mask: ([mask.first, mask.last], mask.len_q),
+    _with_fields,
+    flatten_with_keys_fn=lambda mask: ([(GetAttrKey("first"), mask.first), (GetAttrKey("last"), mask.last)], mask.len_q),
+    serialized_type_name="dmattn.IntervalMask",
+)
+torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
 
 
 def sequence_of(ends: Tensor, length: int) -> Tensor:
