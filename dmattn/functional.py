@@ -127,8 +127,8 @@ def attention(
         lse: (B, H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value; the message names it, what was expected
-            and what was received. Raised before anything runs.
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
+            what was expected and what was received. Raised before anything runs.
         RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for that does not exist.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
