@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from .arguments import check_flag, kind, refuse_keywords
 from .functional import attention
 from .masks import IntervalMask
 from .ops import call, plan
@@ -41,6 +42,19 @@ def dynamic_mask_attention(
     scale: float | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def dynamic_mask_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    *,
+    keep: int,
+    causal: bool = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,
@@ -52,6 +66,7 @@ def dynamic_mask_attention(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention of each query to the `keep` best keys that it sees, without an N x N mask.
 
@@ -88,8 +103,9 @@ def dynamic_mask_attention(
 
     Source: Shi et al., Trainable Dynamic Mask Sparse Attention, 2025 (arXiv:2508.02124); the intervals are this library's.
     """
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    if unknown:
+        refuse_keywords(dynamic_mask_attention, unknown)
+    check_flag("return_lse", return_lse)
     problem = _checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
     len_q, len_k = query.shape[2], key.shape[2]
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
@@ -123,14 +139,13 @@ def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bo
     """
     _check_keep(keep)
     if not isinstance(bias, Tensor):
-        raise TypeError(f"dmattn: bias: expected a torch.Tensor, received {type(bias).__name__}")
+        raise TypeError(f"dmattn: bias: expected a torch.Tensor, received {kind(bias)}")
     if bias.ndim < 2 or bias.dtype not in FLOATS:
         raise ValueError(f"dmattn: bias: expected a float tensor (..., Sq, Sk), received {bias.dtype} of shape {tuple(bias.shape)}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"dmattn: causal: expected True or False, received {type(causal).__name__}")
+    check_flag("causal", causal)
     if mask is not None:
         if not isinstance(mask, Tensor):
-            raise TypeError(f"dmattn: mask: expected a bool tensor or None, received {type(mask).__name__}")
+            raise TypeError(f"dmattn: mask: expected a bool tensor or None, received {kind(mask)}")
         if mask.dtype != torch.bool or mask.device != bias.device:
             raise ValueError(f"dmattn: mask: expected a bool tensor on {bias.device}, received {mask.dtype} on {mask.device}")
         try:
@@ -184,7 +199,7 @@ def _checked(
         raise ValueError(f"dmattn: key_bias: expected key's device {key.device}, received {key_bias.device}")
     if key_padding_mask is not None:
         if not isinstance(key_padding_mask, Tensor):
-            raise TypeError(f"dmattn: key_padding_mask: expected a bool tensor or None, received {type(key_padding_mask).__name__}")
+            raise TypeError(f"dmattn: key_padding_mask: expected a bool tensor or None, received {kind(key_padding_mask)}")
         if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, len_k) or key_padding_mask.device != key.device:
             expected = f"a bool tensor of shape (B, Sk) = {(batch, len_k)} on {key.device}"
             received = f"{key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)} on {key_padding_mask.device}"
@@ -194,6 +209,6 @@ def _checked(
 
 def _check_keep(keep: int) -> None:
     if not isinstance(keep, int) or isinstance(keep, bool):
-        raise TypeError(f"dmattn: keep: expected an integer, received {type(keep).__name__}")
+        raise TypeError(f"dmattn: keep: expected an integer, received {kind(keep)}")
     if keep < 1:
         raise ValueError(f"dmattn: keep: expected at least 1, received {keep}")

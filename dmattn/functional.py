@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from .arguments import check_flag, kind, refuse_keywords
 from .masks import IntervalMask
 from .ops import attend
 from .problem import Window, check_tensor
@@ -46,6 +47,21 @@ def attention(
     dropout_p: float = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | IntervalMask | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
@@ -59,6 +75,7 @@ def attention(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention with a mask and a differentiable additive bias.
 
@@ -83,8 +100,9 @@ def attention(
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
             so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
             count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
-            rounded once. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch memory in sectors of 32 bytes, and
-            of each the kernels use one element where keys lie further apart.
+            rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
+            expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
+            (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -102,21 +120,22 @@ def attention(
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
     them a relative error of about 2e-7 * abs(lse), and from abs(lse) = 2 ** 26 on such a row has none. Mask with -inf or a mask, not with a
-    number like -1e9.
+    number like -1e9: ``mask = mask_bias > -1e8`` makes one of a bias of 0 and -1e9.
 
     Returns:
         out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
         lse: (B, H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value; the message names it, what was expected
-            and what was received. Raised before anything runs.
+        TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
+            what was expected and what was received. Raised before anything runs.
         RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for that does not exist.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    if unknown:
+        refuse_keywords(attention, unknown)
+    check_flag("return_lse", return_lse)
     out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p)
     return (out, lse) if return_lse else out
 
@@ -154,8 +173,7 @@ def scaled_dot_product_attention(
             1, without `enable_gqa`.
     """
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"dmattn: {name}: expected True or False, received {type(flag).__name__}")
+        check_flag(name, flag)
     if is_causal and attn_mask is not None:
         raise ValueError("dmattn: attn_mask: expected None together with is_causal=True, received a mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -191,7 +209,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     for name, given in (("outs", outs), ("lses", lses)):
         if not isinstance(given, Sequence):
-            raise TypeError(f"dmattn: {name}: expected a list or tuple of tensors, received {type(given).__name__}")
+            raise TypeError(f"dmattn: {name}: expected a list or tuple of tensors, received {kind(given)}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"dmattn: lses: expected as many tensors as outs and at least one, received {len(outs)} outs and {len(lses)} lses")
     for position, (out, lse) in enumerate(zip(outs, lses, strict=True)):

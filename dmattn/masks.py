@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
+
+from .arguments import kind
 
 __all__ = ["IntervalMask"]
 
@@ -19,6 +23,9 @@ class IntervalMask:
     Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
     (``last <= first``) hides the key from every query. Two masks intersect with ``&``. The queries are those of the call, counted from 0:
     a mask made for Sq queries does not fit a call with fewer, as with a cache, and where it knows its Sq such a call is refused.
+
+    To PyTorch a mask is a tree of its two tensors, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument; its
+    `len_q` is a constant there. Exported with a length of queries that varies, it has to be None.
 
     Args:
         first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
@@ -176,6 +183,23 @@ class IntervalMask:
         return _with_head_axis(torch.zeros_like(last), last, len_q)
 
 
+def _with_fields(tensors: Iterable[Any], len_q: int | None) -> IntervalMask:
+    """A mask of what stands for its tensors in a tree: a transformation may have put anything there, so nothing is checked."""
+    mask = object.__new__(IntervalMask)
+    vars(mask).update(zip(("first", "last"), tensors, strict=True), len_q=len_q)
+    return mask
+
+
+register_pytree_node(
+    IntervalMask,
+    lambda mask: ([mask.first, mask.last], mask.len_q),
+    _with_fields,
+    flatten_with_keys_fn=lambda mask: ([(GetAttrKey("first"), mask.first), (GetAttrKey("last"), mask.last)], mask.len_q),
+    serialized_type_name="dmattn.IntervalMask",
+)
+torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
+
+
 def sequence_of(ends: Tensor, length: int) -> Tensor:
     """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
 
@@ -211,16 +235,16 @@ def _checked_sides(constructor: str, left: int | None, right: int | None, unboun
     """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
     for name, size in (("left", left), ("right", right)):
         if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {type(size).__name__}")
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
         if size is not None and size < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {size}")
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
     return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
 
 
 def _check_lengths(constructor: str, **lengths: int) -> None:
     for name, length in lengths.items():
         if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {type(length).__name__}")
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
         if length < 0:
             raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
 
@@ -233,4 +257,4 @@ def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:
 
 
 def _what(value: object) -> str:
-    return f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)

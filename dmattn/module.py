@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .arguments import check_flag, kind, refuse_keywords
 from .dynamic import dynamic_mask_attention
 from .problem import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 
@@ -130,15 +131,14 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"dmattn: head_dim: expected 1 to {MAX_HEAD_DIM}, received {head_dim}")
         _check_size("keep", keep)
         for name, flag in (("qk_norm", qk_norm), ("bias", bias), ("causal", causal)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"dmattn: {name}: expected True or False, received {type(flag).__name__}")
+            check_flag(name, flag)
         _check_number("eps", eps)
         if eps < 0:
             raise ValueError(f"dmattn: eps: expected at least 0, received {eps}")
         if scale is not None:
             _check_number("scale", scale)
         if layer_idx is not None and (not isinstance(layer_idx, int) or isinstance(layer_idx, bool)):
-            raise TypeError(f"dmattn: layer_idx: expected an integer or None, received {type(layer_idx).__name__}")
+            raise TypeError(f"dmattn: layer_idx: expected an integer or None, received {kind(layer_idx)}")
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, head_dim
         self.keep, self.causal, self.scale, self.layer_idx = keep, causal, scale, layer_idx
         on: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -159,6 +159,7 @@ class DynamicMaskAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         r"""The layer's output for S tokens, which follow those that the cache holds.
 
@@ -180,6 +181,8 @@ class DynamicMaskAttention(nn.Module):
             TypeError, ValueError: an argument of the wrong type, shape, dtype or device; a cache without `layer_idx`, in a layer that is not
                 causal, of bounded length (a static one, a sliding window), or that returns another number of keys than it held plus S.
         """
+        if unknown:
+            refuse_keywords(DynamicMaskAttention.forward, unknown)
         self._check_tokens(hidden_states)
         query, key, value = (self._heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -238,7 +241,7 @@ class DynamicMaskAttention(nn.Module):
         """cos and sin as (B or 1, 1, S, head_dim)."""
         if not isinstance(position_embeddings, (tuple, list)) or len(position_embeddings) != 2:
             length = len(position_embeddings) if isinstance(position_embeddings, (tuple, list)) else None
-            received = type(position_embeddings).__name__ if length is None else f"{length} values"
+            received = kind(position_embeddings) if length is None else f"{length} values"
             raise TypeError(f"dmattn: position_embeddings: expected a tuple (cos, sin), received {received}")
         if self.head_dim % 2:
             raise ValueError(f"dmattn: position_embeddings: expected None with the odd head dim {self.head_dim}, received (cos, sin)")
@@ -292,7 +295,7 @@ def _real_keys(attention_mask: Tensor | None, key: Tensor, held: int) -> Tensor 
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"dmattn: attention_mask: expected a torch.Tensor or None, received {type(attention_mask).__name__}")
+        raise TypeError(f"dmattn: attention_mask: expected a torch.Tensor or None, received {kind(attention_mask)}")
     shape = (key.shape[0], held + key.shape[2])
     if tuple(attention_mask.shape) != shape or attention_mask.dtype not in INTEGERS or attention_mask.device != key.device:
         expected = f"a bool or integer tensor of shape (B, Sk) = {shape} on {key.device}, nonzero for a real token"
@@ -303,20 +306,20 @@ def _real_keys(attention_mask: Tensor | None, key: Tensor, held: int) -> Tensor 
 
 def _check_floats(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"dmattn: {name}: expected a torch.Tensor, received {type(tensor).__name__}")
+        raise TypeError(f"dmattn: {name}: expected a torch.Tensor, received {kind(tensor)}")
     if tensor.dtype not in FLOATS:
         raise ValueError(f"dmattn: {name}: expected a dtype of float16, bfloat16, float32 or float64, received {tensor.dtype}")
 
 
 def _check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"dmattn: {name}: expected an integer, received {type(size).__name__}")
+        raise TypeError(f"dmattn: {name}: expected an integer, received {kind(size)}")
     if size < 1:
         raise ValueError(f"dmattn: {name}: expected at least 1, received {size}")
 
 
 def _check_number(name: str, number: Any) -> None:
     if not isinstance(number, Real) or isinstance(number, bool):
-        raise TypeError(f"dmattn: {name}: expected a number, received {type(number).__name__}")
+        raise TypeError(f"dmattn: {name}: expected a number, received {kind(number)}")
     if not -LARGEST_FACTOR <= float(number) <= LARGEST_FACTOR:
         raise ValueError(f"dmattn: {name}: expected a finite float32 number, received {number}")

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .arguments import check_flag, hint_for, kind
 from .dropout import draw_seed
 from .masks import IntervalMask
 
 MAX_HEAD_DIM = 256
+PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
+TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
@@ -90,19 +93,18 @@ class Problem(NamedTuple):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
-        _check_qkv(query, key, value)
+        _check_qkv(query, key, value, is_packed=packed is not None)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
-        axes = "(B, H, Sq, Sk)" if packed is None else "(sequences, H, max_seqlen_q, max_seqlen_k)"
+        axes = PADDED if packed is None else PACKED
         first = last = None
         if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
             check_tensor("mask.first", mask.first)
             check_tensor("mask.last", mask.last)
+            _check_interval_lengths(mask, query, key)
             first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
             last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
-            if mask.len_q is not None and mask.len_q != len_q:
-                _fail("mask", f"an IntervalMask for {len_q} queries, as query has", f"one for {mask.len_q}")
             mask = None
         elif mask is not None:
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
@@ -118,18 +120,18 @@ class Problem(NamedTuple):
         if scale is None:
             scale = head_dim**-0.5
         elif not _real(scale):
-            _fail("scale", "a real number", _kind(scale), TypeError)
+            _fail("scale", "a real number", kind(scale), TypeError)
         elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
             _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
         if softcap is not None:
             if not _real(softcap):
-                _fail("softcap", "a positive real number or None", _kind(softcap), TypeError)
+                _fail("softcap", "a positive real number or None", kind(softcap), TypeError)
             if not 0 < softcap <= LARGEST_FACTOR:
-                _fail("softcap", f"a positive number of at most {LARGEST_FACTOR} or None", softcap)
+                _fail("softcap", f"a positive number of at most {LARGEST_FACTOR}, or None for off", softcap)
             if softcap < SMALLEST_FACTOR or abs(scale) > LARGEST_FACTOR * softcap:  # the kernels divide one by the other in float32
                 _fail("softcap", f"at least {SMALLEST_FACTOR}, and abs(scale) / {LARGEST_FACTOR}, with scale {scale}", softcap)
         if not _real(dropout_p):
-            _fail("dropout_p", "a real number", _kind(dropout_p), TypeError)
+            _fail("dropout_p", "a real number", kind(dropout_p), TypeError)
         if not 0 <= dropout_p <= 1:
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
@@ -148,7 +150,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
     dtype, device = query.dtype, query.device
     if dtype not in FLOATS:
         _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
@@ -164,7 +166,7 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         if tensor.device != device:
             _fail(name, f"query's device {device}", tensor.device)
         shapes.append(shape)
-    (batch, heads, _, head_dim), (key_batch, kv_heads, len_k, key_dim), (value_batch, value_heads, value_len, value_dim) = shapes
+    (batch, heads, len_q, head_dim), (key_batch, kv_heads, len_k, key_dim), (value_batch, value_heads, value_len, value_dim) = shapes
     if key_batch != batch:
         _fail("key", f"query's batch size {batch}", key_batch)
     if value_batch != batch:
@@ -174,7 +176,8 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
     if value_len != len_k:
         _fail("value", f"key's length {len_k}", value_len)
     if (heads % kv_heads if kv_heads else heads) != 0:
-        _fail("key", f"a number of heads that divides query's {heads}", kv_heads)
+        is_transposed = not is_packed and 0 < len_k < kv_heads and len_q % len_k == 0  # heads in the place of lengths, and fewer than they
+        _fail("key", f"a number of heads that divides query's {heads}", f"{kv_heads}{TRANSPOSED if is_transposed else ''}")
     if key_dim != head_dim:
         _fail("key", f"query's head dim {head_dim}", key_dim)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -187,9 +190,22 @@ def _checked_mask(mask: Any, expected: str) -> Tensor:
     check_tensor("mask", mask, expected)
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
-    if mask.dtype != torch.bool:
+    if mask.dtype.is_floating_point:
         _fail("mask", "dtype torch.bool, True where query attends key (an additive mask is the argument bias)", mask.dtype)
+    if mask.dtype != torch.bool:
+        _fail("mask", "dtype torch.bool, True where query attends key", f"{mask.dtype}; mask.bool() if nonzero means that it does")
     return mask
+
+
+def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> None:
+    """Raise unless intervals are about as many queries and keys as there are. Of one key they serve all."""
+    (_, heads, len_q, _), (_, kv_heads, len_k, _) = query.shape, key.shape
+    covered = mask.last.shape[-1] if mask.first.shape[-1] == 1 else mask.first.shape[-1]
+    if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
+        received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
+        is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
+        hint = TRANSPOSED if is_transposed else ""
+        _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
 
 
 def with_axes(x: Any, axes: int) -> Any:
@@ -202,34 +218,44 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, 
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
     view = with_axes(tensor, len(full))
-    # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
-    if view.ndim != len(full) or not all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(view.shape)):
+    if not _fits(view, full, kv_heads):
         choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
-        hint = f"; of padding, {name}[:, None, None]" if name == "mask" and tuple(tensor.shape) == (full[0], full[-1]) else ""
+        hint = ""
+        if name == "mask" and tuple(tensor.shape) == (full[0], full[-1]):
+            hint = f"; of padding, {name}[:, None, None]"
+        elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3]):
+            hint = TRANSPOSED
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 
 
+def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int) -> bool:
+    """Whether each axis is full or 1, or on the head axis `kv_heads`."""
+    # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
+    return x.ndim == len(full) and all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(x.shape))
+
+
 def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:
-    if not isinstance(causal, bool):
-        _fail("causal", "True or False", _kind(causal), TypeError)
+    check_flag("causal", causal)
     sides = (window, window) if window is None or isinstance(window, numbers.Integral) else window
     if not isinstance(sides, tuple) or len(sides) != 2:
-        received = f"a {_kind(window)} of {len(window)}" if isinstance(window, (tuple, list)) else _kind(window)
+        received = f"a {kind(window)} of {len(window)}" if isinstance(window, (tuple, list)) else kind(window)
         _fail("window", "an integer, a tuple (left, right) or None", received, TypeError)
     for side in sides:
         if side is not None and (not isinstance(side, numbers.Integral) or isinstance(side, bool)):
-            _fail("window", "integers or None", _kind(side), TypeError)
+            _fail("window", "integers or None", kind(side), TypeError)
         if side is not None and side < 0:
-            _fail("window", "non-negative integers", window)
+            _fail("window", "non-negative integers, or None for off", window)
     left, right = (None if side is None or side >= UNBOUNDED else side if isinstance(side, int) else operator.index(side) for side in sides)
     return left, 0 if causal else right
 
 
 def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
     """Raise unless `value` is a tensor whose elements lie at strides; errors call it `name`."""
-    if not isinstance(value, Tensor):
-        _fail(name, expected, _kind(value), TypeError)
+    if type(value) is not Tensor:
+        hint = hint_for(value)
+        if hint or not isinstance(value, Tensor):
+            _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
         _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
 
@@ -243,10 +269,6 @@ def _real(value: Any) -> bool:
 def _float(value: Any) -> Any:
     """A number as the operators take it; symbolic ones stay so."""
     return value if isinstance(value, (int, float, torch.SymFloat)) else float(value)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 def _fail(name: str, expected: str, received: object, error: type[Exception] = ValueError) -> NoReturn:

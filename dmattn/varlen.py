@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numbers
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from .arguments import check_flag, kind, refuse_keywords
 from .broadcast import per_query_head
 from .masks import IntervalMask, check_cumulative, sequence_of
 from .ops import call, nothing_watches
@@ -55,6 +56,25 @@ def attention_varlen(
     dropout_p: float = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    causal: bool = ...,
+    window: Window = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    dropout_p: float = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable(reason="dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
 def attention_varlen(
     query: Tensor,
@@ -73,6 +93,7 @@ def attention_varlen(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact attention, with a mask and a differentiable additive bias, inside each of several packed sequences.
 
@@ -122,8 +143,9 @@ def attention_varlen(
 
     Source: the interface of FlashAttention's ``flash_attn_varlen_func`` (Dao, 2023, arXiv:2307.08691), with mask and bias besides.
     """
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"dmattn: return_lse: expected True or False, received {type(return_lse).__name__}")
+    if unknown:
+        refuse_keywords(attention_varlen, unknown)
+    check_flag("return_lse", return_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         if tensor.ndim != 3:
@@ -293,7 +315,7 @@ def _check_lengths(
         )
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"dmattn: {name}: expected an integer, received {type(longest).__name__}")
+            raise TypeError(f"dmattn: {name}: expected an integer, received {kind(longest)}")
         if longest < 0:
             raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
         if sequences * longest < total:

@@ -64,7 +64,7 @@ def test_merge_errors() -> None:
         merge_attention([out, out.half()], [lse, lse])
     with pytest.raises(TypeError, match="outs: expected a list or tuple of tensors, received NoneType"):
         merge_attention(None, [lse])
-    with pytest.raises(TypeError, match="lses: expected a list or tuple of tensors, received Tensor"):
+    with pytest.raises(TypeError, match=r"lses: expected a list or tuple of tensors, received torch.Tensor"):
         merge_attention([out], lse)
     with pytest.raises(ValueError, match=r"lses\[0\]: expected dtype torch.float32, received torch.float16"):
         merge_attention([out.half()], [lse.half()])

@@ -1,11 +1,20 @@
-"""IntervalMask: every constructor against a mask written out pair by pair, intersection, and errors."""
+"""IntervalMask: every constructor against a mask written out pair by pair, intersection, errors, and a mask as an argument of what PyTorch transforms."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from dmattn import IntervalMask, attention
+from dmattn import IntervalMask, attention, ops
+
+no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
 
 def by_pairs(len_q: int, len_k: int, rule) -> torch.Tensor:
@@ -92,7 +101,11 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask(INT[0], INT), ValueError, r"first: expected 1 to 3 axes .*received shape \(\)"),
         (lambda: IntervalMask(INT, INT.to("meta")), ValueError, r"last: expected device cpu as first has, received meta"),
         (lambda: IntervalMask(INT, INT[:2]), ValueError, r"last: expected a shape that broadcasts with first's \(3,\), received \(2,\)"),
-        (lambda: IntervalMask.window(3, 3, left=-1, right=0), ValueError, r"left: expected a non-negative integer or None, received -1"),
+        (
+            lambda: IntervalMask.window(3, 3, left=-1, right=0),
+            ValueError,
+            r"left: expected a non-negative integer, or None for off, received -1",
+        ),
         (lambda: IntervalMask.documents(INT.bool()), TypeError, r"segment_ids: expected an integer tensor, received torch.bool"),
         (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
         (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
@@ -110,7 +123,7 @@ INT = torch.zeros(3, dtype=torch.int32)
         ),
         (lambda: IntervalMask.packed(INT, INT.to("meta"), 3, 3), ValueError, r"cu_seqlens_k: expected .* received shape \(3,\) on meta"),
         (lambda: IntervalMask.packed(INT, INT, 3, -1), ValueError, r"packed: len_k: expected a non-negative integer, received -1"),
-        (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer or None"),
+        (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer, or None for off"),
         (lambda: IntervalMask.prefix_lm(INT.bool(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor, received torch.bool"),
         (lambda: IntervalMask.prefix_lm(INT.float(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor"),
         (lambda: IntervalMask.prefix_lm(INT[None], 3, 3), ValueError, r"prefix_lengths: expected shape \(B,\), received \(1, 3\)"),
@@ -161,12 +174,101 @@ def test_a_mask_fits_the_number_of_queries_it_was_made_for() -> None:
         IntervalMask.prefix_lm(torch.tensor([2, 3]), 4, 9),
         IntervalMask.causal(4, 9) & IntervalMask(torch.zeros(9, dtype=torch.int32), torch.full((9,), 9, dtype=torch.int32)),
     ):
-        with pytest.raises(ValueError, match="mask: expected an IntervalMask for 9 queries, as query has, received one for 4"):
+        with pytest.raises(
+            ValueError,
+            match="mask: expected an IntervalMask for 9 queries and 9 keys, as query and key have, received one for 4 queries and 9 keys",
+        ):
             attention(query, key, key, mask=mask)
-    with pytest.raises(ValueError, match="an IntervalMask for 1 queries, as query has, received one for 9"):
+    with pytest.raises(ValueError, match=r"an IntervalMask for 1 queries and 9 keys, .*, received one for 9 queries and 9 keys"):
         attention(query[:, :, -1:], key, key, mask=IntervalMask.documents(torch.arange(9) // 3))
     with pytest.raises(ValueError, match="expected masks for the same number of queries, received 3 and 5"):
         IntervalMask.causal(3, 3) & IntervalMask.causal(5, 3)
     with pytest.raises(ValueError, match="to_dense: len_q: expected 3, for which the mask was made, received 4"):
         IntervalMask.causal(3, 3).to_dense(4)
     attention(query, key, key, mask=IntervalMask.causal(9, 9).to("cpu") & IntervalMask.causal(9, 9))
+
+
+def test_a_mask_is_a_tree_of_its_tensors() -> None:
+    mask = IntervalMask.documents(torch.tensor([[0, 0, 1], [0, 1, 1]]))
+    leaves, form = tree_flatten(mask)
+    assert [id(leaf) for leaf in leaves] == [id(mask.first), id(mask.last)]
+    again = tree_unflatten(leaves, form)
+    assert (again.first is mask.first, again.last is mask.last, again.len_q) == (True, True, 3)
+    assert treespec_loads(treespec_dumps(form)) == form
+    assert [keystr(path) for path, _ in tree_flatten_with_path(mask)[0]] == [".first", ".last"]
+    assert tree_map(lambda x: tuple(x.shape), mask).first == (2, 1, 3)  # whatever a transformation puts there
+    moved = tree_map(lambda x: x.to("meta"), {"mask": mask})["mask"]
+    assert (moved.first.device.type, moved.last.device.type, moved.len_q) == ("meta", "meta", 3)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask)), lambda mask: saved(mask, torch.save, torch.load)]
+)
+def test_a_copy_is_the_same_mask(copied: Callable[[IntervalMask], IntervalMask]) -> None:
+    mask = IntervalMask.causal(3, 5)
+    again = copied(mask)
+    assert type(again) is IntervalMask
+    assert again.first is not mask.first
+    assert again.len_q == 3
+    assert torch.equal(again.to_dense(3), mask.to_dense(3))
+
+
+def saved(value: Any, save: Callable, load: Callable) -> Any:
+    """What is read back of a value that was written."""
+    file = io.BytesIO()
+    save(value, file)
+    file.seek(0)
+    return load(file)
+
+
+class Masked(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, mask: IntervalMask) -> torch.Tensor:
+        return attention(query, key, key, mask=mask)
+
+
+def tensors(len_q: int, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(len_q)
+    return torch.randn((2, 4, len_q, 8), generator=random), torch.randn((2, 2, len_k, 8), generator=random)
+
+
+@no_compile
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_other_masks(strict: bool) -> None:
+    query, key = tensors(5, 7)
+    program = torch.export.export(Masked(), (query, key, IntervalMask.causal(5, 7)), strict=strict)
+    other = IntervalMask.window(5, 7, left=1, right=0)
+    for found in (program, saved(program, torch.export.save, torch.export.load)):
+        assert torch.equal(found.module()(query, key, other), attention(query, key, key, mask=other))
+    with pytest.raises(ValueError, match="IntervalMask, 5"):  # len_q is a constant of the program
+        program.module()(query, key, IntervalMask(other.first, other.last))
+
+
+@no_compile
+def test_an_exported_program_takes_other_lengths_without_len_q() -> None:
+    free = [IntervalMask(mask.first, mask.last) for mask in (IntervalMask.causal(5, 7), IntervalMask.causal(9, 11))]
+    len_q, len_k = (torch.export.Dim(name, min=2, max=64) for name in ("len_q", "len_k"))
+    shapes = ({2: len_q}, {2: len_k}, [{0: len_k}, {0: len_k}])
+    program = torch.export.export(Masked(), (*tensors(5, 7), free[0]), dynamic_shapes=shapes)
+    query, key = tensors(9, 11)
+    torch.testing.assert_close(program.module()(query, key, free[1]), attention(query, key, key, causal=True))
+
+
+@no_compile
+def test_a_compiled_function_takes_a_mask() -> None:
+    query, key = tensors(5, 7)
+    torch.compiler.reset()
+    compiled = torch.compile(Masked(), fullgraph=True, backend="eager")
+    for mask in (IntervalMask.causal(5, 7), IntervalMask.window(5, 7, left=1, right=0)):
+        assert torch.equal(compiled(query, key, mask), attention(query, key, key, mask=mask))
+
+
+def test_vmap_takes_a_mask() -> None:
+    query, key = tensors(5, 7)
+    shared, own = IntervalMask.causal(5, 7), IntervalMask.padding(torch.tensor([[True] * 7, [True] * 4 + [False] * 3]), 5)
+
+    def one(query: torch.Tensor, key: torch.Tensor, mask: IntervalMask) -> torch.Tensor:
+        return attention(query[None], key[None], key[None], mask=mask)[0]
+
+    together = torch.func.vmap(one, in_dims=(0, 0, None))(query, key, shared)
+    torch.testing.assert_close(together, attention(query, key, key, mask=shared))
+    torch.testing.assert_close(torch.func.vmap(one)(query, key, own), attention(query, key, key, mask=own))

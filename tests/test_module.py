@@ -288,7 +288,7 @@ def test_a_wrong_layer_is_named(options: dict[str, Any], error: type[Exception],
         (dict(hidden_states=None), TypeError, "hidden_states: expected a torch.Tensor, received NoneType"),
         (dict(hidden_states=torch.zeros(2, 19)), ValueError, r"hidden_states: expected shape \(B, S, 24\), received \(2, 19\)"),
         (dict(hidden_states=torch.zeros(2, 19, 24).int()), ValueError, "hidden_states: expected a dtype of .* received torch.int32"),
-        (dict(position_embeddings=torch.zeros(1)), TypeError, r"position_embeddings: expected a tuple \(cos, sin\), received Tensor"),
+        (dict(position_embeddings=torch.zeros(1)), TypeError, r"position_embeddings: expected a tuple \(cos, sin\), received torch.Tensor"),
         (dict(position_embeddings=rotation_of(18, 6)), ValueError, r"position_embeddings cos: expected shape .* received \(1, 18, 6\)"),
         (dict(position_embeddings=rotation_of(19, 4)), ValueError, r"position_embeddings cos: expected shape .* received \(1, 19, 4\)"),
         (

@@ -22,6 +22,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 BOOL = torch.bool
 NESTED = torch.nested.nested_tensor([zeros(4, 8), zeros(2, 8)], layout=torch.jagged)
+INT = zeros(7, dtype=torch.int32)
+AFTER_LENGTHS = {"query": zeros(2, 9, 4, 8), "key": zeros(2, 9, 2, 8), "value": zeros(2, 9, 2, 8)}  # (B, S, H, D), which passes for 9 heads
 SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
 ERRORS = [
     ("query-not-a-tensor", {"query": [1.0]}, TypeError, r"query: expected a torch.Tensor, received list"),
@@ -40,31 +42,45 @@ ERRORS = [
     ("value-dim-too-large", {"value": zeros(2, 2, 7, 300)}, ValueError, r"value: expected a head dim from 1 to 256, received 300"),
     ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 256, received 0"),
     ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask or None, received list"),
-    ("mask-float", {"mask": zeros(5, 7)}, ValueError, r"mask: expected dtype torch.bool.*argument bias.*received torch.float32"),
+    ("mask-float", {"mask": zeros(5, 7)}, ValueError, r"mask: expected dtype torch.bool.*argument bias.*received torch.float32$"),
+    ("mask-integer", {"mask": zeros(5, 7, dtype=torch.int64)}, ValueError, r"mask: expected dtype torch.bool, True where query attends key, received torch.int64; mask.bool\(\) if nonzero means that it does$"),
     ("mask-requires-grad", {"mask": zeros(5, 7).requires_grad_()}, ValueError, r"mask: expected a bool tensor, which has no gradient.*requiring grad"),
     ("mask-one-column-short", {"mask": zeros(5, 6, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable to .*= \(2, 4, 5, 7\) with 4 or 2 or 1 heads, received \(5, 6\)"),
     ("mask-one-column-long", {"mask": zeros(5, 8, dtype=BOOL)}, ValueError, r"mask: .*received \(5, 8\)"),
     ("mask-heads", {"mask": zeros(1, 3, 5, 7, dtype=BOOL)}, ValueError, r"mask: .*received \(1, 3, 5, 7\)"),
     ("mask-rank", {"mask": zeros(1, 2, 4, 5, 7, dtype=BOOL)}, ValueError, r"mask: .*received \(1, 2, 4, 5, 7\)"),
     ("mask-device", {"mask": zeros(5, 7, dtype=BOOL, device="meta")}, ValueError, r"mask: expected query's device cpu, received meta"),
-    ("interval-length", {"mask": IntervalMask.causal(5, 6)}, ValueError, r"mask.first: expected a shape broadcastable to \(B, H, Sk\) = \(2, 4, 7\).*received \(6,\)"),
+    ("interval-keys", {"mask": IntervalMask.causal(5, 6)}, ValueError, r"mask: expected an IntervalMask for 5 queries and 7 keys, as query and key have, received one for 5 queries and 6 keys$"),
+    ("interval-keys-of-any-queries", {"mask": IntervalMask(INT[:6], INT[:6])}, ValueError, r"mask: expected an IntervalMask for 5 queries and 7 keys, .* received one for 6 keys$"),
+    ("interval-keys-of-one-first", {"mask": IntervalMask(INT[:1], INT[:6])}, ValueError, r"mask: expected .* received one for 6 keys$"),
+    ("interval-batch", {"mask": IntervalMask(INT.expand(3, 1, 7), INT)}, ValueError, r"mask.first: expected a shape broadcastable to \(B, H, Sk\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 1, 7\)$"),
+    ("heads-after-lengths", {"query": zeros(2, 50, 4, 8), "key": zeros(2, 70, 2, 8), "value": zeros(2, 70, 2, 8)}, ValueError, r"key: expected a number of heads that divides query's 50, received 70; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
+    ("one-query-heads-after-lengths", {"query": zeros(2, 1, 4, 8), "key": zeros(2, 70, 2, 8), "value": zeros(2, 70, 2, 8)}, ValueError, r"key: expected .* received 70; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
+    ("too-many-heads-of-longer-keys", {"query": zeros(2, 4, 6, 8), "key": zeros(2, 8, 12, 8), "value": zeros(2, 8, 12, 8)}, ValueError, r"key: expected a number of heads that divides query's 4, received 8$"),
+    ("mask-of-heads-after-lengths", AFTER_LENGTHS | {"mask": zeros(2, 1, 9, 9, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable .*= \(2, 9, 4, 2\) .*received \(2, 1, 9, 9\); \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
+    ("bias-of-heads-after-lengths", AFTER_LENGTHS | {"mask": None, "bias": zeros(2, 9, 9)}, ValueError, r"bias: expected a shape .* received \(2, 9, 9\); \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
+    ("intervals-of-heads-after-lengths", AFTER_LENGTHS | {"mask": IntervalMask.causal(9, 9)}, ValueError, r"mask: expected .* for 4 queries and 2 keys, .* for 9 queries and 9 keys; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
+    ("bias-that-fits-neither-way", AFTER_LENGTHS | {"mask": None, "bias": zeros(3, 9, 9)}, ValueError, r"bias: expected a shape .* received \(3, 9, 9\)$"),
     ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a torch.Tensor or None, received float"),
     ("bias-integer", {"bias": zeros(5, 7, dtype=torch.int32)}, ValueError, r"bias: expected a dtype of float16.*received torch.int32"),
     ("bias-shape", {"bias": zeros(2, 4, 5, 6)}, ValueError, r"bias: expected a shape broadcastable.*received \(2, 4, 5, 6\)"),
     ("bias-device", {"bias": zeros(5, 7, device="meta")}, ValueError, r"bias: expected query's device cpu, received meta"),
-    ("causal-not-bool", {"causal": 1}, TypeError, r"causal: expected True or False, received int"),
+    ("causal-not-bool", {"causal": 1}, TypeError, r"causal: expected True or False, received int$"),
+    ("causal-of-a-tensor", {"causal": torch.tensor(True)}, TypeError, r"causal: expected True or False, received torch.Tensor; bool\(causal\) is one$"),
+    ("scale-of-a-tensor", {"scale": torch.tensor(1.0)}, TypeError, r"scale: expected a real number, received torch.Tensor$"),
     ("window-float", {"window": 2.0}, TypeError, r"window: expected an integer, a tuple \(left, right\) or None, received float"),
     ("window-three", {"window": (1, 2, 3)}, TypeError, r"window: .*received a tuple of 3"),
     ("window-bool", {"window": (True, 1)}, TypeError, r"window: expected integers or None, received bool"),
-    ("window-negative", {"window": (-1, 2)}, ValueError, r"window: expected non-negative integers, received \(-1, 2\)"),
-    ("window-negative-int", {"window": -3}, ValueError, r"window: expected non-negative integers, received -3"),
+    ("window-negative", {"window": (-1, 2)}, ValueError, r"window: expected non-negative integers, or None for off, received \(-1, 2\)$"),
+    ("window-negative-int", {"window": -3}, ValueError, r"window: expected non-negative integers, or None for off, received -3$"),
+    ("window-of-flash-attention", {"window": (-1, -1)}, ValueError, r"window: expected non-negative integers, or None for off, received \(-1, -1\)$"),
     ("scale-nan", {"scale": float("nan")}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received nan"),
     ("scale-infinite", {"scale": float("inf")}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received inf"),
     ("scale-infinite-in-base-2", {"scale": -2.4e38}, ValueError, r"scale: expected a finite number of at most 2.35e\+38 in size, received -2.4e\+38"),
     ("scale-text", {"scale": "1"}, TypeError, r"scale: expected a real number, received str"),
-    ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 0.0"),
-    ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received nan"),
-    ("softcap-infinite-in-base-2", {"softcap": 2.4e38}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38 or None, received 2.4e\+38"),
+    ("softcap-zero", {"softcap": 0.0}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38, or None for off, received 0.0"),
+    ("softcap-nan", {"softcap": float("nan")}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38, or None for off, received nan"),
+    ("softcap-infinite-in-base-2", {"softcap": 2.4e38}, ValueError, r"softcap: expected a positive number of at most 2.35e\+38, or None for off, received 2.4e\+38"),
     ("softcap-zero-in-float32", {"softcap": 1e-40}, ValueError, r"softcap: expected at least 1.2e-38, .* received 1e-40"),
     ("softcap-far-below-scale", {"softcap": 1e-30, "scale": 1e30}, ValueError, r"softcap: expected .* with scale 1e\+30, received 1e-30"),
     ("softcap-text", {"softcap": "2"}, TypeError, r"softcap: expected a positive real number or None, received str"),
@@ -75,8 +91,7 @@ ERRORS = [
     ("interval-sparse", {"mask": SPARSE_INTERVALS}, TypeError, r"mask.first: expected a dense tensor, received layout torch.sparse_coo"),
     ("bias-sparse", {"bias": zeros(5, 7).to_sparse()}, TypeError, r"bias: expected a dense tensor, received layout torch.sparse_coo"),
     ("bias-nested", {"bias": NESTED}, TypeError, r"bias: expected a dense tensor, received a nested tensor"),
-    ("return-lse", {"return_lse": 1}, TypeError, r"return_lse: expected True or False, received int"),
-    ("unknown-keyword", {"backend": "triton"}, TypeError, r"backend"),
+    ("return-lse", {"return_lse": 1}, TypeError, r"return_lse: expected True or False, received int$"),
 ]  # fmt: skip
 
 
@@ -90,6 +105,18 @@ def test_error(arguments: dict, error: type[Exception], message: str, monkeypatc
         attention(query, key, value, **given)
     after = {"query": query, "key": key, "value": value, **given}
     assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+@pytest.mark.parametrize("name", ["causal", "return_lse"])
+def test_a_bool_of_numpy_is_told_from_pythons(name: str) -> None:
+    """Both are called bool by NumPy 2; neither is cast."""
+    numpy = pytest.importorskip("numpy")
+    kind = f"numpy.{numpy.bool_.__name__}"
+    with pytest.raises(TypeError) as raised:
+        attention(*tensors().values(), **{name: numpy.bool_(True)})
+    assert str(raised.value) == f"dmattn: {name}: expected True or False, received {kind}; bool({name}) is one"
+    with pytest.raises(TypeError, match=rf"window: expected integers or None, received {kind}$"):
+        attention(*tensors().values(), window=(numpy.bool_(True), 1))
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

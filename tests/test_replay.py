@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import needs_cuda
 from test_problem import ERRORS, tensors
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference, replay
@@ -188,6 +190,7 @@ def test_what_is_wrong_is_refused_after_calls_that_are_right(arguments: dict, er
     ("right", "wrong"),
     [
         ({"causal": True}, {"causal": 1}),
+        ({"causal": True}, {"causal": numpy.bool_(True)}),
         ({"window": 1}, {"window": True}),
         ({"window": 3}, {"window": (3,)}),
         ({"window": 3}, {"window": [3, 3]}),
@@ -197,6 +200,7 @@ def test_what_is_wrong_is_refused_after_calls_that_are_right(arguments: dict, er
         ({"dropout_p": 0.0}, {"dropout_p": False}),
         ({"mask": IntervalMask.causal(5, 7)}, {"mask": IntervalMask(*(torch.zeros(7, dtype=torch.int32) for _ in range(2)), len_q=4)}),
         ({"mask": torch.ones(5, 7, dtype=torch.bool)}, {"mask": torch.ones(5, 7, dtype=torch.uint8)}),
+        ({"bias": torch.zeros(2, 5, 7)}, {"bias": causal_lower_right(5, 7)}),
         ({"mask": torch.ones(5, 7, dtype=torch.bool)}, {"mask": (torch.ones(5, 7, dtype=torch.bool), None, None, None)}),
     ],
     ids=str,

@@ -1,0 +1,115 @@
+"""Arguments of a wrong kind: the names of types in messages, flags, and the keywords and masks of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+_LSE = "return_lse=True, as the weights are never in memory"
+_COMMON = {
+    "deterministic": "nothing, as results always are deterministic",
+    "enable_gqa": "nothing, as any number of key heads that divides the query's is taken",
+    "is_causal": "causal, which is aligned bottom-right (torch's is_causal is top-left: dmattn.scaled_dot_product_attention)",
+    "need_weights": _LSE,
+    "output_attentions": _LSE,
+    "return_attn_probs": _LSE,
+    "return_softmax_lse": "return_lse",
+    "scaling": "scale",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+}
+_MASKS = "mask (bool, True attends) or bias (float, added)"
+_DENSE = _COMMON | {
+    "alibi_slopes": "bias, -alibi_slopes[:, None, None] * (i + Sk - Sq - j).abs() of query i and key j",
+    "attention_mask": f"{_MASKS}; padding (B, Sk) is mask[:, None, None]",
+    "attn_bias": "bias",
+    "attn_mask": _MASKS,
+    "block_mask": "mask, a bool tensor or an IntervalMask",
+    "dropout": "dropout_p",
+    "dropout_rate": "dropout_p",
+    "key_padding_mask": "mask (bool, True for a real key), mask[:, None, None] of (B, Sk)",
+    "logits_soft_cap": "softcap, None for off",
+    "mask_mod": "mask, a bool tensor or an IntervalMask",
+    "position_bias": "bias",
+    "score_mod": "bias, a tensor, or softcap",
+    "sliding_window": "window, for w keys causal=True, window=(w - 1, 0)",
+    "softcapping": "softcap",
+    "window_size": "window, None (not -1) for off",
+}
+_PACKED = "dmattn.attention_varlen"
+_KEYWORDS = {
+    "attention": _DENSE
+    | dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k"),
+        f"the function {_PACKED}, or an IntervalMask",
+    ),
+    "attention_varlen": _DENSE
+    | {
+        "attention_mask": f"{_MASKS}, in the coordinates of each sequence",
+        "block_mask": "mask, a bool tensor",
+        "cu_seq_lens_k": "cu_seqlens_k",
+        "cu_seq_lens_q": "cu_seqlens_q",
+        "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+        "key_padding_mask": "mask, or packed sequences without padding",
+        "mask_mod": "mask, a bool tensor",
+        "max_length_k": "max_seqlen_k",
+        "max_length_q": "max_seqlen_q",
+        "max_seqlen": "max_seqlen_q and max_seqlen_k",
+    },
+    "dynamic_mask_attention": _COMMON
+    | {
+        "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+        "attn_bias": "key_bias (B, Hk, Sk)",
+        "attn_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+        "bias": "key_bias (B, Hk, Sk)",
+        "keep_window_size": "keep",
+        "mask": "key_padding_mask, bool (B, Sk), True for a real key",
+        "top_k": "keep",
+    },
+    "DynamicMaskAttention.forward": {
+        "attn_mask": "attention_mask (B, Sk), nonzero for a real token",
+        "causal": "causal of the layer's constructor",
+        "is_causal": "causal of the layer's constructor",
+        "key_padding_mask": "attention_mask (B, Sk), nonzero for a real token",
+        "layer_past": "past_key_values",
+        "mask": "attention_mask (B, Sk), nonzero for a real token",
+        "past_key_value": "past_key_values",
+        "position_ids": "position_embeddings, the (cos, sin) of the positions",
+    },
+}
+
+
+def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
+    """Raise for the first of the keywords that `function` was called with and does not have, naming its own."""
+    name = next(iter(unknown))
+    called = function.__qualname__
+    ours = [x.name for x in inspect.signature(function).parameters.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    expected = _KEYWORDS[called].get(name, f"one of the keywords {', '.join(ours)}")
+    raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless `value` is True or False itself: a number, or a bool of NumPy, is not cast."""
+    if not isinstance(value, bool):
+        received = kind(value)
+        hint = f"; bool({name}) is one" if "." in received else ""
+        raise TypeError(f"dmattn: {name}: expected True or False, received {received}{hint}")
+
+
+def kind(value: Any) -> str:
+    """The name of a value's type, with its module unless it is Python's own: NumPy's bool is not Python's."""
+    of = type(value)
+    return of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
+
+
+def hint_for(value: Any) -> str:
+    """What a message about a mask or bias of torch's own, which holds no values to read, adds; empty for anything else."""
+    name = kind(value)
+    if name == "torch.nn.attention.bias.CausalBias":
+        lower_right = getattr(getattr(value, "variant", None), "name", None) == "LOWER_RIGHT"
+        ours = "dmattn.attention(..., causal=True)" if lower_right else "dmattn.scaled_dot_product_attention(..., is_causal=True)"
+        return f"; {ours} hides the same keys"
+    if name == "torch.nn.attention.flex_attention.BlockMask":
+        return "; create_mask(block_mask.mask_mod, B, H, Sq, Sk) of that module is the same as a bool mask"
+    return ""

@@ -1,0 +1,148 @@
+"""Keywords and masks of other libraries: the message says what stands in their place here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dmattn import DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
+from dmattn.arguments import kind
+
+LENGTHS = torch.tensor([0, 5])
+
+
+def attend(**keywords: Any) -> object:
+    return attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), **keywords)
+
+
+def attend_packed(**keywords: Any) -> object:
+    tensors = (torch.ones(5, 2, 8) for _ in range(3))
+    return attention_varlen(*tensors, LENGTHS, LENGTHS, max_seqlen_q=5, max_seqlen_k=5, **keywords)
+
+
+def attend_dynamically(**keywords: Any) -> object:
+    return dynamic_mask_attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), torch.ones(1, 2, 5), keep=3, **keywords)
+
+
+def layer(**keywords: Any) -> object:
+    return DynamicMaskAttention(hidden_size=8, num_heads=2, keep=3)(torch.ones(1, 5, 8), **keywords)
+
+
+CALLS = {
+    "attention": attend,
+    "attention_varlen": attend_packed,
+    "dynamic_mask_attention": attend_dynamically,
+    "DynamicMaskAttention.forward": layer,
+}
+
+
+@pytest.mark.parametrize(("called", "name"), [(called, name) for called, hints in arguments._KEYWORDS.items() for name in hints])
+def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        CALLS[called](**{name: None})
+    hint = arguments._KEYWORDS[called][name]
+    assert str(raised.value) == f"dmattn: {name}: expected {hint}, received a keyword that {called} does not have"
+
+
+@pytest.mark.parametrize(
+    ("called", "name", "expected"),
+    [
+        (
+            "attention",
+            "is_causal",
+            "causal, which is aligned bottom-right (torch's is_causal is top-left: dmattn.scaled_dot_product_attention)",
+        ),
+        ("attention", "attn_mask", "mask (bool, True attends) or bias (float, added)"),
+        ("attention", "softmax_scale", "scale"),
+        ("attention", "window_size", "window, None (not -1) for off"),
+        ("attention", "cu_seqlens", "the function dmattn.attention_varlen, or an IntervalMask"),
+        ("attention", "dropout", "dropout_p"),
+        ("attention", "backend", "one of the keywords mask, bias, causal, window, scale, softcap, dropout_p, return_lse"),
+        ("attention_varlen", "cu_seqlens", "cu_seqlens_q and cu_seqlens_k"),
+        (
+            "attention_varlen",
+            "seqused_k",
+            "one of the keywords max_seqlen_q, max_seqlen_k, mask, bias, causal, window, scale, softcap, dropout_p, return_lse",
+        ),
+        ("dynamic_mask_attention", "mask", "key_padding_mask, bool (B, Sk), True for a real key"),
+        ("dynamic_mask_attention", "window", "one of the keywords keep, causal, key_padding_mask, scale, return_lse"),
+        ("DynamicMaskAttention.forward", "past_key_value", "past_key_values"),
+        ("DynamicMaskAttention.forward", "use_cache", "one of the keywords position_embeddings, attention_mask, past_key_values"),
+    ],
+)
+def test_unknown_keywords(called: str, name: str, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"^dmattn: {name}: expected {re.escape(expected)}, received a keyword that {called} does not have$"):
+        CALLS[called](**{name: True})
+
+
+@pytest.mark.parametrize("called", CALLS)
+def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
+    """A hint that names it would never be seen."""
+    functions: list[Callable] = [attention, attention_varlen, dynamic_mask_attention, DynamicMaskAttention.forward]
+    (function,) = [x for x in functions if x.__qualname__ == called]
+    assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
+
+
+def causal_bias(variant: str) -> torch.Tensor:
+    """One that torch makes as a tensor that holds nothing, of a shape that a call of two heads takes."""
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    return getattr(bias, f"causal_{variant}")(5, 5)
+
+
+SAME = {
+    "lower_right": "dmattn.attention(..., causal=True) hides the same keys",
+    "upper_left": "dmattn.scaled_dot_product_attention(..., is_causal=True) hides the same keys",
+}
+
+
+@pytest.mark.parametrize("variant", SAME)
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_torchs_causal_bias_is_refused(name: str, variant: str) -> None:
+    expected = {"mask": "a bool tensor, an IntervalMask or None", "bias": "a torch.Tensor or None"}[name]
+    with pytest.raises(TypeError) as raised:
+        attend(**{name: causal_bias(variant)})
+    assert str(raised.value) == f"dmattn: {name}: expected {expected}, received torch.nn.attention.bias.CausalBias; {SAME[variant]}"
+
+
+@pytest.mark.parametrize("variant", SAME)
+def test_torchs_causal_bias_is_refused_by_torchs_signature(variant: str) -> None:
+    query = torch.ones(1, 2, 5, 8)
+    with pytest.raises(TypeError, match=rf"attn_mask: expected .*, received torch.nn.attention.bias.CausalBias; {re.escape(SAME[variant])}$"):
+        scaled_dot_product_attention(query, query, query, causal_bias(variant))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_flex_attentions_mask_is_refused(name: str) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def rule(b, h, i, j):
+        return i >= j
+
+    block_mask = flex.create_block_mask(rule, 1, 2, 5, 5, device="cpu")
+    with pytest.raises(
+        TypeError,
+        match=rf"dmattn: {name}: expected .*, received torch.nn.attention.flex_attention.BlockMask; create_mask\(block_mask.mask_mod, ",
+    ):
+        attend(**{name: block_mask})
+    dense = flex.create_mask(block_mask.mask_mod, 1, 2, 5, 5, device="cpu")  # as the message says
+    assert torch.equal(attend(mask=dense), attend(causal=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (None, "NoneType"),
+        (1, "int"),
+        (True, "bool"),
+        ([], "list"),
+        (torch.ones(()), "torch.Tensor"),
+        (torch.nn.Parameter(), "torch.nn.parameter.Parameter"),
+    ],
+)
+def test_types_are_named_with_their_modules(value: object, name: str) -> None:
+    assert kind(value) == name
