@@ -29,6 +29,15 @@ from dmattn.report import show_table
 OURS = "dmattn"
 DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "cudnn", "eager")  # cudnn: NVIDIA's frontend of it, which has dBias
 PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
+SHOWN = {
+    "flex": "FlexAttention",
+    "flex_max": "FlexAttention, max-autotune",
+    "sdpa_cudnn": "SDPA's cuDNN",
+    "sdpa_flash": "SDPA's FlashAttention",
+    "sdpa_efficient": "SDPA's memory-efficient",
+    "sdpa_math": "SDPA's math",
+    "cudnn": "cuDNN's frontend",
+}  # by which the plot calls peers
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Record = dict[str, Any]
 
@@ -68,28 +77,52 @@ def show(records: Sequence[Record], dtype: str) -> None:
 
 
 def plot(result: Record, target: Path) -> None:
-    """Draw the speed of each contender on each workload, a panel for each pass."""
+    """Draw the speed of each contender beside the fastest peer's, with its milliseconds, a panel for each pass; problems with a bias first."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = result["workloads"]
+    records = sorted(result["workloads"], key=lambda record: record["bias"] is None)
     names = list(dict.fromkeys(name for record in records for name in record["contenders"]))
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 1 + 0.6 * len(records)), sharey=True, layout="constrained")
+    height = 0.8 / len(names)
+    figure, panels = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.75 * len(records)), sharey=True, layout="constrained")
     for axes, step in zip(panels, PASSES, strict=True):
-        for i, name in enumerate(names):
-            speeds = [record["contenders"].get(name, {}).get(step, {}).get("tflops", 0.0) for record in records]
-            height = 0.8 / len(names)
-            axes.barh([row + i * height for row in range(len(records))], speeds, height, label=name, color=f"C{i}")
-        axes.set_yticks([row + 0.4 - 0.4 / len(names) for row in range(len(records))], [record["workload"] for record in records])
-        axes.set(title=step, xlabel="TFLOP/s of the products that the formula needs")
-        axes.grid(axis="x", alpha=0.3)
+        for row, record in enumerate(records):
+            times = _times(record, step)
+            best = min((time for name, time in times.items() if name != OURS), default=None)
+            for i, name in enumerate(names):
+                place = row + i * height
+                if best is not None and name in times:
+                    speed = best / times[name]
+                    axes.barh(place, speed, height, color=f"C{i}")
+                    axes.text(speed, place, f" {times[name]:.3f} ms", va="center", fontsize=7)
+                else:
+                    reason = "does not run this" if step in _passes(record) else "inference alone" if name == OURS else ""
+                    axes.text(0, place, f" {reason}", va="center", fontsize=7, color="grey")
+        axes.axvline(1.0, color="lightgrey", zorder=0)
+        axes.set(title=step, xlabel="speed, fastest peer = 1 (longer is faster)")
+        axes.set_yticks([row + 0.4 - height / 2 for row in range(len(records))], [_problem(record) for record in records], fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12, y=0.01)
     panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=9)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(names))]
+    figure.legend(handles, [SHOWN.get(name, name) for name in names], loc="outside lower center", ncols=len(names), fontsize=10)
     where = result["environment"]
-    figure.suptitle(f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}")
+    figure.suptitle(f"Attention on one {where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit'][:7]}")
     harness.save_figure(figure, target)
+
+
+def _problem(record: Record) -> str:
+    """A workload as the plot names it: what is particular in it, then its sizes."""
+    batch, heads, lengths, head_dim = record["shape"].split(", ")
+    query_heads, kv_heads = heads.split("/")
+    axes = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}
+    bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
+    kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
+    particular = ", ".join(filter(None, (bias, "causal" if record["causal"] else "", kept)))
+    grouped = f"{query_heads} heads" + ("" if kv_heads == query_heads else f" on {kv_heads}")
+    return f"{particular}\nbatch {batch}, {grouped}, {lengths}, head dim {head_dim}"
 
 
 def _show(source: Path | None, target: Path) -> int:
@@ -134,7 +167,7 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     rows = []
     for record in records:
         for step in _passes(record):
-            times = {name: c[step]["median_ms"] for name, c in record["contenders"].items() if "median_ms" in c.get(step, {})}
+            times = _times(record, step)
             ours = record["contenders"][OURS].get(step, {})
             best = min((name for name in times if name != OURS), key=times.__getitem__, default=None)
             mine = times.get(OURS)
@@ -219,6 +252,11 @@ def _difference(x: Tensor, expected: Tensor) -> float:
 def _sound(record: Record) -> bool:
     ours = record["contenders"][OURS]
     return all(ours.get(step, {}).get("repeatable", False) for step in _passes(record))
+
+
+def _times(record: Record, step: str) -> dict[str, float]:
+    """Median milliseconds of the contenders that ran."""
+    return {name: found[step]["median_ms"] for name, found in record["contenders"].items() if "median_ms" in found.get(step, {})}
 
 
 def _passes(record: Record) -> Sequence[str]:

@@ -22,7 +22,7 @@ SIDE = st.none() | st.integers(0, 70)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Case:
-    """Any problem that the specification allows, small, but dropout of single keys: README, Limits."""
+    """Any problem that the specification allows, small, but dropout of single keys: docs/limits.md."""
     kv_heads = draw(st.integers(1, 2))
     len_k = draw(st.integers(1, 70))
     masking = draw(st.sampled_from(["none", "mask", "intervals"]))

@@ -1,0 +1,169 @@
+"""What the documentation says: its code runs, its links lead somewhere, its tables of speed are those of their result file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmattn import IntervalMask, attention, dynamic_mask_attention, ops
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("benchmarks/*.md")),
+]
+SPEED = json.loads((ROOT / "benchmarks" / "results" / "speed_nvidia_h200.json").read_text())
+PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
+
+pytestmark = pytest.mark.skipif(ops.interpreting(), reason="about texts, which are the same in both halves")
+
+
+def prose(text: str) -> str:
+    """Without blocks of code, in which a bracket is no link and # no heading."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and PyPI make them; a heading that comes again is numbered."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(text), flags=re.M):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        same = sum(anchor == slug or re.fullmatch(rf"{re.escape(slug)}-\d+", anchor) is not None for anchor in found)
+        found.add(f"{slug}-{same}" if same else slug)
+    return found
+
+
+def broken(source: Path, text: str) -> Iterator[str]:
+    """Links of a text to files and headings that are not there, or outside of the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (source.parent / path).resolve() if path else source
+        inside = file.is_relative_to(ROOT)
+        if not inside or not file.exists() or (anchor and (file.suffix != ".md" or anchor not in anchors(file.read_text()))):
+            yield target
+
+
+@pytest.mark.parametrize("source", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(source):
+    assert not list(broken(source, source.read_text()))
+
+
+def test_links_that_lead_nowhere_are_found():
+    text = "[a](nowhere.md) [b](LICENSE#a) [c](#no-such-heading) [d](docs/limits.md#dropout) [e](../outside) [f](#one) [g](https://pytorch.org)\n# One\n"
+    assert list(broken(ROOT / "README.md", text)) == ["nowhere.md", "LICENSE#a", "#no-such-heading", "../outside", "#one"]
+    assert anchors("# One\n## What `x` is, and *why*\n## One\n```\n# none\n```\n") == {"one", "what-x-is-and-why", "one-1"}
+
+
+@pytest.mark.parametrize("source", [ROOT / "README.md", ROOT / "docs" / "performance.md"], ids=lambda path: path.name)
+def test_speeds_are_said_to_be_of_the_commit_that_was_measured(source):
+    command = SPEED["environment"]["command"].split(" --json")[0]
+    assert re.search(rf"commit {SPEED['environment']['commit'][:7]}[^#]*?`{re.escape(command)}`", source.read_text(), flags=re.I)
+
+
+@pytest.mark.parametrize("source", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_result_file_that_is_named_exists(source):
+    names = set(re.findall(r"\w+_h200\w*\.(?:json|png)", source.read_text()))
+    assert not [name for name in names if not (ROOT / "benchmarks" / "results" / name).exists()]
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_code_of_the_readme_runs_as_it_stands(number, capsys):
+    code = blocks("python")[number]
+    if "transformers" in code:
+        pytest.importorskip("transformers", reason="the code uses it")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    for comment in re.findall(r"print\(.*#.* (\(.*\))$", code, flags=re.M):
+        assert comment in printed
+    if "model" in names:
+        (table,) = (x for name, x in names["model"].encoder.named_parameters() if "relative_attention_bias" in name)
+        assert table.grad.norm() > 0
+
+
+def rows(text: str, columns: int) -> list[list[str]]:
+    """Of the tables of so many columns, without headers."""
+    cells = [[cell.strip() for cell in line[1:].rstrip().removesuffix("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row for row, under in zip(cells, [*cells[1:], [""]], strict=True) if len(row) == columns and not {*row, *under} & {"---"}]
+
+
+MODELS = rows((ROOT / "README.md").read_text(), 3)
+
+
+@pytest.mark.parametrize(("model", "bias", "options"), MODELS, ids=[row[0].split(":")[0].split(",")[0] for row in MODELS])
+def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, options):
+    sizes = dict(B=4, H=4, Hk=2, Sq=12, Sk=12, N=12, windows=1, rows=4, w=4)
+    inputs = dict(key_padding_mask=torch.arange(12) < torch.tensor([[12], [7], [1], [9]]), ids=torch.arange(12).expand(4, -1) // 5)
+    known = dict(sizes, IntervalMask=IntervalMask, prefix_lengths=torch.tensor([0, 3, 12, 5]), **inputs)
+    random = torch.Generator().manual_seed(0)
+
+    def shaped(text: str) -> torch.Tensor | None:
+        found = re.search(r"\((\w[^()]*,[^()]*,[^()]*)\)", text)
+        return None if found is None else torch.randn(eval(found[1], dict(sizes)), generator=random)
+
+    given: dict[str, Any] = {}
+    for arguments in re.findall(r"`(\w+=[^`]*)`", options):
+        given |= eval(f"dict({arguments})", dict(known))
+    for name, taken in (("mask", options), ("bias", bias)):
+        tensor = shaped(taken) if name == "bias" or "bool `mask`" in taken else None
+        if tensor is not None:
+            given[name] = tensor > 0 if name == "mask" else tensor.requires_grad_()
+    assert given or "any other" in model or "as above" in bias
+    query, key, value = (torch.randn(4, heads, 12, 8, generator=random) for heads in (4, 2, 2))
+    if "dynamic_mask_attention" in bias:
+        scores = given.pop("bias")
+        dynamic_mask_attention(query, key, value, scores, **given).sum().backward()
+        assert scores.grad.shape == scores.shape
+        return
+    out = attention(query, key, value, **given)
+    assert out.shape == query.shape
+    if "bias" in given:
+        out.square().sum().backward()
+        assert given["bias"].grad.norm() > 0
+
+
+def times() -> dict[tuple[str, str], tuple[str, ...]]:
+    """(workload, pass) as a table has it: dmattn's milliseconds, the fastest peer's after its name, ratio, extra MiB of both."""
+    found = {}
+    for record in SPEED["workloads"]:
+        for step in record["passes"]:
+            measured = {name: each[step]["median_ms"] for name, each in record["contenders"].items() if "median_ms" in each.get(step, {})}
+            ours = measured.pop("dmattn")
+            best = min(measured, key=measured.__getitem__)
+            extra = [f"{record['contenders'][name][step]['extra_bytes'] / 2**20:.1f}" for name in ("dmattn", best)]
+            found[record["workload"], step] = f"{ours:.3f}", f"{PEERS[best]} {measured[best]:.3f}", f"{measured[best] / ours:.2f}", *extra
+    return found
+
+
+def test_speeds_of_the_readme_are_those_of_the_result_file():
+    measured = times()
+    both = {(*measured[name, "forward"][:3], *measured[name, "backward"][:3]): name for name, step in measured if step == "backward"}
+    table = rows((ROOT / "README.md").read_text(), 5)
+    named = [both.get((ours, *peer(best), theirs, *peer(other))) for _, ours, best, theirs, other in table]
+    assert len(table) == len(set(named)) == 6
+    assert None not in named
+
+
+def peer(cell: str) -> list[str]:
+    """``cuDNN 1.053 (1.70x)`` as its name and time, and its ratio."""
+    return cell.removesuffix("x)").split(" (")
+
+
+def test_speeds_of_the_performance_page_are_those_of_the_result_file():
+    table = rows((ROOT / "docs" / "performance.md").read_text(), 7)
+    assert {(name, step): tuple(cells) for name, step, *cells in table} == times()
