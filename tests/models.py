@@ -1,10 +1,10 @@
 """Small models of Transformers with random weights, their batches and training steps, and the rule by which two steps are equal.
 
 The rule is that of dmattn/equivalence.py for whole models. Truth is the same step in float64. A model's cost of rounding is the largest error
-of the plain float32 step, in parts of the tensor it stands in; ours may have twice that in every tensor, and two roundings of the tensor. A
-gradient may have two roundings of its terms as well, as they remain where the terms cancel (BERT's key bias: a softmax ignores it): the
-model's largest gradient stands for their size, and none counts as smaller than a twentieth of it. Only real positions are compared: what a
-padded query attends is each implementation's own choice, and no real token reads it.
+of the plain float32 step, in parts of the tensor it stands in; ours may have twice that in every tensor, and two roundings of the tensor and
+of its terms, as these remain where the terms cancel (BERT's key bias: a softmax ignores it). The model's largest gradient stands for the
+terms of every gradient, and the largest logit for those of the loss; no tensor counts as smaller than a twentieth of them. Only real
+positions are compared: what a padded query attends is each implementation's own choice, and no real token reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from dmattn.equivalence import BAND_ROUNDINGS, PLAIN_FACTOR
 
 TOLERANCE = 2e-5  # of the largest entry, where one float32 computation is compared with another and neither is plain PyTorch's
-SMALLEST = 0.05  # of the model's largest gradient: what a smaller one counts as
+SMALLEST = 0.05  # of its terms: what a smaller tensor counts as
 VOCABULARY = 64
 LENGTH = 13
 PADDED = 4  # tokens of padding in the first row of the batch
@@ -223,15 +223,12 @@ def assert_equal_steps(got: Step, want: Step) -> None:
     ours, plain = got.tensors, want.tensors
     assert ours.keys() == plain.keys() == true.keys()
     sizes = {name: largest(x) for name, x in true.items()}
-    terms = max((size for name, size in sizes.items() if name.startswith("gradient")), default=0.0)
-    counts_as = {name: max(size, SMALLEST * terms) if name.startswith("gradient") else size for name, size in sizes.items()}
+    steepest = max((sizes[f"gradient of {name}"] for name in want.gradients), default=0.0)
+    terms = {name: steepest if name.startswith("gradient") else sizes["logits"] for name in sizes}
+    counts_as = {name: max(size, SMALLEST * terms[name]) for name, size in sizes.items()}
     cost = max(error(plain[name], true[name]) / size for name, size in counts_as.items() if size)
     for name, size in counts_as.items():
-        if want.truth is None:
-            allowed = TOLERANCE * size
-        else:
-            allowed = PLAIN_FACTOR * cost * size + BAND_ROUNDINGS * torch.finfo(torch.float32).eps * (
-                size + terms * name.startswith("gradient")
-            )
+        band = BAND_ROUNDINGS * torch.finfo(torch.float32).eps * (size + terms[name])
+        allowed = TOLERANCE * size if want.truth is None else PLAIN_FACTOR * cost * size + band
         off = error(ours[name], true[name])
         assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
