@@ -245,7 +245,8 @@ def test_one_key_more_or_less_is_told_apart(keep: int, formula: Callable) -> Non
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("layers", [[1], [0, 2]], ids=["one-of-three", "two-of-three"])
 def test_the_other_layers_attend_densely(layers: list[int], padding: str, formula: Callable) -> None:
-    model, batch = convert(llama(num_hidden_layers=3), layers=layers), distinct_batch(padding)
+    """In float64, as is the next, for the same reason."""
+    model, batch = convert(llama(num_hidden_layers=3).double(), layers=layers), distinct_batch(padding)
     assert model.config.dynamic_mask == {"keep": KEEP, "layers": layers}
     assert [hasattr(layer.self_attn, "dynamic_mask") for layer in model.model.layers] == [number in layers for number in range(3)]
     assert_equal_steps(train_step(model, batch), formula(model, batch))
@@ -254,7 +255,7 @@ def test_the_other_layers_attend_densely(layers: list[int], padding: str, formul
 @whole_models
 @pytest.mark.parametrize("padding", PADDING)
 def test_layers_with_a_window_keep_it(padding: str, formula: Callable) -> None:
-    model, batch = convert(half_windowed()), distinct_batch(padding)
+    model, batch = convert(half_windowed().double()), distinct_batch(padding)
     assert model.config.dynamic_mask["layers"] == [1, 3]
     assert_equal_steps(train_step(model, batch), formula(model, batch))
 
