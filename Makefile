@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+THREADS ?= 1
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
@@ -30,16 +31,19 @@ $(VENV)/installed: setup.py constraints.txt
 endif
 
 # One thread a worker: small operations on several threads wait for each other more than they compute. Plugins are used where they are installed.
-pytest = OMP_NUM_THREADS=1 $(python) -m pytest $$($(python) -c "from importlib.util import find_spec as has; \
+pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from importlib.util import find_spec as has; \
 	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-pytorch test-kernels gpu memcheck lint bench
+.PHONY: help demo test test-full test-pytorch test-processors numerical test-kernels gpu memcheck lint bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
-	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled"
+	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled,"
+	@echo "                   then make test-processors"
+	@echo "make test-processors  what computes in the first half, by each of this processor's instruction sets (ATEN_CPU_CAPABILITY:"
+	@echo "                   default, avx2, avx512), with one thread and with two"
 	@echo "make test-pytorch  the first half of make test"
 	@echo "make test-kernels  the second half of make test"
 	@echo "make gpu           the tests that need a GPU"
@@ -55,6 +59,23 @@ test: test-pytorch test-kernels
 test-full:
 	DMATTN_FULL=1 DMATTN_EXAMPLES=500 $(MAKE) test-pytorch
 	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
+	$(MAKE) test-processors
+
+# ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding; what compiles, measures or
+# starts processes of its own does not. Two threads have one worker: they wait for each other where cores are few.
+capabilities = $$($(python) -c "from torch.backends.cpu import get_cpu_capability as most; names = ['DEFAULT', 'AVX2', 'AVX512']; \
+	print(*(name.lower() for name in (names[:names.index(most()) + 1] if most() in names else names[:1])))")
+elsewhere := tests/test_benchmarks.py tests/test_cli.py tests/test_distributed.py tests/test_examples.py tests/test_halves.py
+
+test-processors: $(installed)
+	set -e; for capability in $(capabilities); do for threads in 1 2; do \
+		echo "ATEN_CPU_CAPABILITY=$$capability, threads: $$threads"; \
+		ATEN_CPU_CAPABILITY=$$capability TRITON_INTERPRET=0 $(MAKE) --no-print-directory numerical THREADS=$$threads \
+			WORKERS=$$(($(WORKERS) / threads > 0 ? $(WORKERS) / threads : 1)); \
+	done; done
+
+numerical: $(installed)
+	$(pytest) -m "not compile_only and not gpu" $(addprefix --ignore=,$(elsewhere))
 
 test-pytorch: $(installed)
 	TRITON_INTERPRET=0 $(pytest)

@@ -1,4 +1,4 @@
-"""Where the tests run: on the CPU, and marked `gpu` on a CUDA device.
+"""Where the tests run: on the CPU, and marked `gpu` on a CUDA device. A test that this process cannot run is left out, and counted at the end.
 
 A CPU run takes the PyTorch path, or under ``TRITON_INTERPRET=1`` the Triton kernels in Triton's interpreter. The interpreter computes
 bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyTorch path everywhere.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import torch
 from dmattn import attention, ops
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def patch_the_language_once() -> None:
@@ -81,7 +83,11 @@ if ops.interpreting():
     compute_nothing_twice()
     share_shapes()
 
-NO_CUDA = "needs a CUDA device" if not torch.cuda.is_available() else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
+NO_CUDA = (
+    "needs a CUDA device, which is not here"
+    if not torch.cuda.is_available()
+    else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
+)
 NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or ops.interpreting(), reason=NO_CUDA))
 
 
@@ -90,6 +96,45 @@ def needs_cuda(test: Callable) -> Callable:
     for mark in NEEDS_CUDA:
         test = mark(test)
     return test
+
+
+LEFT_OUT = pytest.StashKey[Counter]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout(seconds): a limit of its own, for pytest-timeout where it is installed")
+    config.stash[LEFT_OUT] = Counter()
+
+
+@pytest.hookimpl(trylast=True)  # what is left of those that were asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out every test whose skipif already says that it would be skipped."""
+    why = {item: reason for item in items if (reason := reason_to_skip(item))}
+    config.stash[LEFT_OUT].update(why.values())
+    items[:] = [item for item in items if item not in why]
+    config.hook.pytest_deselected(items=list(why))
+
+
+def reason_to_skip(item: pytest.Item) -> str | None:
+    """A test that needs a CUDA device does so whatever else is missing."""
+    true = [mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]]
+    return NO_CUDA if NO_CUDA in true else true[0] if true else None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker of xdist leaves out the same."""
+    node.config.stash[LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for reason, count in config.stash[LEFT_OUT].most_common():
+        terminalreporter.write_line(f"left out {count}: {reason}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])

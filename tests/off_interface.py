@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from models import VOCABULARY, Step, build
+from models import VOCABULARY, Step, build, gradients_of, with_truth
 from torch import Tensor, nn
 from transformers.models.maskformer.modeling_maskformer_swin import MaskFormerSwinModel
 
@@ -182,13 +182,15 @@ def read(result: Any, inputs: dict) -> Tensor:
 
 def tower_step(model: nn.Module, inputs: dict) -> Step:
     """As train_step, with a loss of random weights."""
+
+    def step(model: nn.Module, inputs: dict) -> Step:
+        out = read(model(**inputs), inputs)
+        loss = (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).mean()
+        loss.backward()
+        return Step(out.detach(), loss.detach(), gradients_of(model))
+
     torch.manual_seed(0)  # ESMFold masks tokens at random
-    model.zero_grad()
-    out = read(model(**inputs), inputs)
-    loss = (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(3))).mean()
-    loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Step(out.detach(), loss.detach(), gradients)
+    return with_truth(step, model, inputs)
 
 
 def with_strong_tables(model: nn.Module) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ SPILLED_IN = {
 }
 
 
+@pytest.mark.timeout(3600)  # minutes of compiling, many where other processes keep the processor busy
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_kernels_compile_without_excess(target):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

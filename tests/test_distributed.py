@@ -103,7 +103,7 @@ def _process(rank: int, folder: str, kind: str) -> None:
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=PROCESSES,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=500),
     )
     runs = {key: run(*key, rank, device) for key in itertools.product(MODELS, WAYS, IMPLEMENTATIONS)}
     torch.save(runs, f"{folder}/{rank}")

@@ -13,7 +13,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
-from models import LENGTH, PADDING, TOLERANCE, VOCABULARY, Step, assert_equal_steps, batch_for, build, error, largest, train_step
+from models import (
+    LENGTH,
+    PADDING,
+    TOLERANCE,
+    VOCABULARY,
+    Step,
+    assert_equal_steps,
+    batch_for,
+    build,
+    error,
+    gradients_of,
+    largest,
+    train_step,
+    with_truth,
+)
 from torch import Tensor, nn
 
 import dmattn
@@ -207,16 +221,16 @@ def test_the_relative_bias_of_swin_learns(calls: list[dict]) -> None:
     pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(2, 16, generator=torch.Generator().manual_seed(2))
 
-    def step() -> Step:
-        model.zero_grad()
-        pooled = model(pixels).pooler_output
-        (pooled * weight).sum().backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-        return Step(pooled.detach(), (pooled * weight).sum().detach(), gradients)
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
+        pooled = model(batch["pixels"]).pooler_output
+        loss = (pooled * batch["weight"]).sum()
+        loss.backward()
+        return Step(pooled.detach(), loss.detach(), gradients_of(model))
 
-    eager = step()
+    batch = dict(pixels=pixels, weight=weight)
+    eager = with_truth(step, model, batch)
     with integration.using(model):
-        ours = step()
+        ours = with_truth(step, model, batch)
     assert len(calls) == 2
     assert all(call["bias"].requires_grad for call in calls)
     tables = [name for name in ours.gradients if "relative_position_bias_table" in name]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from conftest import NEEDS_CUDA
-from models import TOLERANCE, VOCABULARY, Step, assert_equal_steps, error, largest, train_step
+from models import TOLERANCE, VOCABULARY, Step, assert_equal_steps, error, gradients_of, largest, train_step, with_truth
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,21 +91,23 @@ def test_each_document_trains_as_it_does_alone(name: str, cache: bool, device: s
     """With the positions of the collator: without a cache Transformers finds documents by them, too (not in GPT-OSS), and both say the same."""
     model, weights = build(name).to(device), torch.randn(sum(DOCUMENTS), VOCABULARY, generator=torch.Generator().manual_seed(2)).to(device)
 
-    def step(forward: Callable[[], Tensor]) -> Step:
-        model.zero_grad()
+    def step(forward: Callable[[], Tensor], model: nn.Module, batch: dict[str, Tensor]) -> Step:
         logits = forward()[0]
-        loss = (logits * weights).mean()
+        loss = (logits * batch["weights"]).mean()
         loss.backward()
-        return Step(logits.detach(), loss.detach(), {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None})
+        return Step(logits.detach(), loss.detach(), gradients_of(model))
 
-    alone = step(lambda: torch.cat([model(input_ids=each[None].to(device)).logits for each in tokens()], 1))
+    def alone() -> Tensor:
+        return torch.cat([model(input_ids=each[None].to(device)).logits for each in tokens()], 1)
+
     batch = packed_batch(device) | dict(position_ids=positions().to(device) + name.startswith("Roberta"))
     if name.endswith("CausalLM"):
         batch["use_cache"] = cache
     del batch["labels"]
+    own = with_truth(partial(step, alone), model, dict(weights=weights))
     with integration.using(model):
-        ours = step(lambda: model(**batch).logits)
-    assert_equal_steps(ours, alone)
+        ours = with_truth(partial(step, lambda: model(**batch).logits), model, dict(weights=weights))
+    assert_equal_steps(ours, own)
 
 
 @whole_models
