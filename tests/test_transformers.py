@@ -479,9 +479,7 @@ def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **
     [
         pytest.param(dict(dropout=1.1), "dropout_p: expected a number from 0 to 1, received 1.1", id="dropout"),
         pytest.param(dict(output_attentions=True), "output_attentions: expected False", id="weights"),
-        pytest.param(dict(sinks=torch.zeros(2, 4, 5, 1)), "sinks: expected None", id="token-sinks"),
-        pytest.param(dict(indices=torch.zeros(1)), "indices: expected None", id="sparse-indices"),
-        pytest.param(dict(block_indices=torch.zeros(1)), "block_indices: expected None", id="sparse-blocks"),
+        pytest.param(dict(head_mask=torch.ones(4)), "head_mask: expected None", id="head-mask"),
         pytest.param(dict(cache=object()), "cache: expected None", id="paged-cache"),
         pytest.param(dict(s_aux=torch.zeros(3)), r"s_aux: expected shape \(H,\) = \(4,\), received \(3,\)", id="sinks-of-other-heads"),
         pytest.param(dict(attention_mask=torch.ones(2, 5)), r"attention_mask: expected 4 axes .* \(2, 5\)", id="mask-of-two-axes"),
