@@ -555,3 +555,23 @@ def test_a_model_trains_with_attention_dropout() -> None:
     model.zero_grad()
     model(**batch).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_weights_that_a_layer_is_not_told_of_are_refused() -> None:
+    """CLIP's layers get no keyword of the call."""
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    model = build(transformers.CLIPVisionModel, transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=2, num_channels=1))
+    pixels = torch.randn(2, 1, 8, 8)
+    with integration.using(model):
+        with pytest.raises(ValueError, match="output_attentions: expected False"):
+            model(pixels, output_attentions=True)
+        assert model(pixels).last_hidden_state.isfinite().all()
+
+
+def test_continuous_batching_is_refused_by_name() -> None:
+    """By Transformers, whose list of implementations for paged caches is its own."""
+    model = llama(eos_token_id=None).eval()
+    model.set_attn_implementation("dmattn")
+    options = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=None, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"dmattn.* is not supported"):
+        model.generate_batch([[1, 2, 3]], generation_config=options)
