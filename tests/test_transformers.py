@@ -567,6 +567,20 @@ def test_weights_that_a_layer_is_not_told_of_are_refused() -> None:
         model(pixels, output_attentions=True)
 
 
+def test_padding_beyond_a_window_is_what_differs_from_eager() -> None:
+    """Right padding and a window of 5: from the fifth padded token on nothing real is in sight, and eager gives the mean of all values."""
+    model = mistral().eval()
+    tokens, real = batch_for(model, "none")["input_ids"], torch.ones(2, LENGTH, dtype=torch.long)
+    real[0, -6:] = 0
+    logits = {}
+    for name in ("eager", "sdpa", "dmattn"):
+        model.set_attn_implementation(name)
+        logits[name] = model(tokens * real, attention_mask=real).logits
+    off = (logits["dmattn"] - logits["eager"]).abs().amax(-1)
+    assert (off > 1e-3).nonzero().tolist() == [[0, LENGTH - 2], [0, LENGTH - 1]]
+    assert error(logits["dmattn"], logits["sdpa"]) <= TOLERANCE * largest(logits["sdpa"])
+
+
 def test_continuous_batching_is_refused_by_name() -> None:
     """By Transformers, whose list of implementations for paged caches is its own."""
     model = llama(eos_token_id=None).eval()
