@@ -103,6 +103,24 @@ def norm(tensors: list[Tensor]) -> float:
 ROUTED = {each.name for each in ARCHITECTURES if any("expert" in name for name in each.config)} | {"DogeForCausalLM"}
 
 
+@pytest.mark.parametrize("wanted", ["by the call", "by the configuration"])
+@architectures()
+def test_attention_weights_are_refused(architecture: Architecture, wanted: str) -> None:
+    """Wherever eager returns them: models collect the weights that layers return, and dmattn has none to return."""
+    model, batch = architecture.build(), batch_of(architecture, "none")
+    if wanted == "by the configuration":
+        model.config.output_attentions = True  # Transformers refuses it itself once another implementation is set
+    call = dict(output_attentions=True) if wanted == "by the call" else {}
+    weights = [value for name, value in model(**batch, **call).items() if name.endswith("attentions") and value]
+    with integration.using(model):
+        if weights:
+            with pytest.raises(ValueError, match="dmattn: output_attentions: expected False, as attention weights are never formed"):
+                model(**batch, **call)
+        else:  # T5 and SigLIP read the configurations of their parts, copied when the model was built
+            assert wanted == "by the configuration"
+            assert not any(value for name, value in model(**batch).items() if name.endswith("attentions"))
+
+
 @in_a_full_run_on_a_gpu_too
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @architectures("decoder", "encoder")

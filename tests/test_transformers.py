@@ -493,9 +493,7 @@ def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **
     [
         pytest.param(dict(dropout=1.1), "dropout_p: expected a number from 0 to 1, received 1.1", id="dropout"),
         pytest.param(dict(output_attentions=True), "output_attentions: expected False", id="weights"),
-        pytest.param(dict(sinks=torch.zeros(2, 4, 5, 1)), "sinks: expected None", id="token-sinks"),
-        pytest.param(dict(indices=torch.zeros(1)), "indices: expected None", id="sparse-indices"),
-        pytest.param(dict(block_indices=torch.zeros(1)), "block_indices: expected None", id="sparse-blocks"),
+        pytest.param(dict(head_mask=torch.ones(4)), "head_mask: expected None", id="head-mask"),
         pytest.param(dict(cache=object()), "cache: expected None", id="paged-cache"),
         pytest.param(dict(s_aux=torch.zeros(3)), r"s_aux: expected shape \(H,\) = \(4,\), received \(3,\)", id="sinks-of-other-heads"),
         pytest.param(dict(attention_mask=torch.ones(2, 5)), r"attention_mask: expected 4 axes .* \(2, 5\)", id="mask-of-two-axes"),
@@ -571,3 +569,36 @@ def test_a_model_trains_with_attention_dropout() -> None:
     model.zero_grad()
     model(**batch).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_weights_that_a_layer_is_not_told_of_are_refused() -> None:
+    """SigLIP's layers get no keyword of the call; the model collects what they return."""
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    model = build(transformers.SiglipVisionModel, transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=2, num_channels=1))
+    pixels = torch.randn(2, 1, 8, 8)
+    assert len(model(pixels, output_attentions=True).attentions) == 2
+    with integration.using(model), pytest.raises(ValueError, match="output_attentions: expected False"):
+        model(pixels, output_attentions=True)
+
+
+def test_padding_beyond_a_window_is_what_differs_from_eager() -> None:
+    """Right padding and a window of 5: from the fifth padded token on nothing real is in sight, and eager gives the mean of all values."""
+    model = mistral().eval()
+    tokens, real = batch_for(model, "none")["input_ids"], torch.ones(2, LENGTH, dtype=torch.long)
+    real[0, -6:] = 0
+    logits = {}
+    for name in ("eager", "sdpa", "dmattn"):
+        model.set_attn_implementation(name)
+        logits[name] = model(tokens * real, attention_mask=real).logits
+    off = (logits["dmattn"] - logits["eager"]).abs().amax(-1)
+    assert (off > 1e-3).nonzero().tolist() == [[0, LENGTH - 2], [0, LENGTH - 1]]
+    assert error(logits["dmattn"], logits["sdpa"]) <= TOLERANCE * largest(logits["sdpa"])
+
+
+def test_continuous_batching_is_refused_by_name() -> None:
+    """By Transformers, whose list of implementations for paged caches is its own."""
+    model = llama(eos_token_id=None).eval()
+    model.set_attn_implementation("dmattn")
+    options = transformers.GenerationConfig(max_new_tokens=2, eos_token_id=None, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"dmattn.* is not supported"):
+        model.generate_batch([[1, 2, 3]], generation_config=options)

@@ -7,7 +7,6 @@ is repeated has in the first layer, may differ in the last bit of their scores, 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
-from dmattn.integrations.transformers import conversion, converted_layer  # noqa: E402
+from dmattn.integrations.transformers import converted_layer  # noqa: E402
 
 whole_models = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 everywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -127,6 +126,10 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, converted_layer.NAME, spy)
     return seen
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
 
 
 def without_new(step: Step) -> Step:
@@ -418,141 +421,6 @@ def test_trainer_trains_the_new_parameters_and_its_checkpoint_is_loaded(tmp_path
     assert all(torch.equal(tensor, before[name]) != ("dynamic_mask" in name) for name, tensor in model.state_dict().items())
     loaded = integration.load_dynamic_mask(transformers.AutoModelForCausalLM, tmp_path / "checkpoint-2")
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-
-
-# Reverting, saving, loading
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(module._forward_pre_hooks) for module in model.modules())
-
-
-@whole_models
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_revert_gives_the_original_back(implementation: str) -> None:
-    model, batch = llama(), distinct_batch("left")
-    model.set_attn_implementation(implementation)
-    config, state, plain, before = model.config.to_dict(), copy.deepcopy(model.state_dict()), train_step(model, batch), hooks(model)
-    integration.convert_to_dynamic_mask(model, keep=KEEP)
-    converted = train_step(model, batch)
-    assert model.state_dict().keys() - state.keys()
-    assert error(converted.logits, plain.logits) > 1e-3
-    integration.revert_dynamic_mask(model)
-    assert model.config.to_dict() == config
-    assert model.config._attn_implementation == implementation
-    assert model.state_dict().keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert hooks(model) == before
-    again = train_step(model, batch)
-    assert torch.equal(again.logits, plain.logits)
-    assert all(torch.equal(again.gradients[name], gradient) for name, gradient in plain.gradients.items())
-    integration.convert_to_dynamic_mask(model, keep=KEEP)
-    assert torch.equal(train_step(model, batch).logits, converted.logits)
-
-
-@whole_models
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        pytest.param("AutoModelForCausalLM", dict(), id="auto"),
-        pytest.param("LlamaForCausalLM", dict(), id="class"),
-        pytest.param("AutoModelForCausalLM", dict(max_shard_size="8KB"), id="shards"),
-    ],
-)
-def test_what_was_saved_is_loaded(name: str, settings: dict[str, Any], tmp_path) -> None:
-    model = convert(llama(num_hidden_layers=3), layers=[0, 2]).eval()
-    tokens = distinct_batch()["input_ids"]
-    model.save_pretrained(tmp_path, **settings)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == bool(settings)
-    kind = getattr(transformers, name)
-    loaded = integration.load_dynamic_mask(kind, tmp_path, attn_implementation="eager")
-    assert type(loaded) is transformers.LlamaForCausalLM
-    assert loaded.config.dynamic_mask == {"keep": KEEP, "layers": [0, 2]}
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    integration.revert_dynamic_mask(loaded)
-    assert loaded.config._attn_implementation == "eager"
-    integration.revert_dynamic_mask(model)
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-
-
-@whole_models
-def test_settings_of_from_pretrained_reach_it(tmp_path) -> None:
-    model = convert(llama())
-    model.save_pretrained(tmp_path)
-    kind = transformers.AutoModelForCausalLM
-    loaded, information = integration.load_dynamic_mask(kind, tmp_path, dtype=torch.float16, attention_dropout=0.5, output_loading_info=True)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float16}
-    assert loaded.config.attention_dropout == loaded.model.layers[0].self_attn.attention_dropout == 0.5
-    assert not information["missing_keys"]
-    assert not information["unexpected_keys"]
-    decoder = integration.load_dynamic_mask(transformers.AutoModel, tmp_path)
-    assert type(decoder) is transformers.LlamaModel
-    assert torch.equal(decoder.layers[1].self_attn.dynamic_mask.A, model.model.layers[1].self_attn.dynamic_mask.A)
-    decoder.save_pretrained(tmp_path / "again")
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "again").architectures == ["LlamaModel"]
-
-
-@whole_models
-def test_while_a_model_is_loaded_its_class_has_the_name_of_its_architecture(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers keeps what a class can record, such as hidden states, under its name."""
-    names, convert_as_configured = [], conversion._convert_as_configured
-
-    def spy(model: nn.Module) -> None:
-        names.append(str(type(model)))
-        convert_as_configured(model)
-
-    monkeypatch.setattr(conversion, "_convert_as_configured", spy)
-    convert(llama()).save_pretrained(tmp_path)
-    loaded = integration.load_dynamic_mask(transformers.AutoModel, tmp_path)
-    assert names == [str(transformers.LlamaModel)]
-    assert len(loaded(distinct_batch()["input_ids"], output_hidden_states=True).hidden_states) == 3
-
-
-@whole_models
-def test_plain_from_pretrained_gives_the_original_architecture(tmp_path) -> None:
-    model, tokens = convert(llama()).eval(), distinct_batch()["input_ids"]
-    model.save_pretrained(tmp_path)
-    plain, information = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
-    assert len(information["unexpected_keys"]) == 4
-    with pytest.raises(ValueError, match="model: expected a model that is not converted; load_dynamic_mask loads"):
-        integration.convert_to_dynamic_mask(plain, keep=KEEP)
-    integration.revert_dynamic_mask(model)
-    assert torch.equal(plain(tokens).logits, model(tokens).logits)
-
-
-@whole_models
-def test_what_cannot_be_loaded_is_named(tmp_path) -> None:
-    kind, model = transformers.AutoModelForCausalLM, llama()
-    model.save_pretrained(tmp_path / "original")
-    with pytest.raises(ValueError, match="path: expected a converted model that save_pretrained wrote, received a LlamaForCausalLM without"):
-        integration.load_dynamic_mask(kind, tmp_path / "original")
-    integration.convert_to_dynamic_mask(model, keep=KEEP)
-    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.dynamic_mask" not in name}
-    model.save_pretrained(tmp_path / "part", state_dict=state)
-    with pytest.raises(ValueError, match=r"path: expected files with all weights .* without model.layers.1.self_attn.dynamic_mask.A, model"):
-        integration.load_dynamic_mask(kind, tmp_path / "part")
-    unfit = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4))
-    unfit.config.dynamic_mask = {"keep": KEEP, "layers": [0]}
-    unfit.save_pretrained(tmp_path / "unfit")
-    with pytest.raises(ValueError, match="path: expected a configuration that fits the model, received one that names a GPT2Attention"):
-        integration.load_dynamic_mask(kind, tmp_path / "unfit")
-    for wrong in ("LlamaForCausalLM", nn.Linear):
-        with pytest.raises(TypeError, match=r"kind: expected a model class or an auto class of Transformers, received (str|Linear)"):
-            integration.load_dynamic_mask(wrong, tmp_path)
-
-
-@whole_models
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_a_copy_is_converted_and_reverts_alone(copied: Callable) -> None:
-    model, tokens = convert(llama()).eval(), distinct_batch()["input_ids"]
-    other, logits = copied(model), model(tokens).logits
-    assert torch.equal(other(tokens).logits, logits)
-    integration.revert_dynamic_mask(other)
-    assert hooks(other) == 0
-    assert not torch.equal(other(tokens).logits, logits)
-    assert torch.equal(model(tokens).logits, logits)
 
 
 # What is refused

@@ -27,7 +27,8 @@ except ImportError as error:
     ) from error
 
 from .attention import attend
-from .conversion import convert_to_dynamic_mask, load_dynamic_mask, revert_dynamic_mask
+from .conversion import convert_to_dynamic_mask, revert_dynamic_mask
+from .loading import load_dynamic_mask
 from .masks import make_mask
 from .patching import Coverage, patch, patched, report, unpatch
 from .switch import NAME, disable, enable, register, unregister, using

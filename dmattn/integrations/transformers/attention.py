@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector as outputs_wanted
 
 from ...functional import attention
 from ...masks import IntervalMask
 from .dense_bias import dense_bias
 from .described_mask import DescribedMask, arguments
 from .packed import documents, join
+from .selected_keys import select, select_blocks
 
 __all__ = ["attend"]
 
-_UNSUPPORTED = ("sinks", "indices", "block_indices", "block_table", "cache", "head_mask")
+_UNSUPPORTED = ("block_table", "cache", "head_mask")
 
 
 def attend(
@@ -32,6 +34,9 @@ def attend(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -39,8 +44,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     r"""Transformers' attention function: :func:`dmattn.attention` for whatever a model passes.
 
-    ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(s_aux_h))`` with the scores s_ij of :func:`dmattn.attention`; without `s_aux`
-    its term is absent.
+    ``out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(z_hi))`` with the scores s_ij of :func:`dmattn.attention` and z the sinks; without
+    `s_aux` and `sinks` the second term is absent.
 
     Args:
         module: the attention layer; `is_causal` and `training` are read from it.
@@ -53,6 +58,9 @@ def attend(
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
         position_bias: float, broadcastable to (B, H, Q, K), added to the score. Differentiable, T5's relative bias.
         s_aux: (H,), attention sinks: a logit per head that takes part in the softmax and has no value. Differentiable.
+        sinks: (B, H, Q, 1), the same with a logit per head and query; `s_aux` is then None. Differentiable.
+        indices: integer, (B, Q, any): the keys that each query may attend, out of those that the mask leaves it, as an indexer chose them.
+        block_indices: the same in blocks of keys, whose mask ``module.indexer.build_block_mask`` makes (:func:`.selected_keys.select_blocks`).
         cu_seq_lens_q, cu_seq_lens_k: integer, (documents + 1,), both or neither: where the documents packed in a row begin, from 0 to Q and to
             K; the batch is 1. They hide other documents besides what the mask hides (:func:`.packed.documents`), in O(K) memory unless the
             mask is a bool tensor. Without a mask, causality and window are those inside each document, aligned with its end.
@@ -62,10 +70,10 @@ def attend(
         (B, Q, H, Dv) contiguous, and None for the attention weights, which are never formed.
 
     Raises:
-        ValueError, TypeError: as :func:`dmattn.attention`; also for `output_attentions`, for what would change the result and is not
-            supported (paged caches, sparse indices, per-token sinks), and for a causal call without a mask and without `cu_seq_lens_q` whose
-            query and key lengths differ: Transformers aligns it top-left in its SDPA integration and bottom-right in its FlashAttention
-            integration.
+        ValueError, TypeError: as :func:`dmattn.attention`; also where attention weights are wanted, by `output_attentions` or by a
+            configuration, for what would change the result and is not supported (paged caches, head masks), and for a causal call without a
+            mask and without `cu_seq_lens_q` whose query and key lengths differ: Transformers aligns it top-left in its SDPA integration and
+            bottom-right in its FlashAttention integration.
     """
     check_supported(module, output_attentions, others)
     mask: Tensor | IntervalMask | None = None
@@ -73,6 +81,8 @@ def attend(
     window: tuple[int | None, int | None] | None = None
     causal = False
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if block_indices is not None:
+        attention_mask = select_blocks(module, attention_mask, block_indices, query, key)
     if attention_mask is None:
         causal, window = _rules_without_mask(module, query, key, is_causal, sliding_window, packed)
         if packed:
@@ -89,27 +99,51 @@ def attend(
             mask = given
         if packed:
             mask = join(mask, documents(cu_seq_lens_q, cu_seq_lens_k, query, key), query, key)
+    if indices is not None:
+        mask = select(mask, indices, query, key)
     if position_bias is not None:
         position_bias = dense_bias(position_bias, module)
         bias = position_bias if bias is None else _sum(bias, position_bias)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
     options["dropout_p"] = dropout if module.training else 0.0
-    if s_aux is None:
+    if sinks is not None:
+        logits = _logits_of_queries(sinks, s_aux, query)
+    elif s_aux is not None:
+        if s_aux.shape != query.shape[1:2]:
+            raise ValueError(f"dmattn: s_aux: expected shape (H,) = {tuple(query.shape[1:2])}, received {tuple(s_aux.shape)}")
+        logits = s_aux[:, None]
+    else:
         return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
-    if s_aux.shape != query.shape[1:2]:
-        raise ValueError(f"dmattn: s_aux: expected shape (H,) = {tuple(query.shape[1:2])}, received {tuple(s_aux.shape)}")
     out, lse = attention(query, key, value, **options, return_lse=True)
-    share = torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None])  # (B, H, Q): exp(lse) / (exp(lse) + exp(s_aux))
+    share = torch.sigmoid(lse - logits.to(lse.dtype))  # (B, H, Q): exp(lse) / (exp(lse) + exp(logits))
     return (out * share[..., None]).to(out.dtype).transpose(1, 2).contiguous(), None
 
 
 def check_supported(module: nn.Module, output_attentions: bool | None, others: dict[str, Any], more: tuple[str, ...] = ()) -> None:
     """Raise for what would change the result and is not supported; `more` names further arguments that must be None."""
-    if output_attentions:
+    if output_attentions or _weights_wanted(module):
         raise ValueError("dmattn: output_attentions: expected False, as attention weights are never formed, received True; use eager.")
     for name in (*_UNSUPPORTED, *more):
         if others.get(name) is not None:
             raise ValueError(f"dmattn: {name}: expected None, as {type(module).__name__} uses it in a way not supported, received a value")
+
+
+def _weights_wanted(module: Any) -> bool:
+    """Whether a configuration asks for attention weights, or a model around the layer collects them without telling the layer."""
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    collected = outputs_wanted.global_var if torch.compiler.is_compiling() else outputs_wanted.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
+
+
+def _logits_of_queries(sinks: Tensor, s_aux: Tensor | None, query: Tensor) -> Tensor:
+    """(B, H, Q) of `sinks`, which say what `s_aux` would."""
+    shape = (*query.shape[:3], 1)
+    if s_aux is not None:
+        raise ValueError("dmattn: s_aux: expected None beside sinks, received both logits of attention sinks")
+    if sinks.shape != shape:
+        raise ValueError(f"dmattn: sinks: expected shape (B, H, Q, 1) = {shape}, received {tuple(sinks.shape)}")
+    return sinks[..., 0]
 
 
 def _rules_without_mask(

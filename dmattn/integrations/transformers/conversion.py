@@ -5,7 +5,7 @@ r"""A pretrained decoder with dynamic mask attention: each query attends only th
 >>> integration.convert_to_dynamic_mask(model, keep=2048)
 >>> ...  # train, then
 >>> model.save_pretrained(path)
->>> model = integration.load_dynamic_mask(AutoModelForCausalLM, path)
+>>> model = AutoModelForCausalLM.from_pretrained(path)
 
 A converted layer keeps its projections, norms, rotation and cache, and gains a child `dynamic_mask` with the parameters ``A`` (Hk,) and
 ``dt_proj.weight`` (Hk, Hk * D). With v_j the values of all its key-value heads side by side, it attends by
@@ -33,12 +33,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...problem import FLOATS
 from .converted_layer import NAME, DynamicMask, converted_layers, expect_implementation
+from .saved_config import mark, unmark
 
-__all__ = ["convert_to_dynamic_mask", "load_dynamic_mask", "revert_dynamic_mask"]
+__all__ = ["convert_as_configured", "convert_to_dynamic_mask", "revert_dynamic_mask"]
 
 _FULL = ("full_attention", "attention", "hybrid")  # layer types whose attention sees all earlier keys; the second in older configurations
 _PROJECTIONS = ("v_proj", "qkv_proj", "query_key_value", "Wqkv")  # the first makes values alone, the others queries and keys as well
@@ -90,6 +91,8 @@ def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int
     config = chosen[0].config
     config.dynamic_mask = {"keep": keep, "layers": sorted({layer.layer_idx for layer in chosen})}
     config._attn_implementation = NAME
+    for each in _configurations(model, chosen):
+        mark(each)
 
 
 def revert_dynamic_mask(model: nn.Module) -> None:
@@ -111,6 +114,8 @@ def revert_dynamic_mask(model: nn.Module) -> None:
         if not isinstance(layer.dynamic_mask, DynamicMask):
             expected = "a model without adapters, as after peft's merge_and_unload()"
             raise ValueError(f"dmattn: model: expected {expected}, received one whose dynamic_mask is a {type(layer.dynamic_mask).__name__}")
+    for config in _configurations(model, converted):
+        unmark(config)
     for layer in converted:
         if layer.config._attn_implementation == NAME:
             layer.config._attn_implementation = layer.dynamic_mask.implementation
@@ -120,44 +125,18 @@ def revert_dynamic_mask(model: nn.Module) -> None:
         del layer.dynamic_mask_guard, layer.dynamic_mask
 
 
-def load_dynamic_mask(kind: Any, path: Any, **settings: Any) -> Any:
-    """A converted model that ``save_pretrained`` wrote, with the weights of its dynamic masks.
-
-    ``kind.from_pretrained(path, **settings)`` in every respect (`dtype`, `device_map`, sharded files, the Hub, ...) but that the model is
-    converted while it is built, as its configuration says. Plain `from_pretrained` builds the original architecture and drops the weights of
-    the dynamic masks, with a warning of Transformers.
-
-    Args:
-        kind: a model class of Transformers or one of its auto classes, such as AutoModelForCausalLM.
-        path: a folder or the name of a repository on the Hub.
-        settings: arguments of ``from_pretrained``. `attn_implementation` is what :func:`revert_dynamic_mask` returns to.
-
-    Returns:
-        A model of the class that ``kind.from_pretrained`` returns; with ``output_loading_info=True`` a tuple of it and the information.
-
-    Raises:
-        TypeError: `kind` is no such class.
-        ValueError: the saved model is not a converted one, or its files lack weights of its dynamic masks.
-    """
-    if not isinstance(kind, type) or not (issubclass(kind, PreTrainedModel) or hasattr(kind, "_model_mapping")):
-        received = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-        raise TypeError(f"dmattn: kind: expected a model class or an auto class of Transformers, received {received}")
-    architecture: Any = kind if issubclass(kind, PreTrainedModel) else _architecture(kind, path, settings)
-
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        architecture.__init__(self, *args, **kwargs)
-        _convert_as_configured(self)
-
-    # A subclass of the same name, as Transformers keeps facts about a class by its name and writes it into the configuration.
-    names = dict(__init__=build, __module__=architecture.__module__, __qualname__=architecture.__qualname__)
-    converted: Any = type(architecture.__name__, (architecture,), names)
-    wants_information = settings.pop("output_loading_info", False)
-    model, information = converted.from_pretrained(path, output_loading_info=True, **settings)
-    model.__class__ = architecture
-    missing = sorted(name for name in information["missing_keys"] if "dynamic_mask." in name)
-    if missing:
-        raise ValueError(f"dmattn: path: expected files with all weights of the dynamic masks, received {path} without {', '.join(missing)}")
-    return (model, information) if wants_information else model
+def convert_as_configured(model: nn.Module) -> None:
+    """Convert the layers that the configurations in a new model name."""
+    chosen = [layer for layer in _attentions(model) if layer.layer_idx in converted_layers(layer.config)]
+    if not chosen:
+        expected = "a converted model that save_pretrained wrote"
+        raise ValueError(f"dmattn: path: expected {expected}, received a {type(model).__name__} without dynamic_mask in its configuration")
+    for layer in chosen:
+        _convert(layer)
+    for config in _configurations(model, chosen):
+        mark(config)
+    for layer in chosen:
+        layer.config._attn_implementation = NAME
 
 
 def _attentions(model: nn.Module) -> list[Any]:
@@ -170,6 +149,13 @@ def _attentions(model: nn.Module) -> list[Any]:
         and getattr(module, "is_causal", False)
         and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
     ]
+
+
+def _configurations(model: nn.Module, layers: list[Any]) -> list[PreTrainedConfig]:
+    """Of `layers` and of the models in `model` that they are part of, which save them."""
+    inside = {id(layer) for layer in layers}
+    owners = [x for x in model.modules() if isinstance(x, PreTrainedModel) and any(id(each) in inside for each in x.modules())]
+    return [x.config for x in (*owners, *layers)]
 
 
 def _choose(model: nn.Module, found: list[Any], layers: Iterable[int] | None) -> list[Any]:
@@ -246,30 +232,6 @@ def _convert(layer: Any) -> None:
     layer.dynamic_mask = DynamicMask(kv_heads, width, std, config._attn_implementation, device=weight.device, dtype=dtype)
     layer.dynamic_mask.train(layer.training)
     layer.dynamic_mask_guard = layer.register_forward_pre_hook(expect_implementation)
-
-
-def _convert_as_configured(model: nn.Module) -> None:
-    """Convert the layers that the configurations in a new model name."""
-    chosen = [layer for layer in _attentions(model) if layer.layer_idx in converted_layers(layer.config)]
-    if not chosen:
-        expected = "a converted model that save_pretrained wrote"
-        raise ValueError(f"dmattn: path: expected {expected}, received a {type(model).__name__} without dynamic_mask in its configuration")
-    for layer in chosen:
-        _convert(layer)
-    for layer in chosen:
-        layer.config._attn_implementation = NAME
-
-
-def _architecture(auto: Any, path: Any, settings: dict[str, Any]) -> type[PreTrainedModel]:
-    """The class that an auto class loads a path as."""
-    config = settings.get("config")
-    if not isinstance(config, PreTrainedConfig):
-        others = {name: value for name, value in settings.items() if name not in ("config", "dtype", "torch_dtype", "device_map")}
-        config, _ = AutoConfig.from_pretrained(path if config is None else config, return_unused_kwargs=True, **others)
-    classes = auto._model_mapping[type(config)]
-    if not isinstance(classes, (list, tuple)):
-        return classes
-    return next((x for x in classes if x.__name__ in (config.architectures or ())), classes[0])
 
 
 def _check_integer(name: str, number: Any) -> None:

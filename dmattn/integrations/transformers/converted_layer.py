@@ -23,6 +23,7 @@ from .masks import make_mask
 __all__ = ["NAME", "DynamicMask", "attend_converted", "converted_layers", "expect_implementation", "make_key_mask"]
 
 NAME = "dmattn_dynamic"
+_DENSE_ONLY = ("softcap", "s_aux", "sinks", "indices", "block_indices", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class DynamicMask(nn.Module):
@@ -121,7 +122,7 @@ def attend_converted(
         received = "None" if attention_mask is None else f"one of shape {tuple(attention_mask.shape)}"
         expected = "a mask (B, Sk) of the real keys, or none, given to a model that makes a causal mask of it"
         raise ValueError(f"dmattn: attention_mask: expected {expected}, received {received} in a layer with a dynamic mask")
-    check_supported(module, output_attentions, others, ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k"))
+    check_supported(module, output_attentions, others, _DENSE_ONLY)
     if dropout and module.training:
         raise ValueError(
             f"dmattn: dropout: expected 0.0 while training, as dynamic masks have no attention dropout, received {dropout}; give "

@@ -1,0 +1,99 @@
+"""Every keyword that a model of Transformers hands to its attention function is one that dmattn computes, refuses, or may leave out."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
+
+from transformers.utils import TransformersKwargs  # noqa: E402
+
+from dmattn.integrations.transformers import attention  # noqa: E402
+
+HARMLESS = {
+    "position_ids": "the model has rotated queries and keys by them; packed sequences that they tell are in the mask",
+    "max_length_q": "the longest document, which FlashAttention needs to choose a grid; the cumulative lengths say it too",
+    "max_length_k": "the same of the keys",
+    "deterministic": "FlashAttention's backward pass without atomics; dmattn has none",
+    "output_hidden_states": "what the model collects beside attention",
+    "output_router_logits": "the same",
+    "num_items_in_batch": "the divisor of the loss",
+    "seq_idx": "documents as state-space layers are told them; attention is told by the mask or the cumulative lengths",
+}
+COMPUTED = set(inspect.signature(attention.attend).parameters) - {"others"}
+KNOWN = COMPUTED | set(attention._UNSUPPORTED) | set(HARMLESS)
+OTHER_NAMES = {"query_states", "key_states", "value_states"}  # of an eager function's first parameters, which models pass by position
+
+MODELS = Path(transformers.__file__).parent / "models"
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(MODELS.glob("*/modeling_*.py")):
+        text = file.read_text()
+        if "ALL_ATTENTION_FUNCTIONS" in text:
+            yield file.parent.name, ast.parse(text)
+
+
+def is_look_up(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == "ALL_ATTENTION_FUNCTIONS" for each in ast.walk(node))
+
+
+def passed_to_the_interface(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Keywords of the calls of a function that was looked up, each with the number of arguments by position."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names = set()
+        for node in ast.walk(function):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and is_look_up(node.value):
+                names |= {ast.unparse(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                yield from ((keyword.arg, len(node.args)) for keyword in node.keywords if keyword.arg is not None)
+
+
+def taken_by_eager_functions(tree: ast.Module) -> Iterator[str]:
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and "eager_attention_forward" in function.name:
+            yield from (parameter.arg for parameter in (*function.args.args, *function.args.kwonlyargs))
+
+
+def test_no_keyword_of_a_model_is_ignored_unknowingly() -> None:
+    unknown, seen = defaultdict(set), set()
+    for model, tree in modules():
+        keywords = {keyword for keyword, _ in passed_to_the_interface(tree)} | (set(taken_by_eager_functions(tree)) - OTHER_NAMES)
+        seen |= keywords
+        for keyword in keywords - KNOWN:
+            unknown[keyword].add(model)
+    assert not unknown, f"arguments that attend must compute, refuse, or that are harmless for a reason: {dict(unknown)}"
+    assert {"scaling", "s_aux", "position_bias", "indices", "block_indices", "cu_seq_lens_q", "softcap"} <= seen, "the scan finds them"
+
+
+def test_no_keyword_of_a_caller_is_ignored_unknowingly() -> None:
+    """What callers may pass through a model to its attention function."""
+    assert set(TransformersKwargs.__annotations__) <= KNOWN
+
+
+def test_a_call_by_position_gives_no_more_than_the_mask() -> None:
+    for model, tree in modules():
+        assert all(count <= 5 for _, count in passed_to_the_interface(tree)), model
+
+
+def test_the_scan_sees_a_new_keyword() -> None:
+    code = """
+def forward(self):
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+    return interface(self, query, key, value, mask, temperature=2.0, **kwargs), other(novelty=1)
+
+def eager_attention_forward(module, query, *, slope=None, **kwargs):
+    pass
+"""
+    tree = ast.parse(code)
+    assert list(passed_to_the_interface(tree)) == [("temperature", 5)]
+    assert list(taken_by_eager_functions(tree)) == ["module", "query", "slope"]
