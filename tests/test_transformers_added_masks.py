@@ -208,6 +208,14 @@ def test_a_configuration_takes_after_the_one_it_is_derived_from() -> None:
     assert made(None).dtype == torch.bool
 
 
+@pytest.mark.parametrize(("model", "causal"), [("BridgeTowerModel", False), ("LlamaModel", True)])
+def test_without_a_mask_a_layer_is_causal_only_where_more_than_eager_is_declared(model: str, causal: bool, calls: list[dict]) -> None:
+    layer: Any = nn.Module()
+    layer.config, layer.is_causal = getattr(transformers, model).config_class(), True
+    integration.attend(layer, *torch.randn(3, 2, 4, 5, 8).unbind(), None)
+    assert calls[-1]["causal"] == causal
+
+
 def test_under_tracing_the_float_mask_is_eagers() -> None:
     config = transformers.SwitchTransformersConfig(attn_implementation="dmattn")
 
