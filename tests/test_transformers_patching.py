@@ -167,7 +167,7 @@ def test_a_layer_hooked_by_accelerate_is_patched() -> None:
     layer.forward = lambda *args, **kwargs: passes.append(type(layer)) or layer._old_forward(*args, **kwargs)
     stock = type(layer)
     with integration.patched(model):
-        assert layer._old_forward.__func__ is families.bloom
+        assert layer._old_forward.__func__ is families.decoders.bloom
         assert_equal_steps(train_step(model, batch), own)
     assert torch.equal(train_step(model, batch).logits, own.logits)
     assert [kind is stock for kind in passes] == [False, True]

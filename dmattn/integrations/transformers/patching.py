@@ -50,11 +50,11 @@ def patch(model: nn.Module) -> None:
     """Let attention layers of `model` that do not use Transformers' attention interface compute by :func:`dmattn.attention`.
 
     BLOOM, MPT, Falcon, DeBERTa, DeBERTa-v2, MPNet, Swinv2, Swin2SR, Donut's and MaskFormer's Swin, CLAP's audio tower, Data2Vec-vision,
-    WavLM, LayoutLMv3 and ESMFold; their scores are in families.py. :func:`report` tells which layers of a model these are. Layers that do
+    WavLM, LayoutLMv3 and ESMFold; their scores are in families/. :func:`report` tells which layers of a model these are. Layers that do
     use the interface stay as they are: :func:`enable` is for them, before or after, in the same model. Calling it again is allowed.
 
     State dicts, parameter names, hooks and optimizers are unaffected. Logits, loss and gradients are those of the model's own attention,
-    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families.py), and that
+    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families/decoders.py), and that
     attention dropout draws other random numbers. Attention weights cannot be had: asking for them raises when the model is called.
 
     Patch before the model is wrapped or sharded. Falcon's cache holds keys in their own heads (its own code repeats them for every query
