@@ -45,6 +45,9 @@ class Family:
     build: Callable[[], nn.Module]
     reason: str
     biased: bool = True
+    calls: int = 2
+    float_mask: bool = False  # whether padding reaches the layers as one
+    unused: tuple[str, ...] = ()  # parts of the names of parameters that no loss depends on
 
 
 FAMILIES = (
@@ -139,6 +142,7 @@ class Tower:
     build: Callable[[], tuple[nn.Module, dict]]
     calls: int
     reason: str
+    biased: bool = True
 
 
 TOWERS = (
@@ -170,9 +174,11 @@ def read(result: Any, inputs: dict) -> Tensor:
         real = inputs["attention_mask"].bool()
         pairs = real[:, :, None] & real[:, None]
         return torch.cat([result.s_s[real].flatten(), result.s_z[pairs].flatten(), result.positions[-1][real].flatten()])
+    if "logits" in result:
+        return result.logits
     out = result.last_hidden_state
     mask = inputs.get("attention_mask")
-    if mask is None:
+    if mask is None or mask.ndim > 2:
         return out
     keep = torch.ones(out.shape[:2], dtype=torch.bool)  # LayoutLMv3's image comes after its text; WavLM has a position for 4 samples
     mask = mask[:, ::4] if "input_values" in inputs else mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from dmattn.ops import interpreting
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from off_interface import (  # noqa: E402
-    FAMILIES,
-    TOWERS,
     WINDOWS,
     Family,
     Tower,
@@ -35,6 +34,7 @@ from off_interface import (  # noqa: E402
     vision,
     with_strong_tables,
 )
+from off_interface_plain import FAMILIES, TOWERS  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
@@ -53,10 +53,11 @@ def test_a_training_step_equals_the_models_own(family: Family, padding: str, dev
     with integration.patched(model):
         ours = train_step(model, batch)
         assert list(model.state_dict()) == names
-    assert len(calls) == 2
-    assert all((call["bias"] is not None) == family.biased for call in calls)
+    assert len(calls) == family.calls
+    assert any(call["bias"] is not None for call in calls) == (family.biased or (family.float_mask and padding != "none"))
     assert_equal_steps(ours, own)
-    assert set(ours.gradients) == {name for name, _ in model.named_parameters()}
+    used = {name for name, _ in model.named_parameters() if not any(part in name for part in family.unused)}
+    assert set(ours.gradients) == used
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(train_step(model, batch).logits, own.logits)
 
@@ -71,7 +72,8 @@ def test_the_models_can_tell_a_wrong_attention(family: Family, forgotten: str, m
     model = family.build()
     batch = batch_for(model, "left")
     own = train_step(model, batch)
-    without = dict(bias=None) if forgotten == "bias" else dict(mask=None, causal=False, window=None)
+    without = dict(bias=None) if forgotten == "bias" or family.float_mask else {}
+    without |= dict(mask=None, causal=False, window=None) if forgotten == "mask" else {}
     monkeypatch.setattr(integration.attention, "attention", lambda *qkv, **options: dmattn.attention(*qkv, **(options | without)))
     with integration.patched(model):
         ours = train_step(model, batch)
@@ -90,7 +92,7 @@ def test_a_tower_equals_its_own_attention(tower: Tower, calls: list[dict]) -> No
         ours = tower_step(model, inputs)
         assert list(model.state_dict()) == names
     assert len(calls) == tower.calls
-    assert all(call["bias"] is not None for call in calls)
+    assert any(call["bias"] is not None for call in calls) == tower.biased
     assert_equal_steps(ours, own)
     for name in tables:
         assert largest(ours.gradients[name]) > 1e-6
@@ -101,10 +103,15 @@ def test_a_tower_equals_its_own_attention(tower: Tower, calls: list[dict]) -> No
 @whole_model
 @pytest.mark.parametrize("tower", TOWERS, ids=named)
 def test_the_towers_can_tell_a_wrong_attention(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without its bias, or with another scale where it has none."""
+
+    def wrong(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        return dmattn.attention(query if tower.biased else 1.01 * query, *others, **(options | dict(bias=None)))
+
     model, inputs = tower.build()
     with_strong_tables(model)
     own = tower_step(model, inputs)
-    monkeypatch.setattr(integration.attention, "attention", lambda *qkv, **options: dmattn.attention(*qkv, **(options | dict(bias=None))))
+    monkeypatch.setattr(integration.attention, "attention", wrong)
     with integration.patched(model):
         ours = tower_step(model, inputs)
     with pytest.raises(AssertionError):

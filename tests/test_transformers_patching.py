@@ -20,7 +20,8 @@ from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from off_interface import FAMILIES, SIZES, TOWERS, Family, Tower, bloom, deberta, esmfold, falcon, named, tower_step  # noqa: E402
+from off_interface import SIZES, Family, Tower, bloom, deberta, esmfold, falcon, named, tower_step  # noqa: E402
+from off_interface_plain import FAMILIES, TOWERS  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 from dmattn.integrations.transformers import families, interface  # noqa: E402

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import biased, decoders, vision
+from . import bart, bert, biased, decoders, vision
 from .shared import Family, mask_for_patched
 
 __all__ = ["FAMILIES", "Family", "family_of", "mask_for_patched"]
 
 # By the module and the name of the class, as importing the models takes seconds.
-FAMILIES: dict[str, Family] = decoders.FAMILIES | biased.FAMILIES | vision.FAMILIES
+FAMILIES: dict[str, Family] = decoders.FAMILIES | bert.FAMILIES | bart.FAMILIES | biased.FAMILIES | vision.FAMILIES
 
 
 def family_of(kind: type[nn.Module]) -> Family | None:

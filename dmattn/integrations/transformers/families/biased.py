@@ -1,4 +1,4 @@
-"""Encoders with a bias that learns: DeBERTa, MPNet, WavLM, LayoutLMv3 and ESMFold."""
+"""Encoders with a bias that learns: DeBERTa, MPNet, WavLM, LayoutLMv2 and 3, and ESMFold."""
 
 from __future__ import annotations
 
@@ -104,6 +104,23 @@ def layoutlmv3(
     return attended(layer, *projected(layer, hidden_states), attention_mask, bias, **options), None
 
 
+def layoutlmv2(
+    layer: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor,
+    rel_pos: Tensor | None = None,
+    rel_2d_pos: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """``s_ij = q_i . k_j / sqrt(d) + table_h[j - i] + x_h[Delta_ij] + y_h[Delta_ij]``, or fewer tables. Its mask is not 0 at hidden keys."""
+    query, key, value = (heads(states, layer.attention_head_size) for states in layer.compute_qkv(hidden_states))
+    bias = rel_pos if layer.has_relative_attention_bias else None
+    if layer.has_spatial_attention_bias:
+        bias = rel_2d_pos if bias is None else bias + rel_2d_pos  # type: ignore[operator]
+    options = dict(dropped=layer.dropout, is_causal=False, **others)
+    return attended(layer, query, key, value, attention_mask == 0, bias, **options), None
+
+
 def esmfold_sequence(
     layer: Any, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, indices: Tensor | None = None
 ) -> tuple[Tensor, None]:
@@ -147,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": Family(dict(forward=deberta_v2)),
     "mpnet.modeling_mpnet.MPNetSelfAttention": Family(dict(forward=mpnet), reads_mask=True),
     "wavlm.modeling_wavlm.WavLMAttention": Family(dict(forward=refusing_weights, torch_multi_head_self_attention=wavlm)),
+    "layoutlmv2.modeling_layoutlmv2.LayoutLMv2SelfAttention": Family(dict(forward=layoutlmv2)),
     "layoutlmv3.modeling_layoutlmv3.LayoutLMv3Layer": Family(dict(forward=refusing_weights)),
     "layoutlmv3.modeling_layoutlmv3.LayoutLMv3SelfAttention": Family(dict(forward=layoutlmv3), reads_mask=True),
     "esm.modeling_esmfold.EsmFoldSelfAttention": Family(dict(forward=esmfold_sequence)),

@@ -8,12 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import EncoderDecoderCache
 from transformers.masking_utils import eager_mask
 
 from ..attention import attend
 from ..masks import make_mask
 
-__all__ = ["Family", "attended", "heads", "mask_for_patched", "projected", "refusing_weights", "stands_for"]
+__all__ = [
+    "Family",
+    "attended",
+    "heads",
+    "mask_for_patched",
+    "own_keys",
+    "projected",
+    "refusing_weights",
+    "self_or_cross",
+    "stands_for",
+]
 
 _STANDS_FOR, _AS_OF = "_dmattn_stands_for", "_dmattn_as_of"
 
@@ -81,6 +92,35 @@ def heads(states: Tensor, head_dim: int) -> Tensor:
 def projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (heads(project(hidden_states), layer.attention_head_size) for project in (layer.query, layer.key, layer.value))
     return query, key, value
+
+
+def self_or_cross(
+    layer: Any, projections: tuple[Any, Any, Any], head_dim: int, states: Tensor, encoder_states: Tensor | None, past: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query of `states`, key and value of an encoder's states where it has any, else of `states`: (B, H, S, D), through the cache."""
+    query, *others = projections
+    of = lambda states: tuple(heads(project(states), head_dim) for project in others)  # noqa: E731
+    if encoder_states is None:
+        return heads(query(states), head_dim), *own_keys(layer, past, *of(states))
+    if not isinstance(past, EncoderDecoderCache):
+        return heads(query(states), head_dim), *own_keys(layer, past, *of(encoder_states))
+    index = _index(layer)
+    if past.is_updated.get(index):
+        kept = past.cross_attention_cache.layers[index]
+        return heads(query(states), head_dim), kept.keys, kept.values
+    past.is_updated[index] = True
+    return heads(query(states), head_dim), *past.cross_attention_cache.update(*of(encoder_states), index)
+
+
+def own_keys(layer: Any, past: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with those before them in the cache of self attention."""
+    if past is None:
+        return key, value
+    return (past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past).update(key, value, _index(layer))
+
+
+def _index(layer: Any) -> int:
+    return layer.layer_id if hasattr(layer, "layer_id") else layer.layer_idx
 
 
 def refusing_weights(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Images: Swin and its kin in windows, Data2Vec-vision."""
+"""Images and videos: Swin and its kin in windows, Data2Vec-vision, ViTDet, SAM, BLIP's images and TimeSformer."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .shared import Family, attended, projected
+from .shared import Family, attended, heads, projected
 
 __all__ = ["FAMILIES"]
 
@@ -68,6 +70,58 @@ def data2vec_vision(
     return attended(layer, *projected(layer, hidden_states), None, bias, **options), None
 
 
+def vitdet(layer: Any, hidden_state: Tensor, output_attentions: bool = False) -> tuple[Tensor]:
+    """``s_ij = q_i . k_j / sqrt(d) + q_i . (r[y_i - y_j] + r'[x_i - x_j])``, a table for rows and one for columns, or neither."""
+    from transformers.models.vitdet.modeling_vitdet import get_rel_pos
+
+    table_of = get_rel_pos if layer.use_relative_position_embeddings else None
+    return (_on_grid(layer, hidden_state, layer.num_heads, table_of, output_attentions=output_attentions),)
+
+
+def sam(layer: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, None]:
+    """As :func:`vitdet`."""
+    return _sam(layer, hidden_states, output_attentions=output_attentions, dropped=layer.dropout)
+
+
+def sam_sdpa(layer: Any, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
+    """As :func:`sam`, for the class of layers that never drops a weight."""
+    return _sam(layer, hidden_states, output_attentions=output_attentions)
+
+
+def _sam(layer: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
+    return _on_grid(layer, hidden_states, layer.num_attention_heads, layer.get_rel_pos if layer.use_rel_pos else None, **options), None
+
+
+def _on_grid(layer: Any, states: Tensor, count: int, table_of: Callable[[int, int, Tensor], Tensor] | None, **options: Any) -> Tensor:
+    """Attention of `count` heads between the places of an image: states (B, height, width, C)."""
+    height, width = states.shape[1:3]
+    query, key, value = _fused(layer, states.flatten(1, 2), count)
+    bias = None
+    if table_of is not None:
+        rows, columns = table_of(height, height, layer.rel_pos_h), table_of(width, width, layer.rel_pos_w)
+        grid = query.unflatten(2, (height, width))
+        by_row, by_column = torch.einsum("bnyxd,ykd->bnyxk", grid, rows), torch.einsum("bnyxd,xkd->bnyxk", grid, columns)
+        bias = (by_row[..., None] + by_column[..., None, :]).flatten(4).flatten(2, 3)  # (B, H, Q, K)
+    return layer.proj(attended(layer, query, key, value, None, bias, is_causal=False, **options).unflatten(1, (height, width)))
+
+
+def blip(layer: Any, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+    """``s_ij = q_i . k_j / sqrt(d)``."""
+    states = _fused(layer, hidden_states, layer.num_heads)
+    return layer.projection(attended(layer, *states, None, None, dropped=layer.dropout, is_causal=False, **others)), None
+
+
+def timesformer(layer: Any, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor]:
+    """``s_ij = q_i . k_j / sqrt(d)``, in time or in space, as the states come."""
+    states = _fused(layer, hidden_states, layer.num_heads)
+    return (attended(layer, *states, None, None, dropped=layer.attn_drop, is_causal=False, output_attentions=output_attentions),)
+
+
+def _fused(layer: Any, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (heads(part, part.shape[-1] // count) for part in layer.qkv(states).chunk(3, dim=-1))
+    return query, key, value
+
+
 _SWIN, _SWIN_V2, _DATA2VEC = Family(dict(forward=swin)), Family(dict(forward=swin_v2)), Family(dict(forward=data2vec_vision))
 
 FAMILIES: dict[str, Family] = {
@@ -78,4 +132,11 @@ FAMILIES: dict[str, Family] = {
     "maskformer.modeling_maskformer_swin.MaskFormerSwinSelfAttention": _SWIN,
     "data2vec.modeling_data2vec_vision.Data2VecVisionSelfAttention": _DATA2VEC,
     "data2vec.modeling_data2vec_vision.Data2VecVisionSdpaSelfAttention": _DATA2VEC,
+    "vitdet.modeling_vitdet.VitDetAttention": Family(dict(forward=vitdet)),
+    "sam.modeling_sam.SamVisionAttention": Family(dict(forward=sam)),
+    "sam.modeling_sam.SamVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
+    "sam_hq.modeling_sam_hq.SamHQVisionAttention": Family(dict(forward=sam)),
+    "sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
+    "blip.modeling_blip.BlipAttention": Family(dict(forward=blip)),
+    "timesformer.modeling_timesformer.TimesformerSelfAttention": Family(dict(forward=timesformer)),
 }
