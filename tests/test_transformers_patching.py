@@ -265,8 +265,9 @@ def test_attention_weights_raise(family: Family) -> None:
 
 
 @whole_model
-@pytest.mark.parametrize("tower", [tower for tower in TOWERS if tower.name != "esmfold"], ids=named)
+@pytest.mark.parametrize("tower", [tower for tower in TOWERS if tower.name not in ("esmfold", "groupvit-vision")], ids=named)
 def test_attention_weights_of_towers_raise(tower: Tower) -> None:
+    """ESMFold has no such option; GroupViT's images give the weights of another attention, which is not patched."""
     model, inputs = tower.build()
     integration.patch(model)
     with pytest.raises(ValueError, match="output_attentions: expected False"):

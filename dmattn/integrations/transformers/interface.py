@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 __all__ = ["class_uses_interface", "file_uses_interface"]
 
@@ -21,8 +22,8 @@ _known: dict[str, bool] = {}
 
 
 def class_uses_interface(kind: Any) -> bool:
-    """Whether a class of layers does."""
-    return any(_LOOK_UP.search(_source(each)) for each in kind.__mro__ if issubclass(each, nn.Module))
+    """Whether a class of layers does. The base of all models holds the name itself."""
+    return any(_LOOK_UP.search(_source(each)) for each in kind.__mro__ if issubclass(each, nn.Module) and each is not PreTrainedModel)
 
 
 def file_uses_interface(config: Any) -> bool:

@@ -164,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": Family(dict(forward=deberta_v2)),
     "mpnet.modeling_mpnet.MPNetSelfAttention": Family(dict(forward=mpnet), reads_mask=True),
     "wavlm.modeling_wavlm.WavLMAttention": Family(dict(forward=refusing_weights, torch_multi_head_self_attention=wavlm)),
+    "layoutlmv2.modeling_layoutlmv2.LayoutLMv2Layer": Family(dict(forward=refusing_weights)),
     "layoutlmv2.modeling_layoutlmv2.LayoutLMv2SelfAttention": Family(dict(forward=layoutlmv2)),
     "layoutlmv3.modeling_layoutlmv3.LayoutLMv3Layer": Family(dict(forward=refusing_weights)),
     "layoutlmv3.modeling_layoutlmv3.LayoutLMv3SelfAttention": Family(dict(forward=layoutlmv3), reads_mask=True),

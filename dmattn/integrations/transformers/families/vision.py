@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .shared import Family, attended, heads, projected
+from .shared import Family, attended, heads, projected, refusing_weights
 
 __all__ = ["FAMILIES"]
 
@@ -133,8 +133,10 @@ FAMILIES: dict[str, Family] = {
     "data2vec.modeling_data2vec_vision.Data2VecVisionSelfAttention": _DATA2VEC,
     "data2vec.modeling_data2vec_vision.Data2VecVisionSdpaSelfAttention": _DATA2VEC,
     "vitdet.modeling_vitdet.VitDetAttention": Family(dict(forward=vitdet)),
+    "sam.modeling_sam.SamVisionEncoder": Family(dict(forward=refusing_weights)),
     "sam.modeling_sam.SamVisionAttention": Family(dict(forward=sam)),
     "sam.modeling_sam.SamVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
+    "sam_hq.modeling_sam_hq.SamHQVisionEncoder": Family(dict(forward=refusing_weights)),
     "sam_hq.modeling_sam_hq.SamHQVisionAttention": Family(dict(forward=sam)),
     "sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
     "blip.modeling_blip.BlipAttention": Family(dict(forward=blip)),
