@@ -67,7 +67,6 @@ FAMILIES = (
     Family("deberta-v2-one", functools.partial(deberta_v2, pos_att_type=["p2c"]), "one way, projections of its own"),
     Family("mpnet", mpnet, "a table that learns, padding as a float mask"),
 )
-DECODERS = [family for family in FAMILIES if family.name.startswith(("bloom", "mpt", "falcon"))]
 
 
 def named(family: Any) -> str:

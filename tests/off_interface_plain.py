@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -272,4 +273,32 @@ TOWERS = (
     Tower("layoutlmv2-slow", functools.partial(layoutlmv2, fast_qkv=False, has_relative_attention_bias=False), 2, "two dimensions only"),
     Tower("speecht5", speecht5, 6, "q times a table by distance; padding; cross attention"),
     Tower("table-transformer", table_transformer, 6, "places added before q and k; padding; cross attention", False),
+)
+
+
+def source(build: Callable[..., nn.Module], **config: Any) -> tuple[nn.Module, dict]:
+    """Text for an encoder."""
+    return build(**config), dict(input_ids=tokens(), attention_mask=padded())
+
+
+def prompt(kind: str) -> tuple[nn.Module, dict]:
+    """Text for a decoder, padded on the left."""
+    return language_model(kind, **SIZES, **NO_DROPOUT, is_decoder=True), dict(input_ids=tokens(), attention_mask=padded().flip(1))
+
+
+def speech() -> tuple[nn.Module, dict]:
+    model, inputs = speecht5()
+    return model, {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
+
+
+WRITERS = (  # which generate 8 tokens; the calls are those of patched layers
+    Tower("led", functools.partial(source, led), 8 * 4, "cross attention with a cache", False),
+    Tower("prophetnet", functools.partial(source, prophetnet), 2 + 8 * 2, "cross attention of three streams"),
+    Tower("bigbird-pegasus", functools.partial(source, bigbird_pegasus), 2, "an encoder beside a decoder that uses the interface"),
+    Tower("speecht5", speech, 2 + 8 * 4, "from sound; cross attention with a cache"),
+    Tower("blip", blip, 2 + 8 * 4, "from an image, which is read across"),
+    Tower("git", git, 8 * 2, "from an image, which stays in the cache"),
+    Tower("megatron-bert", functools.partial(prompt, "MegatronBertForCausalLM"), 8 * 2, "a cache of BERT's layers", False),
+    Tower("rembert", functools.partial(prompt, "RemBertForCausalLM"), 8 * 2, "a cache of BERT's layers", False),
+    Tower("roformer", functools.partial(prompt, "RoFormerForCausalLM"), 8 * 2, "rotated keys in a cache", False),
 )
