@@ -173,8 +173,9 @@ def read(result: Any, inputs: dict) -> Tensor:
         real = inputs["attention_mask"].bool()
         pairs = real[:, :, None] & real[:, None]
         return torch.cat([result.s_s[real].flatten(), result.s_z[pairs].flatten(), result.positions[-1][real].flatten()])
-    if "logits" in result:
-        return result.logits
+    for name in ("logits", "pred_masks"):
+        if name in result:
+            return result[name]
     out = result.last_hidden_state
     mask = inputs.get("attention_mask")
     if mask is None or mask.ndim > 2:

@@ -153,6 +153,18 @@ def image(kind: str, implementation: str = "eager", size: tuple[int, ...] = (3, 
 
 SAM = dict(image_size=16, patch_size=2, output_channels=8, window_size=3, global_attn_indexes=[1], mlp_dim=48, attention_dropout=0.0)
 SAM |= dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+
+
+def sam() -> tuple[nn.Module, dict]:
+    """The whole model, whose mask decoder uses the interface."""
+    sizes = dict(hidden_size=32, image_embedding_size=8, image_size=16, patch_size=2, mask_input_channels=4)
+    decoder = dict(hidden_size=32, mlp_dim=16, num_hidden_layers=2, num_attention_heads=2, iou_head_hidden_dim=16)
+    config = transformers.SamConfig(
+        vision_config=SAM | dict(num_pos_feats=16, output_channels=32), prompt_encoder_config=sizes, mask_decoder_config=decoder
+    )
+    return build(transformers.SamModel, config), dict(pixel_values=pixels(2, 3, 16, 16), input_points=8 * pixels(2, 1, 1, 2).abs())
+
+
 VITDET = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=2, window_size=3, window_block_indices=[0])
 VITDET |= dict(use_relative_position_embeddings=True, drop_path_rate=0.0, dropout_prob=0.0)
 

@@ -34,7 +34,7 @@ from off_interface import (  # noqa: E402
     vision,
     with_strong_tables,
 )
-from off_interface_plain import FAMILIES, TOWERS  # noqa: E402
+from off_interface_plain import FAMILIES, TOWERS, codegen, gpt_neo, gptj, rembert, xglm  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
@@ -188,7 +188,7 @@ def test_a_bfloat16_step_is_as_exact_as_the_models_own(family: Family, device: s
 
 
 @whole_model
-@pytest.mark.parametrize("build", [grouped_falcon, mpnet], ids=["falcon", "mpnet"])
+@pytest.mark.parametrize("build", [grouped_falcon, mpnet, codegen, gpt_neo, rembert], ids=["falcon", "mpnet", "codegen", "gpt-neo", "rembert"])
 def test_a_float_mask_of_the_users_own_is_a_bias_that_may_learn(build: Callable[[], nn.Module]) -> None:
     model = build()
     batch = batch_for(model, "none")
@@ -236,9 +236,10 @@ def test_a_mask_that_has_lost_what_it_stands_for_is_read_as_it_is(calls: list[di
 
 
 @whole_model
+@pytest.mark.parametrize("build", [bloom, gptj, rembert], ids=["bloom", "gptj", "rembert"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, calls: list[dict]) -> None:
-    model = bloom()
+def test_gradient_checkpointing(build: Callable[[], nn.Module], reentrant: bool, calls: list[dict]) -> None:
+    model = build()
     batch = batch_for(model, "left")
     own = train_step(model, batch)
     model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
@@ -249,9 +250,9 @@ def test_gradient_checkpointing(reentrant: bool, calls: list[dict]) -> None:
 
 
 @whole_model
-@pytest.mark.parametrize("build", [bloom, mpt], ids=["bloom", "mpt"])
-def test_a_patched_model_compiles_into_one_graph(build: Callable[..., nn.Module]) -> None:
-    model = build(**{"n_layer" if build is bloom else "n_layers": 1}).eval()
+@pytest.mark.parametrize(("build", "layers"), [(bloom, "n_layer"), (mpt, "n_layers"), (xglm, "num_layers")], ids=["bloom", "mpt", "xglm"])
+def test_a_patched_model_compiles_into_one_graph(build: Callable[..., nn.Module], layers: str) -> None:
+    model = build(**{layers: 1}).eval()
     batch = batch_for(model, "left")
     del batch["labels"]
     real = batch["attention_mask"] == 1
@@ -279,6 +280,9 @@ def with_dropout(model: nn.Module, name: str) -> nn.Module:
         pytest.param(lambda: deberta(attention_probs_dropout_prob=0.1), id="deberta"),
         pytest.param(lambda: deberta_v2(attention_probs_dropout_prob=0.1), id="deberta-v2"),
         pytest.param(lambda: mpnet(attention_probs_dropout_prob=0.1), id="mpnet"),
+        pytest.param(lambda: gptj(attn_pdrop=0.1), id="gptj"),
+        pytest.param(lambda: rembert(attention_probs_dropout_prob=0.1), id="rembert"),
+        pytest.param(lambda: xglm(attention_dropout=0.1), id="xglm"),
     ],
 )
 def test_a_patched_model_trains_with_its_attention_dropout(build: Callable[[], nn.Module], calls: list[dict]) -> None:

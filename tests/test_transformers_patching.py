@@ -21,7 +21,7 @@ from dmattn.ops import interpreting
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from off_interface import SIZES, Family, Tower, bloom, deberta, esmfold, falcon, named, tower_step  # noqa: E402
-from off_interface_plain import FAMILIES, TOWERS  # noqa: E402
+from off_interface_plain import FAMILIES, TOWERS, bigbird_pegasus, git, sam, source  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 from dmattn.integrations.transformers import families, interface  # noqa: E402
@@ -133,6 +133,33 @@ def test_patch_and_enable_compose(patched_first: bool, calls: list[dict]) -> Non
     }
     assert len(calls) == 6
     assert_equal_steps(ours, own)
+    assert torch.equal(tower_step(model, inputs).logits, own.logits)
+
+
+@whole_model
+@pytest.mark.parametrize("patched_first", [False, True])
+@pytest.mark.parametrize(
+    ("build", "own_calls", "all_calls"),
+    [
+        pytest.param(git, 2, 4, id="git"),
+        pytest.param(functools.partial(source, bigbird_pegasus), 2, 6, id="bigbird-pegasus"),
+        pytest.param(sam, 2, 9, id="sam"),
+    ],
+)
+def test_layers_of_both_kinds_in_one_file(
+    build: Callable[[], tuple[nn.Module, dict]], own_calls: int, all_calls: int, patched_first: bool, calls: list[dict]
+) -> None:
+    """Patched layers read the mask that enabled ones ask for; the others stay as they are until they are enabled."""
+    model, inputs = build()
+    own = tower_step(model, inputs)
+    with integration.patched(model):
+        assert_equal_steps(tower_step(model, inputs), own)
+    assert len(calls) == own_calls
+    first, second = (integration.patched, integration.using) if patched_first else (integration.using, integration.patched)
+    with first(model), second(model):
+        assert {coverage.state for coverage in integration.report(model)} == {"patched", "routed"}
+        assert_equal_steps(tower_step(model, inputs), own)
+    assert len(calls) == own_calls + all_calls
     assert torch.equal(tower_step(model, inputs).logits, own.logits)
 
 
