@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,14 @@ def sam() -> tuple[nn.Module, dict]:
     return build(transformers.SamModel, config), dict(pixel_values=pixels(2, 3, 16, 16), input_points=8 * pixels(2, 1, 1, 2).abs())
 
 
+def sam_clone(name: str, kind: str, part: str = "VisionEncoder", **config: Any) -> tuple[nn.Module, dict]:
+    """The vision tower alone."""
+    modelling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    settings = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), f"{kind}VisionConfig")
+    return build(getattr(modelling, f"{kind}{part}"), settings(**SAM, **config)), dict(pixel_values=pixels(2, 3, 16, 16))
+
+
+PP_FORMULANET = dict(post_conv_in_channels=8, post_conv_mid_channels=8, post_conv_out_channels=8, decoder_hidden_size=8)
 VITDET = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=2, window_size=3, window_block_indices=[0])
 VITDET |= dict(use_relative_position_embeddings=True, drop_path_rate=0.0, dropout_prob=0.0)
 
@@ -227,6 +236,11 @@ def groupvit(part: str) -> tuple[nn.Module, dict]:
     return image("GroupViTVision", size=(3, 8, 8), **SIZES | sizes, dropout=0.0, attention_dropout=0.0)
 
 
+UNLIMITED_OCR = (  # since 5.23
+    [Tower("unlimited-ocr", functools.partial(sam_clone, "unlimited_ocr", "UnlimitedOcrSam"), 2, "a clone of SAM's")]
+    if hasattr(transformers, "UnlimitedOcrConfig")
+    else []
+)
 TOWERS = (
     *BIASED_TOWERS,
     Tower(
@@ -277,6 +291,13 @@ TOWERS = (
     Tower("sam-plain", functools.partial(image, "SamVision", **SAM, use_rel_pos=False), 2, "no tables", False),
     Tower("sam-hq", functools.partial(image, "SamHQVision", **SAM), 2, "a clone of SAM's"),
     Tower("sam-hq-sdpa", functools.partial(image, "SamHQVision", "sdpa", **SAM), 2, "a clone of SAM's"),
+    Tower("got-ocr2", functools.partial(sam_clone, "got_ocr2", "GotOcr2"), 2, "a clone of SAM's"),
+    Tower("deepseek-ocr2", functools.partial(sam_clone, "deepseek_ocr2", "DeepseekOcr2Sam"), 2, "a clone of SAM's"),
+    Tower(
+        "pp-formulanet", functools.partial(sam_clone, "pp_formulanet", "PPFormulaNet", "VisionModel", **PP_FORMULANET), 2, "a clone of SAM's"
+    ),
+    Tower("slanext", functools.partial(sam_clone, "slanext", "SLANeXt"), 2, "a clone of SAM's"),
+    *UNLIMITED_OCR,
     Tower("timesformer", functools.partial(timesformer, "divided_space_time"), 4, "time and space in turn", False),
     Tower("timesformer-joint", functools.partial(timesformer, "joint_space_time"), 2, "both at once", False),
     Tower("groupvit-text", functools.partial(groupvit, "Text"), 2, "causal", False),

@@ -124,6 +124,17 @@ def _fused(layer: Any, states: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 
 _SWIN, _SWIN_V2, _DATA2VEC = Family(dict(forward=swin)), Family(dict(forward=swin_v2)), Family(dict(forward=data2vec_vision))
 
+_SAM_AND_CLONES = {
+    "sam.modeling_sam.Sam": ("VisionEncoder", "VisionAttention", "VisionSdpaAttention"),
+    "sam_hq.modeling_sam_hq.SamHQ": ("VisionEncoder", "VisionAttention", "VisionSdpaAttention"),
+    "deepseek_ocr2.modeling_deepseek_ocr2.DeepseekOcr2Sam": ("VisionEncoder", "VisionAttention", "VisionSdpaAttention"),
+    "unlimited_ocr.modeling_unlimited_ocr.UnlimitedOcrSam": ("VisionEncoder", "VisionAttention", "VisionSdpaAttention"),
+    "got_ocr2.modeling_got_ocr2.GotOcr2": ("VisionEncoder", "VisionAttention"),
+    "slanext.modeling_slanext.SLANeXt": ("VisionEncoder", "VisionAttention"),
+    "pp_formulanet.modeling_pp_formulanet.PPFormulaNet": ("VisionModel", "VisionAttention"),
+}
+_SAM_METHODS = dict(VisionEncoder=refusing_weights, VisionModel=refusing_weights, VisionAttention=sam, VisionSdpaAttention=sam_sdpa)
+
 FAMILIES: dict[str, Family] = {
     "swinv2.modeling_swinv2.Swinv2SelfAttention": _SWIN_V2,
     "swin2sr.modeling_swin2sr.Swin2SRSelfAttention": _SWIN_V2,
@@ -133,12 +144,6 @@ FAMILIES: dict[str, Family] = {
     "data2vec.modeling_data2vec_vision.Data2VecVisionSelfAttention": _DATA2VEC,
     "data2vec.modeling_data2vec_vision.Data2VecVisionSdpaSelfAttention": _DATA2VEC,
     "vitdet.modeling_vitdet.VitDetAttention": Family(dict(forward=vitdet)),
-    "sam.modeling_sam.SamVisionEncoder": Family(dict(forward=refusing_weights)),
-    "sam.modeling_sam.SamVisionAttention": Family(dict(forward=sam)),
-    "sam.modeling_sam.SamVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
-    "sam_hq.modeling_sam_hq.SamHQVisionEncoder": Family(dict(forward=refusing_weights)),
-    "sam_hq.modeling_sam_hq.SamHQVisionAttention": Family(dict(forward=sam)),
-    "sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention": Family(dict(forward=sam_sdpa)),
     "blip.modeling_blip.BlipAttention": Family(dict(forward=blip)),
     "timesformer.modeling_timesformer.TimesformerSelfAttention": Family(dict(forward=timesformer)),
-}
+} | {f"{name}{part}": Family(dict(forward=_SAM_METHODS[part])) for name, parts in _SAM_AND_CLONES.items() for part in parts}
