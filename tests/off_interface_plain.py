@@ -279,6 +279,13 @@ TOWERS = (
         "cross attention",
         False,
     ),
+    Tower(
+        "tapas-crossing",
+        functools.partial(crossing, "TapasModel", length=9, **SIZES, **NO_DROPOUT, type_vocab_sizes=[3] * 7),
+        4,
+        "cross attention to as many states, or its own code fails",
+        False,
+    ),
     Tower("visual-bert", visual_bert, 2, "text, then an image", False),
     Tower("vilt", vilt, 2, "text, then an image", False),
     Tower("flava-text", functools.partial(flava, "Text"), 2, "BERT's layers", False),
