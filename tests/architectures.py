@@ -67,6 +67,13 @@ ARCHITECTURES = (
         "its own scale",
         TEXT | GROUPED | WINDOW | dict(head_dim=8, layer_types=["sliding_attention", "full_attention"]),
     ),
+    Architecture(
+        "RecurrentGemmaForCausalLM",
+        "decoder",
+        1,
+        "one layer in three attends, in a window",
+        TEXT | dict(num_hidden_layers=3, num_key_value_heads=1, head_dim=8, lru_width=32, attention_window_size=5),
+    ),
     Architecture("GptOssForCausalLM", "decoder", 2, "sinks", TEXT | GROUPED | EXPERTS | WINDOW | dict(head_dim=8)),
     Architecture(
         "Phi3ForCausalLM", "decoder", 2, "queries, keys and values in one product", TEXT | GROUPED | dict(resid_pdrop=0.0, embd_pdrop=0.0)

@@ -45,6 +45,9 @@ class Family:
     build: Callable[[], nn.Module]
     reason: str
     biased: bool = True
+    calls: int = 2
+    float_mask: bool = False  # whether padding reaches the layers as one
+    unused: tuple[str, ...] = ()  # parts of the names of parameters that no loss depends on
 
 
 FAMILIES = (
@@ -64,7 +67,6 @@ FAMILIES = (
     Family("deberta-v2-one", functools.partial(deberta_v2, pos_att_type=["p2c"]), "one way, projections of its own"),
     Family("mpnet", mpnet, "a table that learns, padding as a float mask"),
 )
-DECODERS = [family for family in FAMILIES if family.name.startswith(("bloom", "mpt", "falcon"))]
 
 
 def named(family: Any) -> str:
@@ -139,6 +141,7 @@ class Tower:
     build: Callable[[], tuple[nn.Module, dict]]
     calls: int
     reason: str
+    biased: bool = True
 
 
 TOWERS = (
@@ -170,9 +173,12 @@ def read(result: Any, inputs: dict) -> Tensor:
         real = inputs["attention_mask"].bool()
         pairs = real[:, :, None] & real[:, None]
         return torch.cat([result.s_s[real].flatten(), result.s_z[pairs].flatten(), result.positions[-1][real].flatten()])
+    for name in ("logits", "pred_masks"):
+        if name in result:
+            return result[name]
     out = result.last_hidden_state
     mask = inputs.get("attention_mask")
-    if mask is None:
+    if mask is None or mask.ndim > 2:
         return out
     keep = torch.ones(out.shape[:2], dtype=torch.bool)  # LayoutLMv3's image comes after its text; WavLM has a position for 4 samples
     mask = mask[:, ::4] if "input_values" in inputs else mask

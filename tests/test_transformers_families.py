@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from dmattn.ops import interpreting
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from off_interface import (  # noqa: E402
-    FAMILIES,
-    TOWERS,
     WINDOWS,
     Family,
     Tower,
@@ -35,6 +34,7 @@ from off_interface import (  # noqa: E402
     vision,
     with_strong_tables,
 )
+from off_interface_plain import FAMILIES, TOWERS, codegen, gpt_neo, gptj, rembert, xglm  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 
@@ -53,10 +53,11 @@ def test_a_training_step_equals_the_models_own(family: Family, padding: str, dev
     with integration.patched(model):
         ours = train_step(model, batch)
         assert list(model.state_dict()) == names
-    assert len(calls) == 2
-    assert all((call["bias"] is not None) == family.biased for call in calls)
+    assert len(calls) == family.calls
+    assert any(call["bias"] is not None for call in calls) == (family.biased or (family.float_mask and padding != "none"))
     assert_equal_steps(ours, own)
-    assert set(ours.gradients) == {name for name, _ in model.named_parameters()}
+    used = {name for name, _ in model.named_parameters() if not any(part in name for part in family.unused)}
+    assert set(ours.gradients) == used
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(train_step(model, batch).logits, own.logits)
 
@@ -71,7 +72,8 @@ def test_the_models_can_tell_a_wrong_attention(family: Family, forgotten: str, m
     model = family.build()
     batch = batch_for(model, "left")
     own = train_step(model, batch)
-    without = dict(bias=None) if forgotten == "bias" else dict(mask=None, causal=False, window=None)
+    without = dict(bias=None) if forgotten == "bias" or family.float_mask else {}
+    without |= dict(mask=None, causal=False, window=None) if forgotten == "mask" else {}
     monkeypatch.setattr(integration.attention, "attention", lambda *qkv, **options: dmattn.attention(*qkv, **(options | without)))
     with integration.patched(model):
         ours = train_step(model, batch)
@@ -90,7 +92,7 @@ def test_a_tower_equals_its_own_attention(tower: Tower, calls: list[dict]) -> No
         ours = tower_step(model, inputs)
         assert list(model.state_dict()) == names
     assert len(calls) == tower.calls
-    assert all(call["bias"] is not None for call in calls)
+    assert any(call["bias"] is not None for call in calls) == tower.biased
     assert_equal_steps(ours, own)
     for name in tables:
         assert largest(ours.gradients[name]) > 1e-6
@@ -101,10 +103,15 @@ def test_a_tower_equals_its_own_attention(tower: Tower, calls: list[dict]) -> No
 @whole_model
 @pytest.mark.parametrize("tower", TOWERS, ids=named)
 def test_the_towers_can_tell_a_wrong_attention(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without its bias, or with another scale where it has none."""
+
+    def wrong(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        return dmattn.attention(query if tower.biased else 1.01 * query, *others, **(options | dict(bias=None)))
+
     model, inputs = tower.build()
     with_strong_tables(model)
     own = tower_step(model, inputs)
-    monkeypatch.setattr(integration.attention, "attention", lambda *qkv, **options: dmattn.attention(*qkv, **(options | dict(bias=None))))
+    monkeypatch.setattr(integration.attention, "attention", wrong)
     with integration.patched(model):
         ours = tower_step(model, inputs)
     with pytest.raises(AssertionError):
@@ -181,7 +188,7 @@ def test_a_bfloat16_step_is_as_exact_as_the_models_own(family: Family, device: s
 
 
 @whole_model
-@pytest.mark.parametrize("build", [grouped_falcon, mpnet], ids=["falcon", "mpnet"])
+@pytest.mark.parametrize("build", [grouped_falcon, mpnet, codegen, gpt_neo, rembert], ids=["falcon", "mpnet", "codegen", "gpt-neo", "rembert"])
 def test_a_float_mask_of_the_users_own_is_a_bias_that_may_learn(build: Callable[[], nn.Module]) -> None:
     model = build()
     batch = batch_for(model, "none")
@@ -229,9 +236,10 @@ def test_a_mask_that_has_lost_what_it_stands_for_is_read_as_it_is(calls: list[di
 
 
 @whole_model
+@pytest.mark.parametrize("build", [bloom, gptj, rembert], ids=["bloom", "gptj", "rembert"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool, calls: list[dict]) -> None:
-    model = bloom()
+def test_gradient_checkpointing(build: Callable[[], nn.Module], reentrant: bool, calls: list[dict]) -> None:
+    model = build()
     batch = batch_for(model, "left")
     own = train_step(model, batch)
     model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
@@ -242,9 +250,9 @@ def test_gradient_checkpointing(reentrant: bool, calls: list[dict]) -> None:
 
 
 @whole_model
-@pytest.mark.parametrize("build", [bloom, mpt], ids=["bloom", "mpt"])
-def test_a_patched_model_compiles_into_one_graph(build: Callable[..., nn.Module]) -> None:
-    model = build(**{"n_layer" if build is bloom else "n_layers": 1}).eval()
+@pytest.mark.parametrize(("build", "layers"), [(bloom, "n_layer"), (mpt, "n_layers"), (xglm, "num_layers")], ids=["bloom", "mpt", "xglm"])
+def test_a_patched_model_compiles_into_one_graph(build: Callable[..., nn.Module], layers: str) -> None:
+    model = build(**{layers: 1}).eval()
     batch = batch_for(model, "left")
     del batch["labels"]
     real = batch["attention_mask"] == 1
@@ -272,6 +280,9 @@ def with_dropout(model: nn.Module, name: str) -> nn.Module:
         pytest.param(lambda: deberta(attention_probs_dropout_prob=0.1), id="deberta"),
         pytest.param(lambda: deberta_v2(attention_probs_dropout_prob=0.1), id="deberta-v2"),
         pytest.param(lambda: mpnet(attention_probs_dropout_prob=0.1), id="mpnet"),
+        pytest.param(lambda: gptj(attn_pdrop=0.1), id="gptj"),
+        pytest.param(lambda: rembert(attention_probs_dropout_prob=0.1), id="rembert"),
+        pytest.param(lambda: xglm(attention_dropout=0.1), id="xglm"),
     ],
 )
 def test_a_patched_model_trains_with_its_attention_dropout(build: Callable[[], nn.Module], calls: list[dict]) -> None:

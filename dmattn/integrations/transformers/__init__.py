@@ -10,7 +10,7 @@ can get lost.
 
 :func:`convert_to_dynamic_mask` (conversion.py) gives the layers of a pretrained decoder a dynamic mask each, which learns what to attend.
 
-:func:`patch` (patching.py, families.py) is for models whose attention never reaches the registry, such as BLOOM and DeBERTa; :func:`report`
+:func:`patch` (patching.py, families/) is for models whose attention never reaches the registry, such as BLOOM and DeBERTa; :func:`report`
 says which layers of a model do.
 
 A padded query of a left-padded batch attends nothing and gives 0, as with Transformers' "sdpa"; "eager" gives it the mean of all values. A

@@ -49,13 +49,22 @@ class Coverage(NamedTuple):
 def patch(model: nn.Module) -> None:
     """Let attention layers of `model` that do not use Transformers' attention interface compute by :func:`dmattn.attention`.
 
-    BLOOM, MPT, Falcon, DeBERTa, DeBERTa-v2, MPNet, Swinv2, Swin2SR, Donut's and MaskFormer's Swin, CLAP's audio tower, Data2Vec-vision,
-    WavLM, LayoutLMv3 and ESMFold; their scores are in families.py. :func:`report` tells which layers of a model these are. Layers that do
-    use the interface stay as they are: :func:`enable` is for them, before or after, in the same model. Calling it again is allowed.
+    Which layers these are:
+
+    - decoders: BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, GPT-NeoX-Japanese, ImageGPT, GPT, XGLM, TrOCR, GIT's text;
+    - encoders: DeBERTa, DeBERTa-v2, MPNet, Megatron-BERT, RemBERT, RoFormer, TAPAS, SqueezeBERT, XLM, FlauBERT, BigBird-Pegasus in
+      "original_full";
+    - text with images or sound: LayoutLMv2 and 3, VisualBERT, ViLT, FLAVA, BLIP, GroupViT but its assignment to groups, WavLM, SpeechT5;
+    - images: Swinv2, Swin2SR, Donut's and MaskFormer's Swin, CLAP's audio tower, Data2Vec-vision, ViTDet, TimeSformer, Table-Transformer,
+      the vision towers of SAM and SAM-HQ and their clones (DeepSeek-OCR2, Unlimited-OCR, GOT-OCR2, SLANeXt, PP-FormulaNet);
+    - parts: LED's decoder, ProphetNet's encoder and cross attention, ESMFold's trunk.
+
+    Their scores are in families/. :func:`report` tells which layers of a model these are. Layers that do use the interface stay as they are:
+    :func:`enable` is for them, before or after, in the same model. Calling it again is allowed.
 
     State dicts, parameter names, hooks and optimizers are unaffected. Logits, loss and gradients are those of the model's own attention,
-    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families.py), and that
-    attention dropout draws other random numbers. Attention weights cannot be had: asking for them raises when the model is called.
+    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families/decoders.py), and
+    that attention dropout draws other random numbers. Attention weights cannot be had: asking for them raises when the model is called.
 
     Patch before the model is wrapped or sharded. Falcon's cache holds keys in their own heads (its own code repeats them for every query
     head), so one that was filled before does not fit.
