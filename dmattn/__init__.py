@@ -2,10 +2,13 @@
 
 from . import reference
 from .dynamic import dynamic_mask_attention, topk_mask
+from .first_call import resolve_vector_functions
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .masks import IntervalMask
 from .module import DynamicMaskAttention, dynamic_bias
 from .varlen import attention_varlen
+
+resolve_vector_functions()
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,8 +1,9 @@
 """The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, which all (batch, head) compute together.
 
 Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
-is computed in float32 and rounded once, as the kernels do. Beside intervals on a CPU a chunk has only the keys from the first to the last that
-one of its rows sees: of packed sequences those of its own, as in a loop over them.
+is computed in float32 and rounded once, as the kernels do. A chunk has only the keys that a window leaves one of its rows, and beside intervals
+on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Forward, a
+chunk is PyTorch's own kernel's wherever that is exact (:mod:`dmattn.torch_kernel`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from . import reference, torch_kernel
 from .broadcast import per_query_gradient, sum_to
 from .problem import Problem
-from .reference import attend, fold_groups, kept_factor, masked_scores
+from .reference import fold_groups, kept_factor, masked_scores
 
-CHUNK_SCORES = 1 << 22  # scores alive at a time: 16 MiB in float32, a few times over in temporaries
+CHUNK_SCORES = 1 << 20  # scores alive at a time: 4 MiB in float32, a few times over in temporaries
 MIN_ROWS = 16
+WINDOW_ROWS = 128  # at most, of a chunk of a window: the same
 PACKED_ROWS = 128  # at most, of a chunk of packed sequences: more would compute more pairs that no query sees
 
 
@@ -27,7 +30,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
     dtype = _compute_dtype(problem)
     problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
-    for rows, keys, chunk in _chunks(problem):
+    attend, scores = reference.attend, _scores(problem)
+    if torch_kernel.serves(problem):
+        problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
+    for rows, keys, chunk in _chunks(problem, scores):
         out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, _aligned_length(problem, keys))
 
 
@@ -56,7 +62,7 @@ def backward(
     )
     if d_bias_rows is not None:
         d_bias_rows.zero_()  # a chunk may not have all keys
-    for rows, keys, chunk in _chunks(problem._replace(key=key, value=value)):
+    for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
         empty = lse[:, :, rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
@@ -90,20 +96,41 @@ def backward(
             grad.copy_(total)
 
 
-def _chunks(problem: Problem) -> Iterator[tuple[slice, slice, Problem]]:
-    """(row slice, key slice, `problem` restricted to those query rows and keys, which are all that the rows see)."""
-    batch, heads, len_q, _ = problem.query.shape
-    len_k = problem.key.shape[2]
-    step = max(MIN_ROWS, CHUNK_SCORES // max(1, batch * heads * len_k))
+def _scores(problem: Problem) -> int:
+    """Of one row of each (batch, head)."""
+    batch, heads = problem.query.shape[:2]
+    return batch * heads * problem.key.shape[2]
+
+
+def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Problem]]:
+    """(row slice, key slice, `problem` restricted to those query rows and keys, which are all that the rows see).
+
+    `scores` is how many numbers are alive for a row.
+    """
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    step = max(MIN_ROWS, CHUNK_SCORES // max(1, scores))
+    if problem.left is not None or problem.right is not None:
+        step = min(step, WINDOW_ROWS)
     parts: Iterable[tuple[slice, slice]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
     first, last = problem.first, problem.last
     if first is not None and last is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
         parts = _parts_of_intervals(first, last, len_q, len_k, step)
     for rows, keys in parts:
+        keys = _in_window(problem, rows, keys)
         mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
         begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
         query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
         yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
+
+
+def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
+    """Those of `keys` that the window leaves one of `rows`; all of them under dropout, which counts all keys."""
+    if problem.seed is not None:
+        return keys
+    offset = problem.key.shape[2] - problem.query.shape[2]
+    start = keys.start if problem.left is None else max(keys.start, rows.start + offset - problem.left)
+    stop = keys.stop if problem.right is None else min(keys.stop, rows.stop + offset + problem.right)
+    return slice(start, stop) if start < stop else slice(0, 0)
 
 
 def _parts_of_intervals(first: Tensor, last: Tensor, len_q: int, len_k: int, step: int) -> Iterator[tuple[slice, slice]]:

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = report.pick_device(options.device)
     except ValueError as error:
         parser.error(str(error))
-    print(info(), end="\n\n")
+    report.show_stage(f"{info()}\n")
     return 0 if verify.run(device, steps=options.steps, models=not options.skip_models) else 1
 
 

@@ -101,10 +101,15 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
         tanh = torch.tanh(scores / problem.softcap)
         scores = problem.softcap * tanh
     if problem.bias is not None:
-        bias = per_query_head(problem.bias, heads).to(dtype)
-        scores = scores + bias.masked_fill(bias < MASKING, float("-inf"))
-    hidden = _hidden(problem, row_start, rows, rows if len_q is None else len_q)
+        scores = scores + masking_bias(problem.bias, heads, dtype)
+    hidden = hidden_pairs(problem, row_start, rows, rows if len_q is None else len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
+
+
+def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """A bias of `heads` query heads or 1, with -inf where it masks."""
+    bias = per_query_head(bias, heads).to(dtype)
+    return bias.masked_fill(bias < MASKING, float("-inf"))
 
 
 def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:
@@ -120,7 +125,7 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, heads // kv_heads * rows if kv_heads else 0, n)
 
 
-def _hidden(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
+def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
     """True where the mask, the intervals or the window keep a query from a key; None when nothing does."""
     heads, len_k, device = problem.query.shape[1], problem.key.shape[2], problem.query.device
     query = torch.arange(row_start, row_start + rows, device=device)[:, None]

@@ -54,6 +54,11 @@ def pick_device(name: str | None = None) -> torch.device:
     return device
 
 
+def show_stage(text: str) -> None:
+    """Print a line that is seen before the work that it announces, through a pipe too."""
+    print(text, flush=True)
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table: drawn by rich where it is installed, else in plain columns. The first column is text, the others align right."""
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
 from .broadcast import per_query_head
+from .graphs import left_out_of_graphs
 from .masks import IntervalMask, check_cumulative, sequence_of
 from .ops import call, nothing_watches
 from .problem import Problem, Window, check_tensor
@@ -75,7 +76,7 @@ def attention_varlen(
     dropout_p: float = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@torch.compiler.disable(reason="dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
+@left_out_of_graphs("dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
 def attention_varlen(
     query: Tensor,
     key: Tensor,

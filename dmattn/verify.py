@@ -8,7 +8,8 @@ with dmattn from the same seed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .equivalence import Case, check
-from .report import show_table
+from .report import show_stage, show_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,10 +54,15 @@ class Training:
 def run(device: torch.device, *, steps: int = STEPS, models: bool = True) -> bool:
     """Print the comparison; whether everything agreed. Without Transformers the models are skipped, which is said and is no failure."""
     start = time.perf_counter()
-    agreed = show_equivalence(device)
-    missing = _missing() if models else None
-    if models and missing is None:
-        agreed &= show_models(device, steps)
+    with _one_thread():
+        show_stage(f"Comparing attention with float64 in {len(CASES)} cases ...")
+        agreed = show_equivalence(device)
+        missing = None
+        if models:
+            show_stage("\nImporting Transformers ...")
+            missing = _missing()
+        if models and missing is None:
+            agreed &= show_models(device, steps)
     word = "agrees" if agreed else "DISAGREES"
     print(f"\ndmattn {word} on {device} ({time.perf_counter() - start:.0f} s).")
     if missing is not None:
@@ -89,10 +95,14 @@ def show_models(device: torch.device, steps: int) -> bool:
     integration.register()
     text, source = corpus()
     batches = sample(text, steps, device)
-    print(f"\nTraining on {source}: {steps} steps of {BATCH} windows of {WINDOW_BYTES} bytes, float32, Adam, the same seed.")
+    show_stage(f"Training on {source}: {steps} steps of {BATCH} windows of {WINDOW_BYTES} bytes, float32, Adam, the same seed.")
     curves, agreed, remarks = {}, True, []
     for name, build, loss in (("T5", build_t5, t5_loss), ("Llama", build_llama, llama_loss)):
-        eager, ours = (train(build(kind), loss, batches, device) for kind in ("eager", integration.NAME))
+        trained = []
+        for kind in ("eager", integration.NAME):
+            show_stage(f"Training {name} with {kind} attention ...")
+            trained.append(train(build(kind), loss, batches, device))
+        eager, ours = trained
         curves[name] = (eager.losses, ours.losses)
         apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
         worst, gradient_apart = compare_gradients(eager, ours)
@@ -212,6 +222,17 @@ def compare_gradients(eager: Training, ours: Training) -> tuple[str, float]:
         else:
             apart[name] = float("inf")
     return max(apart.items(), key=lambda item: item[1])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, PyTorch computes on one thread: more gain nothing at these sizes, and on busy cores they wait for each other for minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _missing() -> str | None:

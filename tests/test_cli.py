@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,41 @@ def test_verify_trains_both_models_to_the_same_losses(device, capsys):
     assert cli.main(["verify", "--device", device, "--steps", "3"]) == 0
     printed = capsys.readouterr().out
     assert "FAILED" not in printed
-    for wanted in ("T5 eager", "T5 dmattn", "Llama eager", "Llama dmattn", *(case.name for case in verify.CASES), f"dmattn agrees on {device}"):
+    for wanted in (
+        "Training T5 with eager",
+        "Training Llama with dmattn",
+        "T5 eager",
+        "T5 dmattn",
+        "Llama eager",
+        "Llama dmattn",
+        *(case.name for case in verify.CASES),
+        f"dmattn agrees on {device}",
+    ):
         assert wanted in printed
+
+
+def test_verify_computes_on_one_thread_and_announces_its_stages_at_once(monkeypatch):
+    """Two threads on two busy cores wait for each other for minutes; and who waits wants to see for what."""
+    threads, seen, told = torch.get_num_threads(), [], io.BytesIO()
+
+    def stage(*arguments):
+        seen.append((torch.get_num_threads(), told.getvalue().decode().splitlines()))
+        return True
+
+    monkeypatch.setattr(verify, "show_equivalence", stage)
+    monkeypatch.setattr(verify, "show_models", stage)
+    monkeypatch.setattr(verify, "_missing", lambda: None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told))
+    torch.set_num_threads(2)
+    try:
+        assert verify.run(torch.device("cpu"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    (before, of_cases), (after, of_models) = seen
+    assert (before, after) == (1, 1)
+    assert of_cases[-1].startswith("Comparing attention with float64")
+    assert of_models[-1].startswith("Importing Transformers")
 
 
 @slow_in_the_interpreter

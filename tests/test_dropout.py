@@ -119,7 +119,7 @@ def test_none_and_all(device: str) -> None:
     assert torch.equal(torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state(), state)
     out, lse = dmattn.attention(query, key, value, dropout_p=1.0, return_lse=True)
     assert not out.any()
-    assert torch.equal(lse, dmattn.attention(query, key, value, return_lse=True)[1])
+    torch.testing.assert_close(lse, dmattn.attention(query, key, value, return_lse=True)[1])  # on a CPU by another path
     for gradient in torch.autograd.grad(out.sum(), (query, key, value)):
         assert not gradient.any()
 

@@ -62,9 +62,9 @@ def test_chunks_of_rows_give_the_whole(case: Case, monkeypatch: pytest.MonkeyPat
 def test_chunks_of_packed_sequences_have_their_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fourth sequence has no keys, and its rows go with either neighbour; the sixth is longer than a chunk."""
     computed = []
-    attend = chunked.attend
+    attend = reference.attend
     monkeypatch.setattr(
-        chunked, "attend", lambda chunk, *rest: computed.append((chunk.query.shape[2], chunk.key.shape[2])) or attend(chunk, *rest)
+        reference, "attend", lambda chunk, *rest: computed.append((chunk.query.shape[2], chunk.key.shape[2])) or attend(chunk, *rest)
     )
     monkeypatch.setattr(chunked, "PACKED_ROWS", 4)
     monkeypatch.setattr(chunked, "MIN_ROWS", 2)
