@@ -19,7 +19,7 @@ from .broadcast import per_query_gradient, sum_to
 from .problem import Problem
 from .reference import fold_groups, kept_factor, masked_scores
 
-CHUNK_SCORES = 1 << 20  # scores alive at a time: 4 MiB in float32, a few times over in temporaries
+CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
 WINDOW_ROWS = 128  # at most, of a chunk of a window: the same
 PACKED_ROWS = 128  # at most, of a chunk of packed sequences: more would compute more pairs that no query sees

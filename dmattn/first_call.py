@@ -29,7 +29,7 @@ def resolve_vector_functions() -> None:
 
     MKL chooses the code of such a function when it is first called. Where two threads make that call at once, MKL 2024.2, which PyTorch's
     wheels contain, may run code of low accuracy for the share of one of them: thousands of roundings, in that call only
-    (https://github.com/pytorch/pytorch/issues/188792). One element is computed by one thread. All functions take less than a millisecond
+    (https://github.com/pytorch/pytorch/issues/188792). One element is computed by one thread. All functions take a millisecond
     together, so the code around attention is exact from its first call on too: positions, activations and optimizers compute on two threads.
     """
     if not torch.backends.mkl.is_available():
