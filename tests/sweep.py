@@ -200,7 +200,9 @@ def paddings(model: nn.Module, given: dict[str, Any]) -> tuple[str, ...]:
 ALL = (
     "input_ids attention_mask pixel_values pixel_values_videos input_features input_features_mask input_values decoder_input_ids bbox "
     "grid_thw image_grid_thw hidden_states mm_token_type_ids past_values past_time_features past_observed_mask future_values future_time_features "
-    "inputs_embeds query_embeds qformer_input_ids "
+    "inputs_embeds query_embeds qformer_input_ids states actions returns_to_go timesteps encoder_hidden_states visual_feats visual_pos "
+    "image_embeds_position_mask pixel_position_ids feature_attention_mask target_sizes audio_mel audio_mel_mask noise_embeds "
+    "decoder_input_values past_values_padding freq spatial_shapes pixel_attention_mask merge_sizes "
 ).split()
 
 
@@ -227,9 +229,8 @@ def try_ways(kind: str, model: nn.Module) -> tuple[list[str], dict[str, int], di
         if names in seen:
             continue
         seen.append(names)
-        sound = any(name in names for name in ("input_features", "input_values"))
-        media = sound or any(name in names for name in ("pixel_values", "pixel_values_videos"))
-        for variant in range(4 if sound else 1):
+        media = any(name in names for name in ("input_features", "input_values", "pixel_values", "pixel_values_videos"))
+        for variant in range(4 if media else 1):
             options = dict(variant=variant, image_tokens=0)
             for _ in range(2):
                 try:
@@ -273,7 +274,8 @@ def sweep(kind: str) -> dict[str, Any]:
         with limited(SECONDS), in_float64():
             result |= _sweep(kind)
     except Unusable as error:
-        result |= dict(verdict="UNUSABLE", detail=str(error))
+        package = re.search(r"requires the (\S+) library|No module named '(\w+)'", str(error))
+        result |= dict(verdict="needs a package" if package else "UNUSABLE", detail=(package[1] or package[2]) if package else str(error))
     except TimeoutError as error:
         result |= dict(verdict="UNUSABLE", detail=str(error))
     except Exception as error:
@@ -340,10 +342,22 @@ def _sweep(kind: str) -> dict[str, Any]:
     if moved:
         return common | dict(verdict="DIFFERENT", detail=f"sees the future ({moved:.1e}); {detail}")
     if worst[0] > TOLERANCE:
-        return common | dict(verdict="DIFFERENT")
+        return common | dict(verdict="DIFFERENT", detail=f"{detail}{_beside_sdpa(model, made[worst[2]], worst[2], lengths[worst[2]])}")
     if not served:
         return common | dict(verdict="NOT SERVED" if attentions else "no attention", detail=f"{sorted(attentions)}; {detail}")
     return common | dict(verdict="equal")
+
+
+def _beside_sdpa(model: nn.Module, given: dict[str, Any], padding: str, length: int) -> str:
+    """Whether Transformers' own SDPA differs from eager attention as dmattn does."""
+    ours = Pass(model, given, padding, length)
+    try:
+        integration.disable(model)
+        model.set_attn_implementation("sdpa")
+        error, _ = compare(ours, Pass(model, given, padding, length))
+    except Exception as error:
+        return f"; sdpa: {type(error).__name__}: {str(error)[:60]}"
+    return f"; beside sdpa {error:.1e}"
 
 
 def _future(kind: str, model: nn.Module, names: list[str], base: Pass, length: int) -> float | None:
@@ -363,7 +377,7 @@ def _future(kind: str, model: nn.Module, names: list[str], base: Pass, length: i
     return most
 
 
-ORDER = ("DIFFERENT", "NOT SERVED", "ERROR", "UNUSABLE", "no attention", "refused", "equal")
+ORDER = ("DIFFERENT", "NOT SERVED", "ERROR", "UNUSABLE", "needs a package", "no attention", "refused", "equal")
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -27,7 +27,7 @@ VOCABULARY = 128
 SPECIAL = 64  # tokens from here on are special ones; texts are drawn from those below
 LENGTH = 13
 PADDED = 4  # tokens of padding in the first row of the batch
-MOST_PARAMETERS = 40_000_000
+MOST_PARAMETERS = 70_000_000
 
 Size = Callable[[int, dict[str, Any]], int]
 
@@ -45,7 +45,8 @@ RULES: tuple[tuple[str, int | Size], ...] = (
     (r"head_dim$|^d_kv$|^kv_channels$|head_size$|head_dim_|^attention_head_dim", lambda x, c: min(x, HEAD_DIM)),
     (r"lora_rank|_rank$", lambda x, c: min(x, 16)),
     (r"sliding_window|attention_chunk_size|local_attention$|attention_window_size", 5),
-    (r"window_size$", lambda x, c: min(x, 4)),
+    (r"window_size$", lambda x, c: min(x, 4 * c["patch_size"] if x > 32 and isinstance(c.get("patch_size"), int) else 4)),
+    (r"upsample_groups$", WIDTH),
     (r"(^|_)(num_|n_)?(hidden_|encoder_|decoder_)?layers?$|^depth$|_depth$|num_blocks$", lambda x, c: min(x, LAYERS)),
     (r"intermediate_size|ffn_dim|ffn_hidden|inner_dim|^n_inner|^d_ff$|mlp_dim|d_inner|feedforward|filter_size|mlp_size", lambda x, c: min(x, INNER)),
     (r"(image|img)_size$", lambda x, c: image_size(x, c)),
@@ -109,15 +110,43 @@ OVERRIDES |= {
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "clap": {"audio_config.spec_size": 64, "audio_config.num_mel_bins": 16},
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "mamba2": dict(num_heads=8, head_dim=16),
+    "moonshine_streaming": dict(num_key_value_heads=4),
+    "recurrent_gemma": dict(num_hidden_layers=3),
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "seggpt": dict(num_hidden_layers=3, intermediate_hidden_state_indices=[1, 2], merge_index=0),
+    "sam2": {"vision_config.backbone_config.hidden_size": 96},
+    "depth_pro": {"patch_size": 64} | {f"{each}_model_config.image_size": 64 for each in ("image", "patch", "fov")},
+    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
+    "dots3_note": {"audio_config.adapter_input_size": WIDTH},
+    "axk2": dict(index_topk=4),
+    "blt": dict(encoder_hash_byte_group_vocab=64),
+    "clvp": {f"{each}_config.num_attention_heads": 2 for each in ("text", "speech", "decoder")},
+    "granite4_vision": dict(deepstack_layer_map=[[-1, 0]], downsample_rate="2/4"),
+    "emu3": dict(vocabulary_map={"<image>": 100, "<|extra_200|>": 101}),
+    "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=2, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    "blip-2": dict(image_token_id=100),
+    "instructblip": dict(image_token_id=100),
+    "instructblipvideo": dict(video_token_id=100),
     "molmo2": {"adapter_config.vision_feature_layer": [-1, -2]},
     "nemotron_h": dict(layers_block_type=["mamba", "attention", "moe"]),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "glm5_next_text": dict(index_kpool=2, num_key_value_heads=4),
     "glm5_next": {"text_config.index_kpool": 2, "text_config.num_key_value_heads": 4},
 }
+OVERRIDES["qwen4_exp"] = {f"text_config.{name}": value for name, value in OVERRIDES["qwen4_exp_text"].items()}
+OVERRIDES["diffusion_gemma"] |= {f"text_config.{name}": value for name, value in dict(num_experts=4, top_k_experts=2, moe_intermediate_size=INNER).items()}
 # Sizes of inputs that no configuration tells.
 SIZES: dict[str, dict[str, int]] = {
+    "muse_glimmer_vision": dict(times=2),
+    "muse_spark_vision": dict(times=2),
     "gemma4_audio": dict(mels=128),
+    "fun_asr_nano_encoder": dict(mels=560),
+    "speecht5": dict(mels=WIDTH),
     "granite_speech5_ctc": dict(mels=320),
     "granite_speech5_encoder": dict(mels=320),
 }
@@ -235,7 +264,7 @@ def _small_list(name: str, value: Any, values: dict[str, Any], widths: bool, cho
     if value and all(isinstance(each, int) and not isinstance(each, bool) for each in value):
         if name == "depths" or re.search(r"num_blocks|layer_repeats", name):
             return of(min(each, 2) for each in value)
-        if re.search(PER_LAYER_INDEX, name) and depth and max(value) >= len(chosen):
+        if re.search(PER_LAYER_INDEX, name) and not name.startswith("encode_proj") and depth and max(value) >= len(chosen):
             return of(dict.fromkeys(min(len(chosen) - 1, each * len(chosen) // depth) for each in value))
         if re.search(r"heads?$", name):
             return of(power_of_two(min(each, HEADS)) for each in value)
@@ -275,8 +304,10 @@ def build(kind: str, config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
         try:
             size = sum(each.numel() for each in made._from_config(config).parameters())
-        except Exception:  # some compute with values while they are made
-            size = 0
+        except Exception as error:
+            if not re.search("meta|item", str(error)):
+                raise
+            size = 0  # it computes with values while it is made
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters")
     torch.manual_seed(0)
@@ -382,6 +413,72 @@ class Inputs:
     def qformer_input_ids(self) -> Tensor:
         return self.integers(5, SPECIAL, 2, LENGTH)
 
+    def states(self) -> Tensor:
+        return self.normal(2, LENGTH, look_up(self.config, "state_dim"))
+
+    def actions(self) -> Tensor:
+        return self.normal(2, LENGTH, look_up(self.config, "act_dim"))
+
+    def returns_to_go(self) -> Tensor:
+        return self.normal(2, LENGTH, 1)
+
+    def timesteps(self) -> Tensor:
+        return torch.arange(LENGTH).expand(2, -1)
+
+    def encoder_hidden_states(self) -> Tensor:
+        return self.normal(2, 8, look_up(self.config, "encoder_hidden_size"))
+
+    def visual_feats(self) -> Tensor:
+        return self.normal(2, 6, look_up(self.config, "visual_feat_dim"))
+
+    def visual_pos(self) -> Tensor:
+        return self.normal(2, 6, look_up(self.config, "visual_pos_dim"))
+
+    def visual_embeds(self) -> Tensor:
+        return self.normal(2, 6, look_up(self.config, "visual_embedding_dim"))
+
+    def image_embeds_position_mask(self) -> Tensor:
+        keep = torch.zeros(2, self.length, dtype=torch.long)
+        keep[:, PADDED + 2 : PADDED + 2 + look_up(self.config, "latent_query_num")] = 1
+        return keep
+
+    def pixel_position_ids(self) -> Tensor:
+        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
+        return places.expand(2, -1, -1).contiguous()
+
+    def feature_attention_mask(self) -> Tensor:
+        return torch.ones(2, self.frames(), dtype=torch.long)
+
+    def target_sizes(self) -> Tensor:
+        return torch.tensor([[4, 4]] * 2)
+
+    def decoder_input_values(self) -> Tensor:
+        return self.normal(2, LENGTH, self.mels())
+
+    def past_values_padding(self) -> Tensor:
+        return torch.zeros(2, self.past())
+
+    def freq(self) -> Tensor:
+        return torch.zeros(2, 1, dtype=torch.long)
+
+    def spatial_shapes(self) -> Tensor:
+        return torch.tensor([[4, 4]] * 2)
+
+    def pixel_attention_mask(self) -> Tensor:
+        return torch.ones(2, 16, dtype=torch.long)
+
+    def merge_sizes(self) -> Tensor:
+        return torch.tensor([2, 2])
+
+    def audio_mel(self) -> Tensor:
+        return self.normal(2, 64, self.mels())
+
+    def audio_mel_mask(self) -> Tensor:
+        return torch.zeros(2, 64, dtype=torch.bool)
+
+    def noise_embeds(self) -> Tensor:
+        return self.normal(2, 8, look_up(self.config, "hidden_size"))
+
     def image_token(self) -> int:
         return look_up(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "im_patch_id", default=SPECIAL)
 
@@ -414,15 +511,21 @@ class Inputs:
     # Images
 
     def pixel_values(self) -> Tensor:
-        if self.flat():
+        if self.flat() and not self.variant:
             return self.patches()
+        if self.variant == 1:
+            return self.normal(2, look_up(self.config, "num_frames", default=2), self.channels, self.height, self.width)
+        if self.variant == 2:
+            return self.normal(2 * 16, self.channels, self.patch, self.patch)
+        if self.variant == 3:
+            return self.normal(2, 16, self.channels * self.patch**2)
         return self.normal(2, self.channels, self.height, self.width)
 
     def flat(self) -> bool:
         return any("grid_thw" in name for name in self.names)
 
     def patches(self) -> Tensor:
-        times = look_up(self.config, "temporal_patch_size", among="Vision", default=1)
+        times = SIZES.get(self.kind, {}).get("times") or look_up(self.config, "temporal_patch_size", among="Vision", default=1)
         return self.normal(2 * 16, self.channels * times * self.patch**2)
 
     def hidden_states(self) -> Tensor:
@@ -469,6 +572,9 @@ class Inputs:
     # Time series
 
     def past_values(self) -> Tensor:
+        channels = look_up(self.config, "num_input_channels")
+        if channels:
+            return self.normal(2, look_up(self.config, "context_length"), channels)
         return self.normal(2, self.past())
 
     def past(self) -> int:
