@@ -51,6 +51,10 @@ class RoundingNothing(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class TooLong(BaseException):
+    """No except clause for errors of models stops it."""
+
+
 class Unusable(Exception):
     """A type that eager attention itself does not run on: why."""
 
@@ -70,7 +74,7 @@ def in_float64() -> Iterator[None]:
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"longer than {seconds} s")
+        raise TooLong(f"longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -203,6 +207,7 @@ ALL = (
     "inputs_embeds query_embeds qformer_input_ids states actions returns_to_go timesteps encoder_hidden_states visual_feats visual_pos "
     "image_embeds_position_mask pixel_position_ids feature_attention_mask target_sizes audio_mel audio_mel_mask noise_embeds "
     "decoder_input_values past_values_padding freq spatial_shapes pixel_attention_mask merge_sizes "
+    "context_hidden_states prompt_pixel_values prompt_masks latents "
 ).split()
 
 
@@ -240,8 +245,6 @@ def try_ways(kind: str, model: nn.Module) -> tuple[list[str], dict[str, int], di
                     if not any(True for _ in tensors(result)):
                         raise Unusable("no floating-point output")
                     return names, options, given
-                except TimeoutError:
-                    raise
                 except Exception as error:
                     first = error if first is None or options["image_tokens"] else first
                     found = re.search(r"features:? (\d+)", str(error)) or re.search(r"features\D*(\d+)", str(error))
@@ -258,8 +261,6 @@ def usable(kind: str) -> tuple[nn.Module, list[str], dict[str, int], dict[str, A
         try:
             model = build(kind, make(kind))
             return model, *try_ways(kind, model), plan
-        except TimeoutError:
-            raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             errors.append(f"{plan}: {type(error).__name__}: {str(error).strip()[:300]} ({Path(last.filename).name}:{last.lineno})")
@@ -276,7 +277,7 @@ def sweep(kind: str) -> dict[str, Any]:
     except Unusable as error:
         package = re.search(r"requires the (\S+) library|No module named '(\w+)'", str(error))
         result |= dict(verdict="needs a package" if package else "UNUSABLE", detail=(package[1] or package[2]) if package else str(error))
-    except TimeoutError as error:
+    except TooLong as error:
         result |= dict(verdict="UNUSABLE", detail=str(error))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -291,38 +292,41 @@ def _sweep(kind: str) -> dict[str, Any]:
     eager: dict[str, Pass] = {}
     lengths: dict[str, int] = {}
     notes = [] if plan == "tiny" else [plan]
+    causal = None
     with counted(model) as (ran, _):
         for padding in paddings(model, given):
+            if padding == "left" and causal:  # it reads tokens on both sides; a decoder alone is called so
+                continue
             inputs = Inputs(kind, model, padding, **options)
             made[padding] = inputs.make(names)
             lengths[padding] = inputs.length if "input_ids" in given else 0
             try:
                 found = Pass(model, made[padding], padding, lengths[padding])
+                if padding == "none" and "input_ids" in given and not options["image_tokens"]:
+                    causal = _future(kind, model, names, found, lengths["none"])
                 if not all(x.isfinite().all() for x in (*found.outputs.values(), *found.gradients.values())):
                     notes.append(f"eager gives what is not finite with {padding} padding")
                     if padding != "none":
                         continue
+                    if any(x.isnan().any() for x in found.outputs.values()):
+                        raise Unusable("NaN")
                 eager[padding] = found
             except Exception as error:
                 if padding == "none":
+                    refusal = _refusal(model)
+                    if refusal is not None:
+                        return dict(verdict="refused", detail=refusal, notes=[f"eager: {str(error)[:80]}"])
                     raise Unusable(f"eager: {type(error).__name__}: {str(error)[:300]}") from error
                 notes.append(f"eager fails with {padding} padding: {str(error)[:80]}")
     attentions = {type(each).__name__ for each in ran}
     idle = {type(each).__name__ for each in model.modules() if "Attention" in type(each).__name__} - attentions
     idle = {name for name in idle if not any("Attention" in type(i).__name__ for e in model.modules() if type(e).__name__ == name for i in e.modules() if i is not e)}
     base = eager["none"]
-    causal = None
-    if "input_ids" in given and not options["image_tokens"]:
-        causal = _future(kind, model, names, base, lengths["none"])
     coverage = integration.report(model)
     common = dict(inputs=list(given), ran=sorted(attentions), report=[tuple(each) for each in coverage], notes=notes)
     if idle:
         common["idle"] = sorted(idle)
-    refusal = None
-    try:
-        integration.enable(model)
-    except ValueError as error:
-        refusal = str(error)
+    refusal = _refusal(model)
     patchable = any(each.state == "patchable" for each in coverage)
     if patchable:
         integration.patch(model)
@@ -346,6 +350,14 @@ def _sweep(kind: str) -> dict[str, Any]:
     if not served:
         return common | dict(verdict="NOT SERVED" if attentions else "no attention", detail=f"{sorted(attentions)}; {detail}")
     return common | dict(verdict="equal")
+
+
+def _refusal(model: nn.Module) -> str | None:
+    try:
+        integration.enable(model)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _beside_sdpa(model: nn.Module, given: dict[str, Any], padding: str, length: int) -> str:

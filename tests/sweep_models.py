@@ -108,18 +108,18 @@ OVERRIDES |= {
     "hunyuan_vl": {"text_config.head_dim": 16},
     "bamba": dict(attn_layer_indices=[1]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
-    "clap": {"audio_config.spec_size": 64, "audio_config.num_mel_bins": 16},
+    "clap": {"audio_config.spec_size": 128, "audio_config.num_mel_bins": 32},
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
     "mamba2": dict(num_heads=8, head_dim=16),
     "moonshine_streaming": dict(num_key_value_heads=4),
     "recurrent_gemma": dict(num_hidden_layers=3),
-    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "align": {"vision_config.hidden_dim": 640},
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
-    "seggpt": dict(num_hidden_layers=3, intermediate_hidden_state_indices=[1, 2], merge_index=0),
     "sam2": {"vision_config.backbone_config.hidden_size": 96},
     "depth_pro": {"patch_size": 64} | {f"{each}_model_config.image_size": 64 for each in ("image", "patch", "fov")},
-    "gemma3n_text": dict(num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3n_text": dict(num_hidden_layers=2, intermediate_size=INNER, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "dots3_note": {"audio_config.adapter_input_size": WIDTH},
@@ -132,8 +132,14 @@ OVERRIDES |= {
     "blip-2": dict(image_token_id=100),
     "instructblip": dict(image_token_id=100),
     "instructblipvideo": dict(video_token_id=100),
+    "nemotron": dict(num_key_value_heads=2),
+    "step3p7": {"text_config.sliding_window": 5},
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"]),
+    "kosmos-2": dict(latent_query_num=4),
+    "seggpt": dict(num_hidden_layers=3, intermediate_hidden_state_indices=[1, 2], merge_index=0, image_size=[64, 32]),
     "molmo2": {"adapter_config.vision_feature_layer": [-1, -2]},
-    "nemotron_h": dict(layers_block_type=["mamba", "attention", "moe"]),
+    "nemotron_h": dict(layers_block_type=["mamba", "attention", "moe"], n_groups=2),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "glm5_next_text": dict(index_kpool=2, num_key_value_heads=4),
     "glm5_next": {"text_config.index_kpool": 2, "text_config.num_key_value_heads": 4},
@@ -145,6 +151,8 @@ SIZES: dict[str, dict[str, int]] = {
     "muse_glimmer_vision": dict(times=2),
     "muse_spark_vision": dict(times=2),
     "gemma4_audio": dict(mels=128),
+    "depth_pro": dict(image=256),
+    "seggpt": dict(image=32),
     "fun_asr_nano_encoder": dict(mels=560),
     "speecht5": dict(mels=WIDTH),
     "granite_speech5_ctc": dict(mels=320),
@@ -183,7 +191,7 @@ def _shrunk(config: Any, widths: bool, tokens: dict[int, int], overrides: dict[s
     values |= {name: getattr(config, name) for name in fields if name not in values and hasattr(config, name)}
     values["_mrope"] = _knows_mrope(config)
     changed: dict[str, Any] = {}
-    chosen, depth = _layers(values)
+    chosen, depth = _layers({name: value for name, value in values.items() if name in fields})
     for name, value in values.items():
         if name.startswith("_") or name in ("transformers_version", "dtype", "architectures"):
             continue
@@ -198,6 +206,14 @@ def _shrunk(config: Any, widths: bool, tokens: dict[int, int], overrides: dict[s
             small = _small(name, value, values, widths, tokens, chosen, depth)
             if small is not value and not (fields[name] is None and isinstance(value, int) and _derived(name)):
                 changed[name] = small
+    levels = getattr(config, "out_indices", None)
+    if isinstance(levels, (list, tuple)) and "out_indices" not in fields:  # of a backbone: as many levels of features as by default
+        if depth > LAYERS:
+            layers = max(len(chosen), len(levels))
+            changed |= {"out_indices": list(range(layers - len(levels) + 1, layers + 1))}
+            changed |= {name: layers for name in ("num_hidden_layers", "num_layers", "depth") if name in changed}
+        else:
+            changed["out_indices"] = list(levels)
     changed |= {name: value for name, value in overrides.items() if "." not in name and name != "inputs"}
     return type(config)(**changed)
 
@@ -215,7 +231,7 @@ def _derived(name: str) -> bool:
 
 def _layers(values: dict[str, Any]) -> tuple[list[int], int]:
     """Layers to keep, one of each sort that per-layer lists tell apart and two at least, and how many there were."""
-    depth = 0 if "depths" in values else next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), 0)
+    depth = next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), 0)
     lists = [each for name, each in values.items() if isinstance(each, (list, tuple)) and len(each) == depth > 2 and "indices" not in name]
     seen: list[set] = [set() for _ in lists]
     chosen = []
@@ -322,7 +338,7 @@ def build(kind: str, config: PreTrainedConfig) -> nn.Module:
             elif "relative_attention_bias" in name or "bias_table" in name or "rel_pos" in name:
                 parameter.normal_(std=1.0)
             else:
-                parameter.normal_(std=1.6 / math.sqrt(max(1, parameter.numel() // parameter.shape[0])))
+                parameter.normal_(std=1.6 / math.sqrt(max(1, parameter.numel() // max(1, parameter.shape[0]))))
     return model.eval()
 
 
@@ -354,6 +370,7 @@ class Inputs:
         self.change = change
         self.names = list(inspect.signature(model.forward).parameters)
         size = look_up(self.config, "image_size", "img_size", "input_size", among="Vision|ViT|Image|Backbone", default=64)
+        size = SIZES.get(kind, {}).get("image", size)
         self.height, self.width = (size, size) if isinstance(size, int) else (size[0], size[-1])
         self.channels = look_up(self.config, "num_channels", "in_channels", "in_chans", among="Vision|ViT|Image", default=3)
         self.channels = self.channels if isinstance(self.channels, int) else 3
@@ -405,7 +422,8 @@ class Inputs:
         return tokens
 
     def inputs_embeds(self) -> Tensor | None:
-        return None if "input_ids" in self.names else self.normal(2, LENGTH, WIDTH)
+        others = ("input_ids", "pixel_values", "input_features", "input_values", "past_values")
+        return None if any(name in self.names for name in others) else self.normal(2, LENGTH, WIDTH)
 
     def query_embeds(self) -> Tensor:
         return self.normal(2, 8, look_up(self.config, "hidden_size"))
@@ -469,6 +487,18 @@ class Inputs:
 
     def merge_sizes(self) -> Tensor:
         return torch.tensor([2, 2])
+
+    def context_hidden_states(self) -> Tensor:
+        return self.normal(2, LENGTH, look_up(self.config, "hidden_size") * len(look_up(self.config, "target_layer_ids")))
+
+    def prompt_pixel_values(self) -> Tensor:
+        return self.pixel_values()
+
+    def prompt_masks(self) -> Tensor:
+        return self.pixel_values()
+
+    def latents(self) -> Tensor:
+        return self.normal(2, look_up(self.config, "hidden_size"), 8)
 
     def audio_mel(self) -> Tensor:
         return self.normal(2, 64, self.mels())
