@@ -15,7 +15,6 @@ import inspect
 import json
 import re
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -26,7 +25,9 @@ from typing import Any
 
 import torch
 import transformers
-from sweep_models import LENGTH, PADDED, Inputs, build, few_layers, look_up, tiny, types
+from sweep_inputs import Inputs
+from sweep_listed import expected
+from sweep_models import LENGTH, PADDED, build, few_layers, tiny, types
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -169,7 +170,6 @@ def compare(got: Pass, want: Pass) -> tuple[float, str]:
 @contextmanager
 def counted(model: nn.Module) -> Iterator[tuple[set, set]]:
     """Attention layers that run, and those that dmattn serves."""
-    from transformers import AttentionInterface
 
     ran: set[nn.Module] = set()
     served: set[Any] = set()
@@ -200,27 +200,19 @@ def paddings(model: nn.Module, given: dict[str, Any]) -> tuple[str, ...]:
     return ("none", "right") if "input_features" in given or "input_values" in given else ("none",)
 
 
-# Which of the parameters that Inputs can make are tried together, the first that eager attention runs on is taken.
-ALL = (
-    "input_ids attention_mask pixel_values pixel_values_videos input_features input_features_mask input_values decoder_input_ids bbox "
-    "grid_thw image_grid_thw hidden_states mm_token_type_ids past_values past_time_features past_observed_mask future_values future_time_features "
-    "inputs_embeds query_embeds qformer_input_ids states actions returns_to_go timesteps encoder_hidden_states visual_feats visual_pos "
-    "image_embeds_position_mask pixel_position_ids feature_attention_mask target_sizes audio_mel audio_mel_mask noise_embeds "
-    "decoder_input_values past_values_padding freq spatial_shapes pixel_attention_mask merge_sizes "
-    "context_hidden_states prompt_pixel_values prompt_masks latents "
-).split()
+MEDIA = ("pixel_values", "input_features", "input_values", "pixel_values_videos")
 
 
 def ways(model: nn.Module) -> Iterator[list[str]]:
+    """Which parameters of the forward method are given together: the first that eager attention runs on is taken."""
     names = inspect.signature(model.forward).parameters
-    known = [name for name in ALL if name in names]
+    known = [name for name in names if hasattr(Inputs, name)]
     required = [n for n, p in names.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     main = model.main_input_name
     main = [main] if isinstance(main, str) else list(main)
     yield known
-    media = ("pixel_values", "input_features", "input_values", "pixel_values_videos")
-    for keep in media:
-        yield [name for name in known if name not in media or name == keep]
+    for keep in MEDIA:
+        yield [name for name in known if name not in MEDIA or name == keep]
     yield [name for name in known if name in ("input_ids", "attention_mask", "decoder_input_ids", "bbox") or name in required]
     yield [name for name in known if name in (*main, *required, "attention_mask", "decoder_input_ids")]
     yield [name for name in known if name in (*main, *required)]
@@ -234,7 +226,7 @@ def try_ways(kind: str, model: nn.Module) -> tuple[list[str], dict[str, int], di
         if names in seen:
             continue
         seen.append(names)
-        media = any(name in names for name in ("input_features", "input_values", "pixel_values", "pixel_values_videos"))
+        media = any(name in names for name in MEDIA)
         for variant in range(4 if media else 1):
             options = dict(variant=variant, image_tokens=0)
             for _ in range(2):
@@ -295,7 +287,7 @@ def _sweep(kind: str) -> dict[str, Any]:
     causal = None
     with counted(model) as (ran, _):
         for padding in paddings(model, given):
-            if padding == "left" and causal:  # it reads tokens on both sides; a decoder alone is called so
+            if padding == "left" and causal != 0.0 and not options["image_tokens"]:  # only decoders are called so
                 continue
             inputs = Inputs(kind, model, padding, **options)
             made[padding] = inputs.make(names)
@@ -320,8 +312,11 @@ def _sweep(kind: str) -> dict[str, Any]:
                 notes.append(f"eager fails with {padding} padding: {str(error)[:80]}")
     attentions = {type(each).__name__ for each in ran}
     idle = {type(each).__name__ for each in model.modules() if "Attention" in type(each).__name__} - attentions
-    idle = {name for name in idle if not any("Attention" in type(i).__name__ for e in model.modules() if type(e).__name__ == name for i in e.modules() if i is not e)}
-    base = eager["none"]
+    idle = {
+        name
+        for name in idle
+        if not any("Attention" in type(i).__name__ for e in model.modules() if type(e).__name__ == name for i in e.modules() if i is not e)
+    }
     coverage = integration.report(model)
     common = dict(inputs=list(given), ran=sorted(attentions), report=[tuple(each) for each in coverage], notes=notes)
     if idle:
@@ -424,6 +419,10 @@ def main() -> None:
             options.json.write_text(json.dumps(results, indent=1))
             options.json.with_suffix(".txt").write_text(table(results))
     print(table(results).split("==")[0])
+    for each in results:
+        wanted = expected(each["type"])
+        if each["verdict"] not in (wanted, "needs a package") and not (wanted is None and each["verdict"] in ("equal", "refused")):
+            print(f"sweep_listed.py: {each['type']}: listed as {wanted}, is {each['verdict']}")
 
 
 if __name__ == "__main__":

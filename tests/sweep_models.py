@@ -1,8 +1,8 @@
-"""A tiny model with random weights of every type in Transformers' MODEL_MAPPING, and inputs for it, by rules that know names and no models.
+"""A tiny model with random weights of every type in Transformers' MODEL_MAPPING, by rules that know names of attributes and no models.
 
 :func:`tiny` makes a configuration: it reads the type's default one and shrinks the attributes whose names it knows, in inner configurations
 too. Where such a model cannot be built or called, :func:`few_layers` keeps every width and shrinks layers, vocabulary and experts only.
-:func:`inputs_for` reads the signature of the model's forward method. OVERRIDES says the rest, type by type.
+OVERRIDES says the rest, type by type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -48,7 +48,10 @@ RULES: tuple[tuple[str, int | Size], ...] = (
     (r"window_size$", lambda x, c: min(x, 4 * c["patch_size"] if x > 32 and isinstance(c.get("patch_size"), int) else 4)),
     (r"upsample_groups$", WIDTH),
     (r"(^|_)(num_|n_)?(hidden_|encoder_|decoder_)?layers?$|^depth$|_depth$|num_blocks$", lambda x, c: min(x, LAYERS)),
-    (r"intermediate_size|ffn_dim|ffn_hidden|inner_dim|^n_inner|^d_ff$|mlp_dim|d_inner|feedforward|filter_size|mlp_size", lambda x, c: min(x, INNER)),
+    (
+        r"intermediate_size|ffn_dim|ffn_hidden|inner_dim|^n_inner|^d_ff$|mlp_dim|d_inner|feedforward|filter_size|mlp_size",
+        lambda x, c: min(x, INNER),
+    ),
     (r"(image|img)_size$", lambda x, c: image_size(x, c)),
     (r"max_source_positions", 32),
     (r"^max_(position_embeddings|positions|seq_len|sequence_length|length)|n_positions|n_ctx|max_.*positions", lambda x, c: min(x, 512)),
@@ -73,7 +76,9 @@ def image_size(default: int, config: dict[str, Any]) -> int:
 
 def kv_heads(default: int, config: dict[str, Any]) -> int:
     """As many as query heads where the default has as many: latent attention and others rely on it."""
-    heads = next((config[name] for name in ("num_attention_heads", "num_heads", "n_heads", "n_head", "decoder_attention_heads") if name in config), None)
+    heads = next(
+        (config[name] for name in ("num_attention_heads", "num_heads", "n_heads", "n_head", "decoder_attention_heads") if name in config), None
+    )
     return min(default, HEADS if default == heads else KV_HEADS)
 
 
@@ -83,7 +88,12 @@ def power_of_two(x: int) -> int:
 
 # Attributes that many configurations leave unset, and models need.
 UNSET: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, n_routed_experts=4, num_experts_per_tok=2, prediction_length=8, moe_intermediate_size=INNER, num_local_experts=4,
+    vocab_size=VOCABULARY,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    prediction_length=8,
+    moe_intermediate_size=INNER,
+    num_local_experts=4,
     pad_token_id=0,
     head_dim=HEAD_DIM,
 )
@@ -91,8 +101,10 @@ UNSET: dict[str, Any] = dict(
 # Configuration attributes of a type by name (``vision_config.depth`` for an inner one) that rules cannot tell.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": dict(n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1),
-    "cohere_compass_text": dict(rope_parameters={each: dict(rope_type="default", rope_theta=10000.0) for each in ("full_attention", "sliding_attention")},
-        layer_types=["sliding_attention", "full_attention"]),
+    "cohere_compass_text": dict(
+        rope_parameters={each: dict(rope_type="default", rope_theta=10000.0) for each in ("full_attention", "sliding_attention")},
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "chameleon": dict(vocabulary_map={"<image>": 100, **{f"IMGIMG{chr(65 + i)}{chr(65 + j)}Z": 101 + i for i in range(4) for j in range(4)}}),
 }
 MROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
@@ -119,7 +131,13 @@ OVERRIDES |= {
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "sam2": {"vision_config.backbone_config.hidden_size": 96},
     "depth_pro": {"patch_size": 64} | {f"{each}_model_config.image_size": 64 for each in ("image", "patch", "fov")},
-    "gemma3n_text": dict(num_hidden_layers=2, intermediate_size=INNER, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3n_text": dict(
+        num_hidden_layers=2,
+        intermediate_size=INNER,
+        activation_sparsity_pattern=0.0,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "dots3_note": {"audio_config.adapter_input_size": WIDTH},
@@ -132,6 +150,10 @@ OVERRIDES |= {
     "blip-2": dict(image_token_id=100),
     "instructblip": dict(image_token_id=100),
     "instructblipvideo": dict(video_token_id=100),
+    "sam3_lite_text_text_model": dict(num_hidden_layers=3),
+    "mllama": {"text_config.cross_attention_layers": [1]},
+    "tvp": dict(visual_prompt_size=8, max_img_size=64),
+    "nemo_speechlm": {"text_config.n_groups": 2, "text_config.layers_block_type": ["mamba", "attention", "moe"]},
     "nemotron": dict(num_key_value_heads=2),
     "step3p7": {"text_config.sliding_window": 5},
     "xmod": dict(default_language="en_XX"),
@@ -145,18 +167,8 @@ OVERRIDES |= {
     "glm5_next": {"text_config.index_kpool": 2, "text_config.num_key_value_heads": 4},
 }
 OVERRIDES["qwen4_exp"] = {f"text_config.{name}": value for name, value in OVERRIDES["qwen4_exp_text"].items()}
-OVERRIDES["diffusion_gemma"] |= {f"text_config.{name}": value for name, value in dict(num_experts=4, top_k_experts=2, moe_intermediate_size=INNER).items()}
-# Sizes of inputs that no configuration tells.
-SIZES: dict[str, dict[str, int]] = {
-    "muse_glimmer_vision": dict(times=2),
-    "muse_spark_vision": dict(times=2),
-    "gemma4_audio": dict(mels=128),
-    "depth_pro": dict(image=256),
-    "seggpt": dict(image=32),
-    "fun_asr_nano_encoder": dict(mels=560),
-    "speecht5": dict(mels=WIDTH),
-    "granite_speech5_ctc": dict(mels=320),
-    "granite_speech5_encoder": dict(mels=320),
+OVERRIDES["diffusion_gemma"] |= {
+    f"text_config.{name}": value for name, value in dict(num_experts=4, top_k_experts=2, moe_intermediate_size=INNER).items()
 }
 OVERRIDES["cohere_compass"] = {f"text_config.{name}": value for name, value in OVERRIDES["cohere_compass_text"].items()}
 
@@ -183,7 +195,9 @@ def few_layers(kind: str) -> PreTrainedConfig:
 def _fields(kind: type) -> dict[str, Any]:
     """Parameters of a configuration's constructor and their defaults."""
     signature = inspect.signature(kind.__init__).parameters
-    return {name: each.default for name, each in signature.items() if name != "self" and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+    return {
+        name: each.default for name, each in signature.items() if name != "self" and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
 
 
 def _shrunk(config: Any, widths: bool, tokens: dict[int, int], overrides: dict[str, Any]) -> Any:
@@ -231,7 +245,9 @@ def _derived(name: str) -> bool:
 
 def _layers(values: dict[str, Any]) -> tuple[list[int], int]:
     """Layers to keep, one of each sort that per-layer lists tell apart and two at least, and how many there were."""
-    depth = next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), 0)
+    depth = next(
+        (values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), 0
+    )
     lists = [each for name, each in values.items() if isinstance(each, (list, tuple)) and len(each) == depth > 2 and "indices" not in name]
     seen: list[set] = [set() for _ in lists]
     chosen = []
@@ -357,271 +373,3 @@ def look_up(config: Any, *names: str, among: str = "", default: Any = None) -> A
             if isinstance(getattr(each, name, None), (int, list, tuple)):
                 return getattr(each, name)
     return default
-
-
-class Inputs:
-    """Makes the tensors that a forward method asks for; `image_tokens` stand in each row of a text."""
-
-    def __init__(self, kind: str, model: nn.Module, padding: str, image_tokens: int = 0, variant: int = 0, change: bool = False) -> None:
-        self.kind, self.config, self.padding, self.image_tokens = kind, model.config, padding, image_tokens
-        self.random = torch.Generator().manual_seed(1)
-        self.length = LENGTH + image_tokens + (1 if image_tokens else 0)
-        self.variant = variant
-        self.change = change
-        self.names = list(inspect.signature(model.forward).parameters)
-        size = look_up(self.config, "image_size", "img_size", "input_size", among="Vision|ViT|Image|Backbone", default=64)
-        size = SIZES.get(kind, {}).get("image", size)
-        self.height, self.width = (size, size) if isinstance(size, int) else (size[0], size[-1])
-        self.channels = look_up(self.config, "num_channels", "in_channels", "in_chans", among="Vision|ViT|Image", default=3)
-        self.channels = self.channels if isinstance(self.channels, int) else 3
-        self.patch = look_up(self.config, "patch_size", among="Vision|ViT", default=16)
-        self.patch = self.patch if isinstance(self.patch, int) else self.patch[0]
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.random)
-
-    def real(self, length: int) -> Tensor:
-        keep = torch.ones(2, length, dtype=torch.long)
-        padded = max(1, length * PADDED // LENGTH)
-        if self.padding == "left":
-            keep[0, :padded] = 0
-        elif self.padding == "right":
-            keep[0, -padded:] = 0
-        return keep
-
-    def make(self, names: list[str]) -> dict[str, Any]:
-        given = {}
-        for name in names:
-            made = getattr(self, name, None)
-            if made is not None:
-                value = made()
-                if value is not None:
-                    given[name] = value
-        return given
-
-    # Text
-
-    def input_ids(self) -> Tensor:
-        highest = min(SPECIAL, look_up(self.config, "vocab_size", among="Text", default=SPECIAL))
-        tokens = self.integers(5, highest, 2, self.length)
-        if self.change:
-            tokens[:, self.length // 2 :] = 5 + (tokens[:, self.length // 2 :] + 1) % (highest - 5)
-        pad = look_up(self.config, "pad_token_id", default=0)
-        pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        real = self.real(self.length)
-        tokens = torch.where(real == 1, tokens, pad)
-        end = look_up(self.config, "eos_token_id", among="Text")
-        if isinstance(end, int) and end >= 0:  # some pool from it
-            rows = torch.arange(2)
-            tokens[rows, self.length - 1 - real.flip(-1).argmax(-1)] = end
-        if self.image_tokens:
-            tokens[:, PADDED + 2 : PADDED + 2 + self.image_tokens] = self.image_token()
-        return tokens
-
-    def inputs_embeds(self) -> Tensor | None:
-        others = ("input_ids", "pixel_values", "input_features", "input_values", "past_values")
-        return None if any(name in self.names for name in others) else self.normal(2, LENGTH, WIDTH)
-
-    def query_embeds(self) -> Tensor:
-        return self.normal(2, 8, look_up(self.config, "hidden_size"))
-
-    def qformer_input_ids(self) -> Tensor:
-        return self.integers(5, SPECIAL, 2, LENGTH)
-
-    def states(self) -> Tensor:
-        return self.normal(2, LENGTH, look_up(self.config, "state_dim"))
-
-    def actions(self) -> Tensor:
-        return self.normal(2, LENGTH, look_up(self.config, "act_dim"))
-
-    def returns_to_go(self) -> Tensor:
-        return self.normal(2, LENGTH, 1)
-
-    def timesteps(self) -> Tensor:
-        return torch.arange(LENGTH).expand(2, -1)
-
-    def encoder_hidden_states(self) -> Tensor:
-        return self.normal(2, 8, look_up(self.config, "encoder_hidden_size"))
-
-    def visual_feats(self) -> Tensor:
-        return self.normal(2, 6, look_up(self.config, "visual_feat_dim"))
-
-    def visual_pos(self) -> Tensor:
-        return self.normal(2, 6, look_up(self.config, "visual_pos_dim"))
-
-    def visual_embeds(self) -> Tensor:
-        return self.normal(2, 6, look_up(self.config, "visual_embedding_dim"))
-
-    def image_embeds_position_mask(self) -> Tensor:
-        keep = torch.zeros(2, self.length, dtype=torch.long)
-        keep[:, PADDED + 2 : PADDED + 2 + look_up(self.config, "latent_query_num")] = 1
-        return keep
-
-    def pixel_position_ids(self) -> Tensor:
-        places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
-        return places.expand(2, -1, -1).contiguous()
-
-    def feature_attention_mask(self) -> Tensor:
-        return torch.ones(2, self.frames(), dtype=torch.long)
-
-    def target_sizes(self) -> Tensor:
-        return torch.tensor([[4, 4]] * 2)
-
-    def decoder_input_values(self) -> Tensor:
-        return self.normal(2, LENGTH, self.mels())
-
-    def past_values_padding(self) -> Tensor:
-        return torch.zeros(2, self.past())
-
-    def freq(self) -> Tensor:
-        return torch.zeros(2, 1, dtype=torch.long)
-
-    def spatial_shapes(self) -> Tensor:
-        return torch.tensor([[4, 4]] * 2)
-
-    def pixel_attention_mask(self) -> Tensor:
-        return torch.ones(2, 16, dtype=torch.long)
-
-    def merge_sizes(self) -> Tensor:
-        return torch.tensor([2, 2])
-
-    def context_hidden_states(self) -> Tensor:
-        return self.normal(2, LENGTH, look_up(self.config, "hidden_size") * len(look_up(self.config, "target_layer_ids")))
-
-    def prompt_pixel_values(self) -> Tensor:
-        return self.pixel_values()
-
-    def prompt_masks(self) -> Tensor:
-        return self.pixel_values()
-
-    def latents(self) -> Tensor:
-        return self.normal(2, look_up(self.config, "hidden_size"), 8)
-
-    def audio_mel(self) -> Tensor:
-        return self.normal(2, 64, self.mels())
-
-    def audio_mel_mask(self) -> Tensor:
-        return torch.zeros(2, 64, dtype=torch.bool)
-
-    def noise_embeds(self) -> Tensor:
-        return self.normal(2, 8, look_up(self.config, "hidden_size"))
-
-    def image_token(self) -> int:
-        return look_up(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "im_patch_id", default=SPECIAL)
-
-    def attention_mask(self) -> Tensor | None:
-        if self.padding == "none":
-            return None
-        if "input_ids" in self.names:
-            return self.real(self.length)
-        if "input_features" in self.names:
-            return self.real(self.frames())
-        if "input_values" in self.names:
-            return self.real(self.input_values().shape[-1])
-        return None
-
-    def decoder_input_ids(self) -> Tensor:
-        return self.integers(5, SPECIAL, 2, LENGTH - 2)
-
-    def bbox(self) -> Tensor:
-        corner = self.integers(0, 100, 2, self.length, 2)
-        return torch.cat([corner, corner + self.integers(1, 100, 2, self.length, 2)], -1)
-
-    def mm_token_type_ids(self) -> Tensor | None:
-        if not self.image_tokens:
-            return None
-        return (self.input_ids() == self.image_token()).long()
-
-    def token_type_ids(self) -> Tensor | None:
-        return self.mm_token_type_ids()
-
-    # Images
-
-    def pixel_values(self) -> Tensor:
-        if self.flat() and not self.variant:
-            return self.patches()
-        if self.variant == 1:
-            return self.normal(2, look_up(self.config, "num_frames", default=2), self.channels, self.height, self.width)
-        if self.variant == 2:
-            return self.normal(2 * 16, self.channels, self.patch, self.patch)
-        if self.variant == 3:
-            return self.normal(2, 16, self.channels * self.patch**2)
-        return self.normal(2, self.channels, self.height, self.width)
-
-    def flat(self) -> bool:
-        return any("grid_thw" in name for name in self.names)
-
-    def patches(self) -> Tensor:
-        times = SIZES.get(self.kind, {}).get("times") or look_up(self.config, "temporal_patch_size", among="Vision", default=1)
-        return self.normal(2 * 16, self.channels * times * self.patch**2)
-
-    def hidden_states(self) -> Tensor:
-        return self.patches()
-
-    def grid_thw(self) -> Tensor:
-        return torch.tensor([[1, 4, 4]] * 2)
-
-    image_grid_thw = grid_thw
-
-    def pixel_values_videos(self) -> Tensor | None:
-        if "pixel_values" in self.names:
-            return None
-        frames = look_up(self.config, "num_frames", "frames_per_clip", default=2)
-        return self.normal(2, frames, self.channels, self.height, self.width)
-
-    # Sound
-
-    def mels(self) -> int:
-        names = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "input_feat_size", "input_dim", "n_mels")
-        return SIZES.get(self.kind, {}).get("mels") or look_up(self.config, *names, among="Audio|Encoder", default=80)
-
-    def frames(self) -> int:
-        """Encoders with learned positions take twice as many frames as they have positions."""
-        positions = look_up(self.config, "max_source_positions", among="Audio|Encoder")
-        if self.variant == 0 and positions:
-            return 2 * positions
-        return look_up(self.config, "max_length", among="Spectrogram", default=64) if self.variant == 3 else 64
-
-    def input_features(self) -> Tensor:
-        """(B, frames, mels), (B, mels, frames) or (B, 1, frames, mels)."""
-        x = self.normal(2, self.frames(), self.mels())
-        if self.variant == 2 or (self.variant == 0 and self.frames() != 64) or (self.variant == 0 and look_up(self.config, "max_source_positions")):
-            return x.mT.contiguous()
-        return x[:, None] if self.variant == 3 else x
-
-    def input_features_mask(self) -> Tensor:
-        return self.real(self.frames())
-
-    def input_values(self) -> Tensor:
-        """Samples; with a channel; or features."""
-        return (self.normal(2, 4000), self.normal(2, 1, 4000), self.normal(2, 2, 4000), self.normal(2, self.frames(), self.mels()))[self.variant]
-
-    # Time series
-
-    def past_values(self) -> Tensor:
-        channels = look_up(self.config, "num_input_channels")
-        if channels:
-            return self.normal(2, look_up(self.config, "context_length"), channels)
-        return self.normal(2, self.past())
-
-    def past(self) -> int:
-        lags = look_up(self.config, "lags_sequence", default=[0])
-        return look_up(self.config, "context_length", default=16) + max(lags)
-
-    def time_features(self, length: int) -> Tensor:
-        return self.normal(2, length, look_up(self.config, "num_time_features", default=1))
-
-    def past_time_features(self) -> Tensor:
-        return self.time_features(self.past())
-
-    def past_observed_mask(self) -> Tensor:
-        return torch.ones(2, self.past())
-
-    def future_values(self) -> Tensor:
-        return self.normal(2, look_up(self.config, "prediction_length", default=8))
-
-    def future_time_features(self) -> Tensor:
-        return self.time_features(look_up(self.config, "prediction_length", default=8))
