@@ -12,164 +12,104 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "DIFFERENT",
         "",
-        "TODO 1.2e+00 at output encoder_logits, padding none; beside sdpa 8.1e-14",
-        "grounding-dino",
-    ),
-    (
-        "DIFFERENT",
-        "",
-        "TODO 5.0e-01 at output encoder_last_hidden_state, padding right; sdpa: ValueError: BigBirdPegasusModel do",
-        "bigbird_pegasus",
-    ),
-    (
-        "DIFFERENT",
-        "",
-        "TODO 6.9e-01 at output text_audio_embeds, padding left; beside sdpa 2.3e-15",
-        "pe_audio",
-    ),
-    (
-        "DIFFERENT",
-        "",
-        "TODO 8.1e-01 at output last_hidden_state, padding right; sdpa: ValueError: GitModel does not support an a",
+        "adds its mask to scores: a bool one lets it see the future",
         "git",
     ),
     (
         "DIFFERENT",
         "",
-        "TODO 9.8e-01 at output encoder_last_hidden_state_text, padding none; beside sdpa 9.4e-14",
-        "mm-grounding-dino",
-    ),
-    (
-        "DIFFERENT",
-        "",
-        "TODO sees the future (3.1e-01); 3.9e-01 at output last_hidden_state, padding right",
+        "adds numbers to a mask of the type that it is given: a bool one lets it see the future",
         "deepseek_v4",
     ),
     (
         "DIFFERENT",
-        "5.17",
-        "TODO 1.3e+00 at output last_hidden_state, padding none; beside sdpa 2.4e-15",
-        "moshi",
+        "",
+        "eager attention adds a bool mask of its own to scores as numbers; SDPA and dmattn read it as a mask",
+        "grounding-dino mm-grounding-dino",
+    ),
+    (
+        "DIFFERENT",
+        "",
+        "its original_full attention adds its mask to scores",
+        "bigbird_pegasus",
+    ),
+    (
+        "DIFFERENT",
+        "",
+        "pools from a padded position",
+        "pe_audio",
     ),
     (
         "DIFFERENT",
         "5.17",
-        "TODO 8.1e-01 at output last_hidden_state, padding right; beside sdpa 0.0e+00",
+        "its attention adds its mask to scores",
         "gemma4_audio",
     ),
     (
         "DIFFERENT",
+        "5.17",
+        "without an attention mask the eager attention of 5.17 is not causal; SDPA and dmattn are",
+        "moshi",
+    ),
+    (
+        "DIFFERENT",
         "5.23",
-        "TODO 9.1e-01 at output pooler_output, padding none; sdpa: ValueError: BridgeTowerModel does not support a",
+        "self attention is marked causal, gets no mask, and eager attention hides nothing then; 5.17 makes masks of other lengths",
         "bridgetower",
     ),
     (
         "ERROR",
         "",
-        "TODO ValueError: Attention mask should be of size (2, 1, 4, 4), but is torch.Size([2, 1, 8, 8]) (modeling",
+        "its prob attention adds its mask to scores",
         "informer",
     ),
     (
         "ERROR",
         "",
-        "TODO ValueError: dmattn: indices: expected None, as AXK2Attention uses it in a way not supported, receive",
-        "axk2",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: indices: expected None, as DeepseekV32Attention uses it in a way not supported, ",
-        "deepseek_v32",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: indices: expected None, as Dots3NoteTextAttention uses it in a way not supported",
-        "dots3_note dots3_note_text",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: indices: expected None, as GlmMoeDsaAttention uses it in a way not supported, re",
-        "glm_moe_dsa",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: indices: expected None, as HYV4Attention uses it in a way not supported, receive",
-        "hy_v4",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: indices: expected None, as MistralLarge4TextAttention uses it in a way not suppo",
-        "mistral_large4 mistral_large4_text",
-    ),
-    (
-        "ERROR",
-        "",
-        "TODO ValueError: dmattn: sinks: expected None, as Inkling2SlidingAttention uses it in a way not supported",
+        "sinks of its own kind",
         "inkling2 inkling2_text",
     ),
     (
         "ERROR",
+        "",
+        "sparse attention: the keys that an indexer chose arrive beside the mask",
+        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 mistral_large4 mistral_large4_text",
+    ),
+    (
+        "ERROR",
         "5.17",
-        "TODO ValueError: dmattn: attention_mask: expected a mask, as the causal alignment of 4 queries to 21 keys",
+        "attention across the image is marked causal, and gets no mask",
         "kosmos-2",
     ),
     (
         "ERROR",
         "5.17",
-        "TODO ValueError: dmattn: mask: expected a shape broadcastable to (B, H, Sq, Sk) = (2, 4, 13, 17) with 4 o",
+        "self attention is marked causal, gets no mask, and eager attention hides nothing then; 5.17 makes masks of other lengths",
         "bridgetower",
     ),
     (
         "ERROR",
         "5.23",
-        "TODO TypeError: torch.finfo() requires a floating point input type. Use torch.iinfo to handle 'torch.finf",
-        "gemma4_audio",
+        "asks for a window that is not causal, without a mask",
+        "diffusion_gemma",
     ),
     (
         "ERROR",
         "5.23",
-        "TODO ValueError: dmattn: attention_mask: expected a mask, as a sliding window that is not causal has no o",
-        "diffusion_gemma",
+        "its attention adds its mask to scores",
+        "gemma4_audio",
     ),
     (
         "NOT SERVED",
         "",
-        "TODO ['DabDetrAttention', 'DetrAttention']; 0.0e+00 at outputs, padding none",
-        "dab-detr",
+        "enable() accepts it, and its own attention computes on",
+        "dab-detr gemma3n_audio sam_hq_vision_model sam_vision_model table-transformer",
     ),
     (
         "NOT SERVED",
         "",
-        "TODO ['Gemma3nAudioAttention']; 0.0e+00 at outputs, padding none",
-        "gemma3n_audio",
-    ),
-    (
-        "NOT SERVED",
-        "",
-        "TODO ['PatchTSMixerGatedAttention']; 0.0e+00 at outputs, padding none",
+        "what is called attention is a gate",
         "patchtsmixer",
-    ),
-    (
-        "NOT SERVED",
-        "",
-        "TODO ['SamHQVisionAttention']; 0.0e+00 at outputs, padding none",
-        "sam_hq_vision_model",
-    ),
-    (
-        "NOT SERVED",
-        "",
-        "TODO ['SamVisionAttention']; 0.0e+00 at outputs, padding none",
-        "sam_vision_model",
-    ),
-    (
-        "NOT SERVED",
-        "5.17",
-        "TODO ['TableTransformerAttention']; 0.0e+00 at outputs, padding none",
-        "table-transformer",
     ),
     (
         "UNUSABLE",
@@ -194,11 +134,10 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
         "",
         "needs a configuration or inputs that the rules do not make",
         "align blt clap depth_pro ernie4_5_vl_moe gemma3n_text idefics inkling2_vision kyutai_speech_to_text "
-        "lw_detr muse_glimmer_assistant musicgen musicgen_melody nemo_speechlm neucodec omdet-turbo oneformer "
-        "paligemma pi0 pp_doclayout_v3 pp_doclayout_v4 pp_ocrv5_mobile_rec pp_ocrv5_server_rec "
-        "pp_ocrv6_medium_det pp_ocrv6_small_det qwen3_asr_encoder qwen4_exp qwen4_exp_text rt_detr rt_detr_v2 "
-        "sam2 sam3_tracker tvp unlimited_ocr uvdoc vivit voxtral_realtime voxtral_realtime_encoder "
-        "voxtral_realtime_text wav2vec2-bert xclip xcodec xcodec2 xlstm xmod youtu zamba",
+        "lw_detr muse_glimmer_assistant musicgen musicgen_melody nemo_speechlm neucodec omdet-turbo paligemma "
+        "pi0 pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_medium_det pp_ocrv6_small_det qwen4_exp "
+        "qwen4_exp_text sam2 sam3_tracker tvp uvdoc voxtral_realtime voxtral_realtime_text xcodec xcodec2 "
+        "xlstm",
     ),
     (
         "UNUSABLE",
@@ -209,16 +148,11 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "UNUSABLE",
-        "",
-        "takes longer than a minute",
-        "vits",
-    ),
-    (
-        "UNUSABLE",
         "5.17",
         "needs a configuration or inputs that the rules do not make",
-        "blip-2 clvp cohere_compass cohere_compass_text d_fine dbrx deimv2 diffusion_gemma edgetam "
-        "edgetam_vision_model efficientloftr granite4_vision mask2former vision-text-dual-encoder",
+        "cohere_compass cohere_compass_text diffusion_gemma edgetam edgetam_vision_model efficientloftr "
+        "granite4_vision mask2former oneformer pp_doclayout_v3 qwen3_asr_encoder rt_detr rt_detr_v2 "
+        "vision-text-dual-encoder",
     ),
     (
         "UNUSABLE",
@@ -235,9 +169,8 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "UNUSABLE",
         "5.23",
-        "needs a configuration or inputs that the rules do not make",
-        "t5gemma2_encoder table-transformer time_series_transformer timesfm timesformer timm_backbone "
-        "timm_wrapper video_llama_3_vision videomae",
+        "takes longer than a minute",
+        "vits",
     ),
     (
         "no attention",
