@@ -61,13 +61,12 @@ test-full:
 	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
 	$(MAKE) test-processors
 
-# ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so only files of tests that
-# judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait for each other where
+# ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so a few files, in
+# minutes, whose tests judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait for each other where
 # cores are few.
 capabilities = $$($(python) -c "from torch.backends.cpu import get_cpu_capability as most; names = ['DEFAULT', 'AVX2', 'AVX512']; \
 	print(*(name.lower() for name in (names[:names.index(most()) + 1] if most() in names else names[:1])))")
-judged := equivalence dropout dynamic functional random reference torch_kernel doge transformers transformers_dense_bias \
-	transformers_families transformers_packed transformers_patching transformers_sparse
+judged := equivalence dropout dynamic functional random reference torch_kernel doge transformers transformers_dense_bias transformers_families
 
 test-processors: $(installed)
 	set -e; for capability in $(capabilities); do for threads in 1 2; do \
