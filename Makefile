@@ -62,8 +62,8 @@ test-full:
 	$(MAKE) test-processors
 
 # ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so a few files, in
-# minutes, whose tests judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait for each other where
-# cores are few.
+# minutes, whose tests judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait
+# for each other where cores are few.
 capabilities = $$($(python) -c "from torch.backends.cpu import get_cpu_capability as most; names = ['DEFAULT', 'AVX2', 'AVX512']; \
 	print(*(name.lower() for name in (names[:names.index(most()) + 1] if most() in names else names[:1])))")
 judged := equivalence dropout dynamic functional random reference torch_kernel doge transformers transformers_dense_bias transformers_families
