@@ -42,7 +42,7 @@ help:
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
 	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled,"
 	@echo "                   then make test-processors"
-	@echo "make test-processors  what computes in the first half, by each of this processor's instruction sets (ATEN_CPU_CAPABILITY:"
+	@echo "make test-processors  what judges numbers in the first half, by each instruction set of this processor (ATEN_CPU_CAPABILITY:"
 	@echo "                   default, avx2, avx512), with one thread and with two"
 	@echo "make test-pytorch  the first half of make test"
 	@echo "make test-kernels  the second half of make test"
@@ -61,11 +61,12 @@ test-full:
 	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
 	$(MAKE) test-processors
 
-# ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding; what compiles, measures or
-# starts processes of its own does not. Two threads have one worker: they wait for each other where cores are few.
+# ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so a few files, in
+# minutes, whose tests judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait
+# for each other where cores are few.
 capabilities = $$($(python) -c "from torch.backends.cpu import get_cpu_capability as most; names = ['DEFAULT', 'AVX2', 'AVX512']; \
 	print(*(name.lower() for name in (names[:names.index(most()) + 1] if most() in names else names[:1])))")
-elsewhere := tests/test_benchmarks.py tests/test_cli.py tests/test_distributed.py tests/test_examples.py tests/test_halves.py
+judged := equivalence dropout dynamic functional random reference torch_kernel doge transformers transformers_dense_bias transformers_families
 
 test-processors: $(installed)
 	set -e; for capability in $(capabilities); do for threads in 1 2; do \
@@ -75,7 +76,7 @@ test-processors: $(installed)
 	done; done
 
 numerical: $(installed)
-	$(pytest) -m "not compile_only and not gpu" $(addprefix --ignore=,$(elsewhere))
+	$(pytest) -m "not gpu" $(judged:%=tests/test_%.py)
 
 test-pytorch: $(installed)
 	TRITON_INTERPRET=0 $(pytest)

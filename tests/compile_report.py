@@ -5,7 +5,7 @@ python tests/compile_report.py gfx942 --json
 python tests/compile_report.py sm_100 --few    leaves out launches that differ from others in size, not in kind
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
-would have. One process per target, because bad code generation may abort it.
+would have. One process per target, and under it one per compilation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
+import os
 import re
 import sys
-from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,7 @@ ALIKE = {
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
     "plan-128k": "plan-16k and plan-1m",
 }
+MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
 
 
 class NoDevice:
@@ -124,29 +127,70 @@ def gpu_target(name: str) -> GPUTarget:
     return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
 
 
-@contextlib.contextmanager
-def compiling_only(target: GPUTarget, seen: set[str]) -> Iterator[list[dict[str, Any]]]:
-    """Launches inside become compilations for `target`; yields the records of those not yet `seen`."""
-    records: list[dict[str, Any]] = []
-    launch = jit.JITFunction.run
+@triton.jit
+def nothing():
+    pass
 
-    def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+
+class Compiler:
+    """Inside, launches become compilations for `target`: `rows` gets one for each that none before was the same as, by Triton's key.
+
+    Each compiles in a process of its own, because bad code generation may abort it, and a few at once. A process is forked at the launch: it
+    compiles as the launch would have, with the assembler that is set for it, and what has to be passed to a compiler cannot be sent.
+    """
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+        self.case = ""
+        self.rows: list[dict[str, Any]] = []
+        self.known: set[tuple] = set()
+        self.running: dict[Connection, tuple[dict[str, Any], Any]] = {}
+        self.at_once = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+
+    def __enter__(self) -> Compiler:
+        self.active, self.compile = driver._active, jit.JITFunction._do_compile
+        driver.set_active(NoDevice(self.target))
+        triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(io.StringIO()):
+            nothing.warmup(grid=(1,))  # Triton looks many things up at its first compilation, and forked processes then have them
+        jit.JITFunction._do_compile = lambda function, key, *others: self.launched(function, key, others)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        jit.JITFunction._do_compile = self.compile
+        driver._active = self.active
+        while self.running:
+            self.collect()
+
+    def launched(self, function: jit.JITFunction, key: Any, others: tuple) -> None:
+        if (function, key) in self.known:
+            return
+        self.known.add((function, key))
+        while len(self.running) >= self.at_once:
+            self.collect()
+        forked = multiprocessing.get_context("fork")
+        receiving, sending = forked.Pipe(duplex=False)
+        process = forked.Process(target=self.compile_here, args=(function, (key, *others), sending))
+        process.start()
+        sending.close()  # so that the pipe ends with the process
+        row = {"case": self.case, "kernel": function.fn.__name__, "module": function.fn.__module__}
+        self.rows.append(row)
+        self.running[receiving] = row, process
+
+    def compile_here(self, function: jit.JITFunction, arguments: tuple, results: Connection) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as log:
-            compiled = launch(function, *arguments, grid=grid, warmup=True, **options)
-        if compiled.hash not in seen:  # Triton keeps what it compiled before, without a log
-            seen.add(compiled.hash)
-            records.append({"kernel": function.fn.__name__, "module": function.fn.__module__, **measures(compiled, log.getvalue(), target)})
-        return compiled
+            compiled = self.compile(function, *arguments)
+        results.send({"hash": compiled.hash, **measures(compiled, log.getvalue(), self.target)})
 
-    active = driver._active
-    driver.set_active(NoDevice(target))
-    jit.JITFunction.run = compile_only
-    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-    try:
-        yield records
-    finally:
-        jit.JITFunction.run = launch
-        driver._active = active
+    def collect(self) -> None:
+        """Wait until a process ends, and complete its row: with `ended`, its exit status, if it has sent nothing."""
+        for receiving in wait(list(self.running)):
+            row, process = self.running.pop(receiving)
+            with receiving, contextlib.suppress(EOFError):
+                row.update(receiving.recv())
+            process.join()
+            if "hash" not in row:
+                row["ended"] = process.exitcode
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
@@ -200,38 +244,35 @@ def dynamic(case: Case, dtype: torch.dtype) -> Problem:
 
 
 def report(name: str, few: bool = False) -> list[dict[str, Any]]:
-    """A record for every kernel that the launches, or a `few` of them, compile for a target."""
-    rows, seen = [], set()
+    """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
     left_out = ALIKE if few else {}
-    problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
-    for case_name, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
-        out, lse, states = ops.allocate_forward(problem)
-        problem = problem._replace(states=states)
-        gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
-        with compiling_only(gpu_target(name), seen) as records:
+    with Compiler(gpu_target(name)) as compiler:
+        problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
+        for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
+            out, lse, states = ops.allocate_forward(problem)
+            problem = problem._replace(states=states)
+            gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *gradients)
-        rows += [{"target": name, "case": case_name, **record} for record in records]
-    for case, dtype in FORWARD:
-        if case.name in left_out:
-            continue
-        problem = meta(case, dtype)
-        out, lse, states = ops.allocate_forward(problem)
-        with compiling_only(gpu_target(name), seen) as records:
+        for case, dtype in FORWARD:
+            if case.name in left_out:
+                continue
+            compiler.case, problem = case.name, meta(case, dtype)
+            out, lse, states = ops.allocate_forward(problem)
             kernels.forward(problem._replace(states=states), out, lse)
-        rows += [{"target": name, "case": case.name, **record} for record in records]
-    for case_name, length in PLANS:
-        if case_name in left_out:
-            continue
-        key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
-        valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
-        with compiling_only(gpu_target(name), seen) as records:
+        for compiler.case, length in PLANS:
+            if compiler.case in left_out:
+                continue
+            key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
+            valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
             for scores in (key_bias, key_bias.float().contiguous()):
                 kernels.lifetimes(scores, valid, 1024, length)
             for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
                 kernels.best(scores, valid, *ops.allocate_best(scores, 100, 1), 1)
-        rows += [{"target": name, "case": case_name, **record} for record in records]
-    return rows
+    by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
+    for number, row in enumerate(compiler.rows):
+        by_hash.setdefault(row.pop("hash", number), {"target": name, **row})
+    return list(by_hash.values())
 
 
 if __name__ == "__main__":
@@ -240,5 +281,5 @@ if __name__ == "__main__":
         print(json.dumps(found))
     else:
         for row in found:
-            numbers = "  ".join(f"{field} {row[field]}" for field in ("registers", "spilled", "shared", "atomics", "uneven", "early"))
+            numbers = "  ".join(f"{field} {value}" for field, value in row.items() if isinstance(value, int))
             print(f"{row['target']:7s} {row['case']:26s} {row['kernel']:26s} {numbers}")

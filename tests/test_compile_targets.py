@@ -57,6 +57,8 @@ def test_kernels_compile_without_excess(target):
     run = subprocess.run([sys.executable, REPORT, target, "--json", *few], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = json.loads(run.stdout.splitlines()[-1])
+    ended = [f"{row['case']}: {row['kernel']} ended with status {row['ended']}" for row in rows if "ended" in row]
+    assert not ended, "\n".join([*ended, run.stderr[-3000:]])
     kernels = {row["kernel"] for row in rows}
     expected = {"_forward_kernel", "_terms_kernel", "_key_gradients_kernel", "_query_gradients_kernel", "_shared_gradient_kernel"}
     expected |= {"_window_forward_kernel", "_window_gradients_kernel", "_sum_parts_kernel"}

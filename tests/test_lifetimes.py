@@ -79,12 +79,15 @@ def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor | None]
     return key_bias.to(device), None if valid is None else valid.to(device)
 
 
-@pytest.fixture
-def kernels_on(device, monkeypatch):
+interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
+
+
+@pytest.fixture(params=DEVICES)
+def kernels_on(request, monkeypatch):
     """The device on which the kernels run; in the interpreter with blocks so small that short sequences have many."""
+    device = request.param
     if device == "cpu":
-        if not ops.interpreting():
-            pytest.skip("kernels run on a GPU, or in Triton's interpreter")
         small = {"lifetimes": {"SMALLEST_BLOCK": 4, "SMALLEST_TILE": 16}, "ranks": {"RUN": 8, "MERGED": 2, "BLOCK": 4}}
         for module, sizes in small.items():
             for name, size in sizes.items():
@@ -115,6 +118,7 @@ def test_kernels_plan_what_pytorch_plans_for_random_cases(seed, kernels_on):
         check_kernels(drawn(seed * count + number, longest), kernels_on)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "case",
     [
@@ -130,8 +134,6 @@ def test_kernels_plan_what_pytorch_plans_for_random_cases(seed, kernels_on):
 )
 def test_kernels_plan_with_sets_of_several_words(case, device, half, monkeypatch):
     """Blocks of 128, as those of 16384 keys are, and 16-bit scores; the counters of a tile are wide ones."""
-    if device == "cpu" and not ops.interpreting():
-        pytest.skip("kernels run on a GPU, or in Triton's interpreter")
     module = importlib.import_module("dmattn.kernels.lifetimes")
     monkeypatch.setattr(module, "SMALLEST_BLOCK", 128)
     monkeypatch.setattr(module, "SMALLEST_TILE", 512)
