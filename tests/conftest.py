@@ -117,7 +117,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def reason_to_skip(item: pytest.Item) -> str | None:
     """A test that needs a CUDA device does so whatever else is missing."""
-    true = [mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]]
+    marks = list(item.iter_markers("skipif"))
+    assert all(isinstance(condition, bool) for mark in marks for condition in mark.args[:1] or [None]), (
+        f"{item.nodeid}: skipif(bool, reason=...)"
+    )
+    true = [mark.kwargs["reason"] for mark in marks if mark.args[0]]
     return NO_CUDA if NO_CUDA in true else true[0] if true else None
 
 

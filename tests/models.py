@@ -169,6 +169,7 @@ def widened(value: Any) -> Any:
 
 
 CHOICES = {torch.topk, Tensor.topk, torch.argmax, Tensor.argmax}
+CHOICES |= {getattr(each, name) for each in (torch, Tensor) for name in ("ceil", "floor", "round")}  # DeBERTa's buckets, by logarithms
 DRAWS = {torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint, torch.randperm, torch.bernoulli}
 DRAWS |= {torch.multinomial, Tensor.multinomial, Tensor.bernoulli}
 

@@ -24,6 +24,7 @@ SERVED = (
     Case("mask-by-group-empty-rows-65x97", 65, 97, heads=6, kv_heads=2, mask="bgqk", keep="random-empty-rows", reason="a mask of key-value heads"),
     Case("bias-by-group-causal-mask-65x97", 65, 97, heads=6, kv_heads=2, bias="1gqk", mask="b11k", causal=True, reason="all rules at once"),
     Case("bias-half-by-query-77", 77, bias="bhq1", bias_dtype=torch.float16, reason="another dtype, shared by all keys"),
+    Case("bias-mask-empty-rows-61x83", 61, 83, mask="b1qk", keep="random-empty-rows", bias="1hqk", reason="what a mask hides beside a bias is -inf, not low"),
     Case("documents-400", 400, intervals="documents", causal=True, window=(48, 0), reason="packed sequences inside a window"),
     Case("negative-scale-causal-50", 50, scale=-0.4, causal=True, reason="-inf is not multiplied by it"),
     Case("transposed-130", 130, heads=3, transposed=True, reason="(B, S, H, D) in memory"),
@@ -47,6 +48,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def failures(case: Case, dtype: torch.dtype) -> list[str]:
     return [str(verdict) for verdict in check(case, dtype) if not verdict.passed]
+
+
+def test_what_is_hidden_is_lower_than_any_bias(calls: list[int]) -> None:
+    query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
+    bias, mask = torch.full((1, 1, 40, 40), -2e9), torch.rand(1, 1, 40, 40) < 0.5
+    mask[:, :, 7] = False
+    out, lse = attention(query, key, value, bias=bias, mask=mask, return_lse=True)
+    seen = mask[0, 0].float() @ value / mask[0, 0].sum(-1, keepdim=True).clamp(min=1)  # so far from 0 all weigh alike
+    assert calls
+    torch.testing.assert_close(out, seen)
+    assert (lse[:, :, 7] == -math.inf).all()
+    assert lse.isfinite().sum() == lse.numel() - 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,6 +6,7 @@ Both sides compute in float64, where rounding hides nothing: a bool mask that is
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -208,12 +209,51 @@ def test_a_configuration_takes_after_the_one_it_is_derived_from() -> None:
     assert made(None).dtype == torch.bool
 
 
-@pytest.mark.parametrize(("model", "causal"), [("BridgeTowerModel", False), ("LlamaModel", True)])
-def test_without_a_mask_a_layer_is_causal_only_where_more_than_eager_is_declared(model: str, causal: bool, calls: list[dict]) -> None:
-    layer: Any = nn.Module()
-    layer.config, layer.is_causal = getattr(transformers, model).config_class(), True
-    integration.attend(layer, *torch.randn(3, 2, 4, 5, 8).unbind(), None)
+def bridgetower_layer() -> nn.Module:
+    from transformers.models.bridgetower import modeling_bridgetower as bridgetower
+
+    return bridgetower.BridgeTowerSelfAttention(transformers.BridgeTowerTextConfig(), is_causal=True)
+
+
+def llama_layer() -> nn.Module:
+    return transformers.models.llama.modeling_llama.LlamaAttention(transformers.LlamaModel.config_class(num_hidden_layers=1), 0)
+
+
+class OwnLayer(nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize(("make", "causal"), [(bridgetower_layer, False), (llama_layer, True), (OwnLayer, True)])
+def test_without_a_mask_a_layer_is_causal_but_in_files_of_eager_attention(
+    make: Callable[[], nn.Module], causal: bool, calls: list[dict]
+) -> None:
+    class Head(transformers.PreTrainedModel):
+        """As of a user: it declares nothing, which says nothing of Llama's layers."""
+
+        config_class = transformers.LlamaModel.config_class
+
+    integration.attend(make(), *torch.randn(3, 2, 4, 5, 8).unbind(), None)
     assert calls[-1]["causal"] == causal
+    del Head
+    gc.collect()
+
+
+def test_a_model_that_is_defined_later_counts() -> None:
+    class OwnConfig(transformers.PreTrainedConfig):
+        pass
+
+    class First(transformers.PreTrainedModel):
+        config_class = OwnConfig
+        _supports_sdpa = True
+
+    assert made(OwnConfig()).dtype == torch.bool
+
+    class Second(transformers.PreTrainedModel):
+        config_class = OwnConfig
+
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    del First, Second
+    gc.collect()
 
 
 def test_under_tracing_the_float_mask_is_eagers() -> None:

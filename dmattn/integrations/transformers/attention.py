@@ -12,7 +12,7 @@ from ...functional import attention
 from ...masks import IntervalMask
 from .dense_bias import dense_bias
 from .described_mask import DescribedMask, arguments
-from .interface import declares_other_masks
+from .interface import ignores_is_causal
 from .packed import documents, join
 from .selected_keys import select, select_blocks
 
@@ -53,8 +53,8 @@ def attend(
         query: (B, H, Q, D); key: (B, Hk, K, D); value: (B, Hk, K, Dv). One dtype, or any under autocast. Differentiable.
         attention_mask: 4 axes broadcastable to (B, H, Q, K). Bool: True attends. Float: a bias, with gradient. It is complete: causality
             and `sliding_window` are already inside. None: the model asked for no mask, and the two arguments below decide.
-        is_causal: without a mask, hide later keys; None reads ``module.is_causal``, but in models that declare no attention but eager's, which
-            does not read it (BridgeTower). Ignored with a mask, and for a single query.
+        is_causal: without a mask, hide later keys. None reads ``module.is_causal``, except in files of Transformers whose models declare no
+            attention but eager's, which does not read it (BridgeTower). Ignored with a mask, and for a single query.
         sliding_window: without a mask, a causal query sees its own and the ``sliding_window - 1`` keys before it. Ignored with a mask.
         dropout: probability with which a weight is dropped while ``module.training``; ignored otherwise, as in Transformers' eager attention.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
@@ -155,8 +155,7 @@ def _rules_without_mask(
     len_q, len_k = query.shape[2], key.shape[2]
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
-        config = getattr(module, "config", None)
-        if is_causal and config is not None and not declares_other_masks(config):
+        if is_causal and ignores_is_causal(module):
             is_causal = False
     if is_causal is None:
         if len_q > 1 or sliding_window is not None:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["class_uses_interface", "declares_other_masks", "file_uses_interface"]
+__all__ = ["class_uses_interface", "file_uses_interface", "ignores_is_causal", "layers_may_add_masks"]
 
 _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the second in older and in others' code
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 _known: dict[str, bool] = {}  # by modelling file
-_declared: dict[str, bool] = {}  # by class of configuration
+_eager_only: dict[str, tuple[int, bool | None]] = {}  # by class of configuration, with how many models there were
+_eager_only_files: dict[str, bool] = {}
 
 
 def class_uses_interface(kind: Any) -> bool:
@@ -55,31 +56,48 @@ def _file_uses_interface(modelling_file: str) -> bool:
     return known
 
 
-def declares_other_masks(config: Any) -> bool:
-    """Whether the models of a configuration say that they run with SDPA's bool masks, or FlashAttention's or FlexAttention's instead.
+def layers_may_add_masks(config: Any) -> bool:
+    """Whether a model of a configuration declares no attention but eager's: neither SDPA, nor FlashAttention, nor FlexAttention.
 
-    Then no layer of theirs adds its mask to anything, nor joins it with one that is added. A class that declares none of the three may do so
-    even before it calls the attention interface (DeepSeek-V4), or in layers beside those that call it (GIT, Informer, BigBird-Pegasus).
-    A configuration of which no class is known counts as one whose layers may.
+    No layer of the other models adds its mask to anything, nor joins it with one that is added. A layer of these may do so before it calls the
+    attention interface (DeepSeek-V4), or beside layers that call it (GIT, Informer, BigBird-Pegasus). One such model makes it so for all of its
+    configuration, whoever defines it: which model asks for a mask is not known. A configuration of which no model is known counts as one.
     """
     for kind in type(config).__mro__:  # models of a configuration's base class run with it too
-        known = _declared_for(f"{kind.__module__}.{kind.__qualname__}")
+        known = _a_model_is_eager_only(f"{kind.__module__}.{kind.__qualname__}")
         if known is not None:
             return known
-    return False
+    return True
 
 
 @torch.compiler.assume_constant_result
-def _declared_for(config_class: str) -> bool | None:
-    """None: of no model."""
-    known = _declared.get(config_class)
-    if known is None:
+def _a_model_is_eager_only(config_class: str) -> bool | None:
+    """None: there is no model. Asked again once there are more models: theirs may be another configuration's class."""
+    models = len(PreTrainedModel.__subclasses__())
+    asked, known = _eager_only.get(config_class, (0, None))
+    if asked != models:
         found = [kind for kind in _subclasses(PreTrainedModel) if config_class in _names(kind.config_class)]
-        if found:
-            known = _declared[config_class] = all(
-                kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn for kind in found
-            )
+        known = any(map(_is_eager_only, found)) if found else None
+        _eager_only[config_class] = (models, known)
     return known
+
+
+def _is_eager_only(kind: Any) -> bool:
+    return not (kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn)
+
+
+def ignores_is_causal(layer: nn.Module) -> bool:
+    """Whether a layer of Transformers is in a file whose models all declare no attention but eager's, which does not read `is_causal`."""
+    return _file_is_eager_only(type(layer).__module__)
+
+
+@torch.compiler.assume_constant_result
+def _file_is_eager_only(modelling_file: str) -> bool:
+    if modelling_file not in _eager_only_files:
+        found = vars(sys.modules[modelling_file]).values() if modelling_file.startswith("transformers.models.") else ()
+        models = [kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == modelling_file]
+        _eager_only_files[modelling_file] = bool(models) and all(map(_is_eager_only, models))
+    return _eager_only_files[modelling_file]
 
 
 def _subclasses(kind: Any) -> set[Any]:

@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
 
 from .described_mask import describe
-from .interface import declares_other_masks, file_uses_interface
+from .interface import file_uses_interface, layers_may_add_masks
 
 __all__ = ["make_mask"]
 
@@ -31,8 +31,9 @@ def make_mask(
 ) -> Tensor:
     """Transformers' mask function: the mask (B, 1, Q, K) of its SDPA or eager integration, but never None, and no Q * K memory where possible.
 
-    Bool where the models of `config` declare that their layers take masks of another form than eager's; else eager's float mask, which a layer
-    may add to its scores, cut or join (:func:`.interface.declares_other_masks`). Both mean the same to :func:`attend`.
+    Bool where all models of `config` declare that they run with other attention than eager's; else eager's float mask, which a layer may add to
+    its scores, cut or join (:func:`.interface.layers_may_add_masks`). Both mean the same to :func:`attend`, but for queries that see no key
+    under a float16 mask that a layer has read: its lowest number is no -inf.
 
     Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The tensor
     itself is made while tracing or compiling, and for functions that are not Transformers' own or join masks by "or" (images inside text).
@@ -45,7 +46,7 @@ def make_mask(
     )
     if not file_uses_interface(config):
         return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
-    added = config is not None and not declares_other_masks(config)
+    added = config is not None and layers_may_add_masks(config)
     dtype = others.get("dtype", torch.float32) if added else torch.bool
     traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
     if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
