@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 import transformers
+from sweep_compare import TOLERANCE, Pass, Unusable, compare, largest, off, tensors
 from sweep_inputs import Inputs
 from sweep_listed import expected
-from sweep_models import LENGTH, PADDED, build, few_layers, tiny, types
-from torch import Tensor, nn
+from sweep_models import WIDTH, build, few_layers, tiny, types
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dmattn.integrations import transformers as integration
 
-TOLERANCE = 1e-8
 SECONDS = 60
 LOWER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.complex64: torch.complex128}
 CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
@@ -54,10 +54,6 @@ class RoundingNothing(TorchFunctionMode):
 
 class TooLong(BaseException):
     """No except clause for errors of models stops it."""
-
-
-class Unusable(Exception):
-    """A type that eager attention itself does not run on: why."""
 
 
 @contextmanager
@@ -84,87 +80,6 @@ def limited(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def tensors(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(result, Tensor):
-        if result.is_floating_point():
-            yield name, result
-    elif isinstance(result, dict):
-        for key, each in result.items():
-            yield from tensors(each, f"{name}.{key}" if name else key)
-    elif isinstance(result, (list, tuple)):
-        for index, each in enumerate(result):
-            yield from tensors(each, f"{name}[{index}]")
-
-
-def at_real(x: Tensor, padding: str, length: int) -> Tensor:
-    """Without what the first row has at padded positions; an axis 1 of another length than the inputs' is one of theirs, stretched."""
-    if padding == "none" or x.ndim < 3 or x.shape[0] != 2:
-        return x.flatten()
-    positions = x.shape[1]
-    padded = max(1, length * PADDED // LENGTH) if positions == length else -(-positions * PADDED // LENGTH) + 1
-    keep = torch.ones(x.shape[:2], dtype=torch.bool)
-    keep[0, slice(0, padded) if padding == "left" else slice(positions - padded, None)] = False
-    return x[keep].flatten()
-
-
-class Pass:
-    """Outputs at real positions, gradients of all parameters, and which attention layers ran."""
-
-    def __init__(self, model: nn.Module, given: dict[str, Any], padding: str, length: int) -> None:
-        model.zero_grad()
-        torch.manual_seed(0)
-        result = model(**given)
-        self.outputs = {}
-        loss = torch.zeros(())
-        for name, x in tensors(result):
-            if x.numel() == 0 or "past_key_values" in name or "attentions" in name or name.startswith("loss"):
-                continue
-            x = at_real(x, padding, length)
-            self.outputs[name] = x.detach()
-            if x.requires_grad:
-                finite = torch.where(x.isfinite(), x, 0.0)
-                loss = loss + (finite * torch.randn(x.shape, generator=torch.Generator().manual_seed(3))).sum() / x.numel() ** 0.5
-        if loss.requires_grad:
-            loss.backward()
-        self.gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-        if not self.outputs:
-            raise Unusable("no floating-point output")
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """Largest difference; infinite where only one is finite."""
-    if got.shape != want.shape:
-        return float("inf")
-    if not got.numel():
-        return 0.0
-    same = (got == want) | (got.isnan() & want.isnan())
-    return (got - want).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
-
-
-def largest(x: Tensor) -> float:
-    finite = x[x.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def compare(got: Pass, want: Pass) -> tuple[float, str]:
-    """The worst relative difference and where; of the outputs, if they differ."""
-    worst, place = 0.0, "outputs"
-    if got.outputs.keys() != want.outputs.keys():
-        return float("inf"), f"outputs {sorted(got.outputs)} instead of {sorted(want.outputs)}"
-    if got.gradients.keys() != want.gradients.keys():
-        return float("inf"), f"gradients of {sorted(got.gradients.keys() ^ want.gradients.keys())[:3]} in one only"
-    floor = 0.05 * max(map(largest, want.gradients.values()), default=0.0)
-    for kind, ours, theirs in (("output", got.outputs, want.outputs), ("gradient of", got.gradients, want.gradients)):
-        for name, x in theirs.items():
-            scale = max(largest(x), floor if kind != "output" else 0.0, 1e-300)
-            error = off(ours[name], x) / scale
-            if error > worst:
-                worst, place = error, f"{kind} {name}"
-        if worst > TOLERANCE:
-            break
-    return worst, place
 
 
 @contextmanager
@@ -240,9 +155,10 @@ def try_ways(kind: str, model: nn.Module) -> tuple[list[str], dict[str, int], di
                 except Exception as error:
                     first = error if first is None or options["image_tokens"] else first
                     found = re.search(r"features:? (\d+)", str(error)) or re.search(r"features\D*(\d+)", str(error))
-                    if found is None or not media or options["image_tokens"] or "input_ids" not in names or not 2 <= int(found.group(1)) < 1200:
+                    if found is None or not media or options["image_tokens"] or "input_ids" not in names or int(found.group(1)) < 2:
                         break
-                    options["image_tokens"] = int(found.group(1)) // 2
+                    count = int(found.group(1)) // 2
+                    options["image_tokens"] = count // WIDTH if count > 600 else count  # some count numbers instead of features
     assert first is not None
     raise first
 

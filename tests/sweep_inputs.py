@@ -12,12 +12,19 @@ from torch import Tensor, nn
 # Sizes of inputs that no configuration tells.
 SIZES: dict[str, dict[str, int]] = {
     "muse_glimmer_vision": dict(times=2),
+    "muse_spark": dict(times=2, samples=3840),
+    "muse_spark_audio": dict(samples=3840),
     "muse_spark_vision": dict(times=2),
     "gemma4_audio": dict(mels=128),
     "depth_pro": dict(image=256),
     "qwen3_asr_encoder": dict(frames=100),
     "seggpt": dict(image=32),
     "fun_asr_nano_encoder": dict(mels=560),
+    "voxtral_realtime": dict(frames=8 * LENGTH),
+    "kyutai_speech_to_text": dict(codebooks=33),
+    "pi0": dict(images=2),
+    "neucodec": dict(frames=12),
+    "xcodec2": dict(frames=12),
     "speecht5": dict(mels=WIDTH),
     "granite_speech5_ctc": dict(mels=320),
     "granite_speech5_encoder": dict(mels=320),
@@ -84,11 +91,15 @@ class Inputs:
             tokens[rows, self.length - 1 - real.flip(-1).argmax(-1)] = end
         if self.image_tokens:
             tokens[:, PADDED + 2 : PADDED + 2 + self.image_tokens] = self.image_token()
-        return tokens
+        codebooks = SIZES.get(self.kind, {}).get("codebooks")
+        return tokens[..., None].expand(-1, -1, codebooks) if codebooks else tokens
 
     def inputs_embeds(self) -> Tensor | None:
         others = ("input_ids", "pixel_values", "input_features", "input_values", "past_values")
         return None if any(name in self.names for name in others) else self.normal(2, LENGTH, WIDTH)
+
+    def inputs(self) -> Tensor:
+        return self.normal(2, LENGTH, look_up(self.config, "d_model"))
 
     def query_embeds(self) -> Tensor:
         return self.normal(2, 8, look_up(self.config, "hidden_size"))
@@ -127,6 +138,9 @@ class Inputs:
         keep[:, PADDED + 2 : PADDED + 2 + look_up(self.config, "latent_query_num")] = 1
         return keep
 
+    def image_attention_mask(self) -> Tensor:
+        return torch.ones(2, self.length, 2, dtype=torch.long)
+
     def pixel_position_ids(self) -> Tensor:
         places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
         return places.expand(2, -1, -1).contiguous()
@@ -150,7 +164,7 @@ class Inputs:
         return torch.tensor([[4, 4]] * 2)
 
     def pixel_attention_mask(self) -> Tensor:
-        return torch.ones(2, 16, dtype=torch.long)
+        return torch.ones(2, SIZES.get(self.kind, {}).get("images", 16), dtype=torch.long)
 
     def merge_sizes(self) -> Tensor:
         return torch.tensor([2, 2])
@@ -233,8 +247,15 @@ class Inputs:
         times = SIZES.get(self.kind, {}).get("times") or look_up(self.config, "temporal_patch_size", among="Vision", default=1)
         return self.normal(2 * 16, self.channels * times * self.patch**2)
 
+    def image_sizes(self) -> Tensor | None:
+        return torch.tensor([[self.height, self.width]] * 2) if self.kind == "emu3" else None
+
     def hidden_states(self) -> Tensor:
-        return self.patches()
+        if "AcousticTokenizer" not in type(self.config).__name__:
+            return self.patches()
+        if "Encoder" in type(self.config).__name__:
+            return self.input_values()[:, None]
+        return self.normal(2, look_up(self.config, "hidden_size"), 8)
 
     def grid_thw(self) -> Tensor:
         return torch.tensor([[1, 4, 4]] * 2)
@@ -286,9 +307,9 @@ class Inputs:
 
     def input_values(self) -> Tensor:
         """Samples; with a channel; or features."""
-        return (self.normal(2, 4000), self.normal(2, 1, 4000), self.normal(2, 2, 4000), self.normal(2, self.frames(), self.mels()))[
-            self.variant
-        ]
+        samples = SIZES.get(self.kind, {}).get("samples", 4000)
+        shapes = ((2, samples), (2, 1, samples), (2, 2, samples), (2, self.frames(), self.mels()))
+        return self.normal(*shapes[self.variant])
 
     # Time series
 

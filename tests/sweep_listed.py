@@ -12,62 +12,20 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "DIFFERENT",
         "",
-        "adds its mask to scores: a bool one lets it see the future",
-        "git",
-    ),
-    (
-        "DIFFERENT",
-        "",
-        "adds numbers to a mask of the type that it is given: a bool one lets it see the future",
-        "deepseek_v4",
-    ),
-    (
-        "DIFFERENT",
-        "",
         "eager attention adds a bool mask of its own to scores as numbers; SDPA and dmattn read it as a mask",
         "grounding-dino mm-grounding-dino",
     ),
     (
         "DIFFERENT",
-        "",
-        "its original_full attention adds its mask to scores",
-        "bigbird_pegasus",
-    ),
-    (
-        "DIFFERENT",
-        "5.17",
-        "its attention adds its mask to scores",
-        "gemma4_audio",
-    ),
-    (
-        "DIFFERENT",
         "5.17",
         "without an attention mask the eager attention of 5.17 is not causal; SDPA and dmattn are",
-        "moshi",
-    ),
-    (
-        "DIFFERENT",
-        "5.23",
-        "self attention is marked causal, gets no mask, and eager attention hides nothing then; 5.17 makes masks of other lengths",
-        "bridgetower",
+        "kyutai_speech_to_text moshi",
     ),
     (
         "ERROR",
         "",
         "its prob attention adds its mask to scores",
         "informer",
-    ),
-    (
-        "ERROR",
-        "",
-        "sinks of its own kind",
-        "inkling2 inkling2_text",
-    ),
-    (
-        "ERROR",
-        "",
-        "sparse attention: the keys that an indexer chose arrive beside the mask",
-        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 mistral_large4 mistral_large4_text",
     ),
     (
         "ERROR",
@@ -86,24 +44,6 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
         "5.23",
         "asks for a window that is not causal, without a mask",
         "diffusion_gemma",
-    ),
-    (
-        "ERROR",
-        "5.23",
-        "its attention adds its mask to scores",
-        "gemma4_audio",
-    ),
-    (
-        "NOT SERVED",
-        "",
-        "enable() accepts it, and its own attention computes on",
-        "dab-detr gemma3n_audio sam_hq_vision_model sam_vision_model table-transformer",
-    ),
-    (
-        "NOT SERVED",
-        "",
-        "what is called attention is a gate",
-        "patchtsmixer",
     ),
     (
         "UNUSABLE",
@@ -127,18 +67,25 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
         "UNUSABLE",
         "",
         "needs a configuration or inputs that the rules do not make",
-        "align blt clap depth_pro ernie4_5_vl_moe gemma3n_text idefics inkling2_vision kyutai_speech_to_text "
-        "lw_detr muse_glimmer_assistant musicgen musicgen_melody nemo_speechlm neucodec omdet-turbo paligemma "
-        "pi0 pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_medium_det pp_ocrv6_small_det qwen4_exp "
-        "qwen4_exp_text sam2 sam3_tracker tvp uvdoc voxtral_realtime voxtral_realtime_text xcodec xcodec2 "
-        "xlstm",
+        "blt inkling2_vision muse_glimmer_assistant omdet-turbo pp_ocrv5_mobile_rec pp_ocrv6_medium_det pp_ocrv6_small_det uvdoc xlstm",
     ),
     (
         "UNUSABLE",
         "",
-        "stays large when the widths that the rules know shrink",
-        "emu3 janus muse_spark muse_spark_audio perceiver vibevoice vibevoice_acoustic_tokenizer "
-        "vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder vibevoice_asr",
+        "takes a batch of one only",
+        "tvp",
+    ),
+    (
+        "UNUSABLE",
+        "",
+        "Transformers does not export its class",
+        "voxtral_realtime_text",
+    ),
+    (
+        "UNUSABLE",
+        "5.17",
+        "has no default configuration",
+        "musicgen musicgen_melody",
     ),
     (
         "UNUSABLE",
@@ -151,27 +98,13 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
         "UNUSABLE",
         "5.17",
         "takes longer than a minute",
-        "falcon_h1 mamba2",
+        "falcon_h1",
     ),
     (
         "UNUSABLE",
         "5.23",
         "takes longer than a minute",
         "vits",
-    ),
-    (
-        "no attention",
-        "",
-        "convolutions, state spaces or other layers without attention",
-        "bit convnext convnextv2 dac dinov3_convnext efficientnet encodec falcon_mamba fnet focalnet hgnet_v2 "
-        "mamba mobilenet_v1 mobilenet_v2 poolformer pp_ocrv6_small_rec pp_ocrv6_tiny_rec regnet resnet "
-        "textnet univnet",
-    ),
-    (
-        "no attention",
-        "5.23",
-        "convolutions, state spaces or other layers without attention",
-        "mamba2",
     ),
 )
 

@@ -108,6 +108,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": dict(vocabulary_map={"<image>": 100, **{f"IMGIMG{chr(65 + i)}{chr(65 + j)}Z": 101 + i for i in range(4) for j in range(4)}}),
 }
 MROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
+SMALL_CODEC = dict(num_filters=2, depths=[1] * 7, ffn_expansion=2)
+PYRAMID = [[16, 16], [8, 8], [4, 4]]
 for _kind in ("glm4v_text", "glm_image_text", "glm4v_moe_text"):
     OVERRIDES[_kind] = dict(rope_parameters=MROPE)
 for _kind in ("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text"):
@@ -120,21 +122,23 @@ OVERRIDES |= {
     "hunyuan_vl": {"text_config.head_dim": 16},
     "bamba": dict(attn_layer_indices=[1]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
-    "clap": {"audio_config.spec_size": 128, "audio_config.num_mel_bins": 32},
+    "clap": {"audio_config.spec_size": 128, "audio_config.num_mel_bins": 32, "audio_config.hidden_size": 8 * WIDTH},
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
     "mamba2": dict(num_heads=8, head_dim=16),
     "moonshine_streaming": dict(num_key_value_heads=4),
     "recurrent_gemma": dict(num_hidden_layers=3),
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
-    "align": {"vision_config.hidden_dim": 640},
+    "align": {"projection_dim": 80, "vision_config.width_coefficient": 0.25, "vision_config.depth_coefficient": 1.0},
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
-    "sam2": {"vision_config.backbone_config.hidden_size": 96},
-    "depth_pro": {"patch_size": 64} | {f"{each}_model_config.image_size": 64 for each in ("image", "patch", "fov")},
+    "sam2": {"vision_config.backbone_config.hidden_size": 96, "vision_config.backbone_feature_sizes": PYRAMID},
+    "sam3_tracker": {"vision_config.backbone_feature_sizes": PYRAMID},
+    "depth_pro": {"patch_size": 64, "intermediate_hook_ids": [1, 0]}
+    | {f"{each}_model_config.image_size": 64 for each in ("image", "patch", "fov")},
     "gemma3n_text": dict(
         num_hidden_layers=2,
         intermediate_size=INNER,
-        activation_sparsity_pattern=0.0,
+        activation_sparsity_pattern=[0.0, 0.0],
         num_kv_shared_layers=0,
         layer_types=["sliding_attention", "full_attention"],
     ),
@@ -145,19 +149,47 @@ OVERRIDES |= {
     "blt": dict(encoder_hash_byte_group_vocab=64),
     "clvp": {f"{each}_config.num_attention_heads": 2 for each in ("text", "speech", "decoder")},
     "granite4_vision": dict(deepstack_layer_map=[[-1, 0]], downsample_rate="2/4"),
-    "emu3": dict(vocabulary_map={"<image>": 100, "<|extra_200|>": 101}),
-    "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=2, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
+    "emu3": {
+        "vocabulary_map": {"<image>": 100, "<|extra_200|>": 101} | {f"<|visual token {i:06}|>": i for i in range(SPECIAL)},
+        "vq_config.codebook_size": SPECIAL,
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 2, 2, 2],
+    },
+    "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2),
     "blip-2": dict(image_token_id=100),
     "instructblip": dict(image_token_id=100),
     "instructblipvideo": dict(video_token_id=100),
     "sam3_lite_text_text_model": dict(num_hidden_layers=3),
     "mllama": {"text_config.cross_attention_layers": [1]},
-    "tvp": dict(visual_prompt_size=8, max_img_size=64),
+    "tvp": dict(visual_prompt_size=8, max_img_size=64, num_frames=2),
     "nemo_speechlm": {"text_config.n_groups": 2, "text_config.layers_block_type": ["mamba", "attention", "moe"]},
     "nemotron": dict(num_key_value_heads=2),
     "step3p7": {"text_config.sliding_window": 5},
     "xmod": dict(default_language="en_XX"),
     "zamba": dict(num_hidden_layers=3, layers_block_type=["mamba", "hybrid", "hybrid"]),
+    "perceiver": dict(num_latents=8, d_latents=WIDTH, num_self_attends_per_block=LAYERS),
+    "janus": {
+        "vision_config.num_image_tokens": 16,
+        "vq_config.num_embeddings": VOCABULARY,
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 2],
+        "vq_config.latent_channels": WIDTH,
+    },
+    "muse_spark_audio": dict(hidden_sizes=[16, 32, 48, 64], depths=[1] * 4),
+    "neucodec": dict(quantization_dim=2 * WIDTH),
+    "xcodec2": dict(quantization_dim=2 * WIDTH),
+    "vibevoice": {f"{inner}.{name}": value for inner in ("audio_config", "semantic_model_config") for name, value in SMALL_CODEC.items()},
+    "vibevoice_asr": {
+        f"{inner}_tokenizer_encoder_config.{name}": value for inner in ("acoustic", "semantic") for name, value in SMALL_CODEC.items()
+    },
+    "muse_spark": {"out_hidden_size": 4 * WIDTH, "audio_config.hidden_sizes": [16, 32, 48, 64], "audio_config.depths": [1] * 4},
+    "vibevoice_acoustic_tokenizer": SMALL_CODEC,
+    "vibevoice_acoustic_tokenizer_decoder": SMALL_CODEC,
+    "vibevoice_acoustic_tokenizer_encoder": SMALL_CODEC,
+    "lw_detr": dict(projector_scale_factors=[1.0]),
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": dict(rope_type="default", rope_theta=10000.0, mrope_section=[3, 3, 2])},
+    "musicgen": {"decoder.num_codebooks": 1},
+    "musicgen_melody": {"decoder.num_codebooks": 1},
     "kosmos-2": dict(latent_query_num=4),
     "seggpt": dict(num_hidden_layers=3, intermediate_hidden_state_indices=[1, 2], merge_index=0, image_size=[64, 32]),
     "molmo2": {"adapter_config.vision_feature_layer": [-1, -2]},
@@ -184,8 +216,9 @@ def model_class(kind: str) -> Any:
 
 
 def tiny(kind: str, widths: bool = True) -> PreTrainedConfig:
-    config = CONFIG_MAPPING[kind]()
-    return _shrunk(config, widths, {}, OVERRIDES.get(kind, {}))
+    config = _shrunk(CONFIG_MAPPING[kind](), widths, {}, OVERRIDES.get(kind, {}))
+    wanted = model_class(kind).config_class or PreTrainedConfig  # the model of some is that of an inner configuration
+    return next((each for each in configurations(config) if isinstance(each, wanted)), config)
 
 
 def few_layers(kind: str) -> PreTrainedConfig:
@@ -203,6 +236,7 @@ def _fields(kind: type) -> dict[str, Any]:
 def _shrunk(config: Any, widths: bool, tokens: dict[int, int], overrides: dict[str, Any]) -> Any:
     fields, values = _fields(type(config)), dict(vars(config))
     values |= {name: getattr(config, name) for name in fields if name not in values and hasattr(config, name)}
+    usual = type(config)()  # an inner configuration has other numbers where the outer one says so
     values["_mrope"] = _knows_mrope(config)
     changed: dict[str, Any] = {}
     chosen, depth = _layers({name: value for name, value in values.items() if name in fields})
@@ -218,7 +252,8 @@ def _shrunk(config: Any, widths: bool, tokens: dict[int, int], overrides: dict[s
             changed[name] = UNSET[name]
         elif name in fields:
             small = _small(name, value, values, widths, tokens, chosen, depth)
-            if small is not value and not (fields[name] is None and isinstance(value, int) and _derived(name)):
+            given = small is not value or value != vars(usual).get(name, value)
+            if given and not (fields[name] is None and isinstance(value, int) and _derived(name)):
                 changed[name] = small
     levels = getattr(config, "out_indices", None)
     if isinstance(levels, (list, tuple)) and "out_indices" not in fields:  # of a backbone: as many levels of features as by default
