@@ -19,6 +19,8 @@ import torch
 
 from dmattn import attention, ops
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for a model, nor waits for one that cannot be reached
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
