@@ -23,21 +23,9 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "ERROR",
-        "",
-        "its prob attention adds its mask to scores",
-        "informer",
-    ),
-    (
-        "ERROR",
         "5.17",
         "attention across the image is marked causal, and gets no mask",
         "kosmos-2",
-    ),
-    (
-        "ERROR",
-        "5.17",
-        "self attention is marked causal, gets no mask, and eager attention hides nothing then; 5.17 makes masks of other lengths",
-        "bridgetower",
     ),
     (
         "ERROR",

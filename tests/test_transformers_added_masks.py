@@ -62,9 +62,9 @@ def git() -> tuple[nn.Module, dict]:
     return build(transformers.GitModel, config), tokens(11, 3) | dict(pixel_values=pixels, use_cache=False)
 
 
-def informer() -> tuple[nn.Module, dict]:
+def informer(distil: bool = False) -> tuple[nn.Module, dict]:
     sizes = dict(prediction_length=6, context_length=12, lags_sequence=[1, 2], num_time_features=2, sampling_factor=2)
-    config = transformers.InformerConfig(**sizes, **PAIR, distil=False)
+    config = transformers.InformerConfig(**sizes, **PAIR, distil=distil)
     assert config.attention_type == "prob"
     seed = torch.Generator().manual_seed(1)
     past, future = 14, 6
@@ -92,6 +92,7 @@ MODELS = {
     "deepseek-v4-joins-it-with-a-bias-of-compressed-keys": deepseek_v4,
     "git-has-own-attention-for-text-beside-routed-vision": git,
     "informer-has-own-attention-for-probable-queries": informer,
+    "informer-halves-its-length-under-the-mask": lambda: informer(distil=True),
     "bigbird-pegasus-has-own-attention-in-its-encoder": bigbird_pegasus,
     "bigbird-pegasus-falls-back-from-blocks": lambda: bigbird_pegasus("block_sparse"),
     "gemma-4-audio-cuts-it-into-blocks": gemma4_audio,

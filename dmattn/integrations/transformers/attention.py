@@ -154,9 +154,7 @@ def _rules_without_mask(
     """`causal` and `window` of a call whose model asked for no mask; raises where Transformers' own integrations disagree."""
     len_q, len_k = query.shape[2], key.shape[2]
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
-        if is_causal and ignores_is_causal(module):
-            is_causal = False
+        is_causal = False if ignores_is_causal(module) else getattr(module, "is_causal", None)
     if is_causal is None:
         if len_q > 1 or sliding_window is not None:
             expected = f"True or False in a call without a mask (as an argument or an attribute of {type(module).__name__})"

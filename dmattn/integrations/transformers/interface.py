@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["class_uses_interface", "file_uses_interface", "ignores_is_causal", "layers_may_add_masks"]
+__all__ = ["class_uses_interface", "file_uses_interface", "ignores_is_causal", "layers_may_add_masks", "takes_no_mask_for_all"]
 
 _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the second in older and in others' code
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
@@ -31,7 +31,11 @@ def class_uses_interface(kind: Any) -> bool:
 
 def file_uses_interface(config: Any) -> bool:
     """Whether the models of a configuration's file do, or define no attention of their own. If not, it is said once."""
-    return _file_uses_interface(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return _file_uses_interface(_modelling_file(config))
+
+
+def _modelling_file(config: Any) -> str:
+    return type(config).__module__.replace(".configuration_", ".modeling_")
 
 
 @torch.compiler.assume_constant_result  # a source file cannot be read inside a traced graph
@@ -91,12 +95,20 @@ def ignores_is_causal(layer: nn.Module) -> bool:
     return _file_is_eager_only(type(layer).__module__)
 
 
+def takes_no_mask_for_all(config: Any) -> bool:
+    """Whether the models of a configuration are in such a file: without a mask their layers attend everything, as eager attention has it."""
+    return _file_is_eager_only(_modelling_file(config))
+
+
 @torch.compiler.assume_constant_result
 def _file_is_eager_only(modelling_file: str) -> bool:
     if modelling_file not in _eager_only_files:
-        found = vars(sys.modules[modelling_file]).values() if modelling_file.startswith("transformers.models.") else ()
+        known = modelling_file.startswith("transformers.models.") and modelling_file in sys.modules
+        found = vars(sys.modules[modelling_file]).values() if known else ()
         models = [kind for kind in found if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == modelling_file]
-        _eager_only_files[modelling_file] = bool(models) and all(map(_is_eager_only, models))
+        if not models:  # of somebody else, or not imported yet
+            return False
+        _eager_only_files[modelling_file] = all(map(_is_eager_only, models))
     return _eager_only_files[modelling_file]
 
 

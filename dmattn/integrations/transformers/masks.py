@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from transformers.utils.import_utils import is_cuda_stream_capturing, is_tracing
 
 from .described_mask import describe
-from .interface import file_uses_interface, layers_may_add_masks
+from .interface import file_uses_interface, layers_may_add_masks, takes_no_mask_for_all
 
 __all__ = ["make_mask"]
 
@@ -28,12 +28,15 @@ def make_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **others: Any,
-) -> Tensor:
-    """Transformers' mask function: the mask (B, 1, Q, K) of its SDPA or eager integration, but never None, and no Q * K memory where possible.
+) -> Tensor | None:
+    """Transformers' mask function: the mask (B, 1, Q, K) of its SDPA or eager integration, without Q * K memory where possible.
 
     Bool where all models of `config` declare that they run with other attention than eager's; else eager's float mask, which a layer may add to
     its scores, cut or join (:func:`.interface.layers_may_add_masks`). Both mean the same to :func:`attend`, but for queries that see no key
     under a float16 mask that a layer has read: its lowest number is no -inf.
+
+    Never None, which may mean causal to a layer; but where eager's mask is None, as nothing is hidden, and no model of the file declares more
+    than eager's attention (:func:`.interface.takes_no_mask_for_all`). Informer's encoder halves its length under the mask.
 
     Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The tensor
     itself is made while tracing or compiling, and for functions that are not Transformers' own or join masks by "or" (images inside text).
@@ -48,15 +51,16 @@ def make_mask(
         return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
     added = config is not None and layers_may_add_masks(config)
     dtype = others.get("dtype", torch.float32) if added else torch.bool
+    skips = added and takes_no_mask_for_all(config) and others.get("allow_is_bidirectional_skip", False)
     traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
     if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
         described = describe(mask_function, attention_mask=attention_mask, dtype=dtype, **place)
         if described is not None:
-            return described
+            return None if skips and described.causal_window == (False, None) else described
     return (eager_mask if added else sdpa_mask)(
         **place,
         mask_function=mask_function,
         attention_mask=attention_mask,
         use_vmap=use_vmap,
-        **(others | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)),
+        **(others | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=skips)),
     )
