@@ -88,7 +88,10 @@ def _switch(model: nn.Module) -> Settings:
     layers = report(model)
     if not any(state in ("routed", "dynamic mask") for _, _, state in layers):
         received = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
-        expected = "a model with layers that use Transformers' attention interface (patch() serves those that are patchable)"
+        instead = (
+            "patch() serves those that are patchable" if any(state == "patchable" for _, _, state in layers) else "patch() serves none of these"
+        )
+        expected = f"a model with layers that use Transformers' attention interface ({instead})"
         raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__} with {received}")
     register()
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
