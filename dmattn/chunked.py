@@ -22,7 +22,6 @@ from .reference import fold_groups, kept_factor, masked_scores
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
 WINDOW_ROWS = 128  # at most, of a chunk of a window: the same
-FARTHEST = 2.0**26  # lse, computed in float32, of a query that has gradients: as kernels.softmax.FARTHEST
 PACKED_ROWS = 128  # at most, of a chunk of packed sequences: more would compute more pairs that no query sees
 
 
@@ -65,7 +64,7 @@ def backward(
         d_bias_rows.zero_()  # a chunk may not have all keys
     for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
-        empty = _without_gradient(lse[:, :, rows, None])
+        empty = lse[:, :, rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
         d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
         factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
@@ -165,15 +164,6 @@ def _part(x: Tensor, axis: int, places: slice) -> Tensor:
 def _aligned_length(problem: Problem, keys: slice) -> int:
     """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side."""
     return problem.query.shape[2] - (problem.key.shape[2] - keys.stop)
-
-
-def _without_gradient(lse: Tensor) -> Tensor:
-    """Whether a query attends nothing or, computed in float32, lies so far from 0 that its scores are whole multiples of 8.
-
-    Of those lse has lost the logarithm of the sum, and a kernel that starts from lse has no weights left: kernels and this path do alike.
-    """
-    empty = lse == float("-inf")
-    return empty if lse.dtype == torch.float64 else empty | (lse.abs() > FARTHEST)
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:

@@ -90,6 +90,7 @@ def heads(states: Tensor, head_dim: int) -> Tensor:
 
 
 def projected(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value (B, H, S, D) of a layer whose projections have these names."""
     query, key, value = (heads(project(hidden_states), layer.attention_head_size) for project in (layer.query, layer.key, layer.value))
     return query, key, value
 
