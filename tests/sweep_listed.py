@@ -79,8 +79,7 @@ LISTED: tuple[tuple[str, str, str, str], ...] = (
         "UNUSABLE",
         "5.17",
         "needs a configuration or inputs that the rules do not make",
-        "cohere_compass cohere_compass_text diffusion_gemma edgetam edgetam_vision_model granite4_vision "
-        "mask2former oneformer pp_doclayout_v3 vision-text-dual-encoder",
+        "cohere_compass cohere_compass_text diffusion_gemma edgetam edgetam_vision_model granite4_vision vision-text-dual-encoder",
     ),
     (
         "UNUSABLE",
