@@ -31,11 +31,11 @@ def class_uses_interface(kind: Any) -> bool:
 
 def file_uses_interface(config: Any) -> bool:
     """Whether the models of a configuration's file do, or define no attention of their own. If not, it is said once."""
-    return _file_uses_interface(_modelling_file(config))
+    return _file_uses_interface(_modelling_file(type(config)))
 
 
-def _modelling_file(config: Any) -> str:
-    return type(config).__module__.replace(".configuration_", ".modeling_")
+def _modelling_file(config_class: type) -> str:
+    return config_class.__module__.replace(".configuration_", ".modeling_")
 
 
 @torch.compiler.assume_constant_result  # a source file cannot be read inside a traced graph
@@ -92,12 +92,12 @@ def _is_eager_only(kind: Any) -> bool:
 
 def ignores_is_causal(layer: nn.Module) -> bool:
     """Whether a layer of Transformers is in a file whose models all declare no attention but eager's, which does not read `is_causal`."""
-    return _file_is_eager_only(type(layer).__module__)
+    return any(_file_is_eager_only(kind.__module__) for kind in type(layer).__mro__)
 
 
 def takes_no_mask_for_all(config: Any) -> bool:
     """Whether the models of a configuration are in such a file: without a mask their layers attend everything, as eager attention has it."""
-    return _file_is_eager_only(_modelling_file(config))
+    return any(_file_is_eager_only(_modelling_file(kind)) for kind in type(config).__mro__)
 
 
 @torch.compiler.assume_constant_result
