@@ -239,22 +239,38 @@ def test_without_a_mask_a_layer_is_causal_but_in_files_of_eager_attention(
     gc.collect()
 
 
-def test_a_model_that_is_defined_later_counts() -> None:
-    class OwnConfig(transformers.PreTrainedConfig):
-        pass
+class OwnConfig(transformers.PreTrainedConfig):
+    pass
 
-    class First(transformers.PreTrainedModel):
-        config_class = OwnConfig
-        _supports_sdpa = True
 
+class AddsMasks(transformers.PreTrainedModel):
+    """Declares eager attention alone, as all that say nothing."""
+
+
+class TakesBool(transformers.PreTrainedModel):
+    _supports_sdpa = True
+
+
+@pytest.mark.parametrize("later", [AddsMasks, TakesBool], ids=["beside-it", "derived-from-one-that-declares-more"])
+def test_a_model_that_is_defined_later_counts(later: Any) -> None:
+    first = type("First", (TakesBool,), dict(config_class=OwnConfig))
     assert made(OwnConfig()).dtype == torch.bool
-
-    class Second(transformers.PreTrainedModel):
-        config_class = OwnConfig
-
+    second = type("Second", (later,), dict(config_class=OwnConfig, _supports_sdpa=False))
     assert made(OwnConfig()).dtype == torch.bfloat16
-    del First, Second
+    del first, second
     gc.collect()
+
+
+def test_a_model_in_the_place_of_one_that_is_gone_counts() -> None:
+    first = type("First", (TakesBool,), dict(config_class=OwnConfig))
+    assert made(OwnConfig()).dtype == torch.bool
+    del first
+    gc.collect()
+    second = type("Second", (AddsMasks,), dict(config_class=OwnConfig))
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    del second
+    gc.collect()
+    assert made(OwnConfig()).dtype == torch.bfloat16, "no model is known, which counts as one that adds"
 
 
 def test_under_tracing_the_float_mask_is_eagers() -> None:

@@ -326,13 +326,12 @@ def test_rotary_falcon_trains_with_the_dropout_that_it_never_applies(calls: list
 
 
 @whole_model
-def test_a_causal_layer_without_a_mask_raises() -> None:
-    """Nothing else would hide later tokens."""
+def test_a_layer_that_is_called_without_a_mask_attends_everything_as_its_own() -> None:
     model = bloom(n_layer=1)
-    integration.patch(model)
-    states = torch.zeros(1, 3, 32)
-    with pytest.raises(ValueError, match=r"is_causal: expected True or False in a call without a mask .* of BloomAttention"):
-        model.transformer.h[0].self_attention(states, states, torch.zeros(4, 1, 3), None)
+    layer = model.transformer.h[0].self_attention
+    own = layer(states := torch.randn(1, 3, 32), states, torch.zeros(4, 1, 3), None)[0]
+    with integration.patched(model):
+        torch.testing.assert_close(layer(states, states, torch.zeros(4, 1, 3), None)[0], own)
 
 
 @whole_model

@@ -7,6 +7,7 @@ import re
 import sys
 import typing
 import warnings
+import weakref
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,8 @@ _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the s
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 _known: dict[str, bool] = {}  # by modelling file
-_eager_only: dict[str, tuple[int, bool | None]] = {}  # by class of configuration, with how many models there were
+_eager_only: dict[str, bool | None] = {}  # by class of configuration, for the models of the next line
+_models: list[weakref.ref[Any]] = []
 _eager_only_files: dict[str, bool] = {}
 
 
@@ -76,14 +78,15 @@ def layers_may_add_masks(config: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def _a_model_is_eager_only(config_class: str) -> bool | None:
-    """None: there is no model. Asked again once there are more models: theirs may be another configuration's class."""
-    models = len(PreTrainedModel.__subclasses__())
-    asked, known = _eager_only.get(config_class, (0, None))
-    if asked != models:
+    """None: there is no model. Asked again once there are other models: theirs may be another configuration's class."""
+    models = [weakref.ref(kind) for kind in _subclasses(PreTrainedModel)]
+    if models != _models:  # the dead ones equal none
+        _models[:] = models
+        _eager_only.clear()
+    if config_class not in _eager_only:
         found = [kind for kind in _subclasses(PreTrainedModel) if config_class in _names(kind.config_class)]
-        known = any(map(_is_eager_only, found)) if found else None
-        _eager_only[config_class] = (models, known)
-    return known
+        _eager_only[config_class] = any(map(_is_eager_only, found)) if found else None
+    return _eager_only[config_class]
 
 
 def _is_eager_only(kind: Any) -> bool:
@@ -112,9 +115,12 @@ def _file_is_eager_only(modelling_file: str) -> bool:
     return _eager_only_files[modelling_file]
 
 
-def _subclasses(kind: Any) -> set[Any]:
-    below = set(kind.__subclasses__())
-    return below.union(*map(_subclasses, below))
+def _subclasses(kind: Any) -> list[Any]:
+    """All classes below a class, in a fixed order; one with two bases below it more than once."""
+    found = kind.__subclasses__()
+    for each in found:  # grows as it goes
+        found.extend(each.__subclasses__())
+    return found
 
 
 def _names(config_class: Any) -> list[str]:
