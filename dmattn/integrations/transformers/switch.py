@@ -87,12 +87,10 @@ def _switch(model: nn.Module) -> Settings:
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
     layers = report(model)
     if not any(state in ("routed", "dynamic mask") for _, _, state in layers):
-        received = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
-        instead = (
-            "patch() serves those that are patchable" if any(state == "patchable" for _, _, state in layers) else "patch() serves none of these"
-        )
-        expected = f"a model with layers that use Transformers' attention interface ({instead})"
-        raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__} with {received}")
+        found = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
+        served = "those that are patchable" if any(state == "patchable" for _, _, state in layers) else "none of these"
+        received = f"{type(model).__name__} with {found}; patch() serves {served}"
+        raise ValueError(f"dmattn: model: expected a model with layers that use Transformers' attention interface, received {received}")
     register()
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     before = _settings(models)
