@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..replay import launch
 from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, barriers, copy, padded_dim, serves, tiled
-from .hopper_registers import exponent_factor, load_vector, ruled
+from .hopper_registers import Hiding, exponent_factor, load_vector, ruled
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -197,7 +197,7 @@ def _member(
     mbarrier.arrive(free.index(stage), count=1)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), (1, 0, 0, 0), rules, seq, rows, cols, EDGE)
+    s = ruled(s, bias_tiles.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), Hiding(), rules, seq, rows, cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(late_free.index(late), count=1)

@@ -47,6 +47,7 @@ from .hopper_registers import (
     sums_of_lanes,
 )
 from .hopper_walk import (
+    Lengths,
     copy_blocks,
     copy_described,
     even_work,
@@ -158,7 +159,7 @@ def _forward_kernel(
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
     ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns, votes)
-    lengths = (works, heads, len_q, len_k)
+    lengths = Lengths(works, heads, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -187,7 +188,6 @@ def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, grou
     """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
     q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, _, _ = ready
-    works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_tiles.shape[3]
@@ -199,7 +199,7 @@ def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, grou
     BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
@@ -208,8 +208,7 @@ def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, grou
         for i in gl.static_range(CONSUMERS):
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
         kv_head = seq.head // groups
-        begin, _, full_end, _, _ = walk
-        for step in range(begin, full_end, BLOCK_N):
+        for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
@@ -245,7 +244,6 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     q_full, q_free, _, _, v_full, v_free, _, _ = ready
-    works, _, _, _ = lengths
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
     BACKWARDS: gl.constexpr = rules.bias_rows is None or rules.bias_cols is None  # as `step_of` has it
@@ -254,11 +252,11 @@ def _consume(
     HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
-        begin, end, full_end, _, _ = walk
+        begin, end, full_end = walk.begin, walk.end, walk.full_end
         fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
         weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)

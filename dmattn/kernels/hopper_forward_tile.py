@@ -12,7 +12,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper import stage_of
-from .hopper_registers import all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
+from .hopper_registers import (
+    Hiding,
+    all_within,
+    as_factor,
+    bias_vector,
+    exponent_factor,
+    lane_sums,
+    looked_at,
+    mask_of,
+    rounded_pairs,
+    ruled,
+    widened,
+)
 from .hopper_walk import intervals_of, lift_tile, listed_key
 from .softmax import weights_at, weights_of
 
@@ -28,11 +40,10 @@ def step_of(rules, walk, start, BLOCK_N: gl.constexpr):
     The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
     beside a bias of pairs, where the order of memory was the faster one (benchmarks/NOTES.md).
     """
-    begin, _, full_end, _, _ = walk
     if rules.lists is not None or (rules.bias_rows is not None and rules.bias_cols is not None):
         return start
     else:
-        return 2 * begin + (full_end - 1 - begin) // BLOCK_N * BLOCK_N - start
+        return 2 * walk.begin + (walk.full_end - 1 - walk.begin) // BLOCK_N * BLOCK_N - start
 
 
 @gluon.jit
@@ -156,9 +167,9 @@ def _scores(
     before, phase_before = stage_of(turn - 1, STAGES)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    hiding = (1, 0, 0, 0)
+    hiding = Hiding()
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0, 0)
+        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start))
     bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     s = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
@@ -182,6 +193,6 @@ def _scores(
         bias = bias_tiles.index(CONSUMERS * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
-        hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
+        hiding = Hiding(1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     return s, acc

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import copy, store, tiled_vectors
 from .hopper_lift import ones_for_lifts, tiled_lifts
-from .hopper_registers import exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled
+from .hopper_registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled
 from .layout import slice_pointer
 from .lift import COLUMNS
 from .row_terms import Incoming
@@ -120,7 +120,7 @@ def tile(
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)
-    s = ruled(s, bias, (kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
+    s = ruled(s, bias, Hiding(kept, rows2, middle2, length), rules, seq, start + rows, col + cols, EDGE)
     exponents = s * exponent_factor(rules) - divisor_rows
     if LIFTED and rules.bias is not None and rules.bias_by_key is None and q_tiles.dtype.is_fp16():
         exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold

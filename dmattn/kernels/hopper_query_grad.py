@@ -29,8 +29,9 @@ from .hopper import (
     tiled,
 )
 from .hopper_lift import ones_for_lifts
-from .hopper_registers import as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
+from .hopper_registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import (
+    Lengths,
     copy_blocks,
     copy_described,
     even_work,
@@ -132,7 +133,7 @@ def _query_gradients_kernel(
     fence_async_shared()
     tiles = (q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
     ready = (q_full, q_free, k_full, v_full, free)
-    lengths = (works, heads, len_q, len_k)
+    lengths = Lengths(works, heads, len_q, len_k)
     vectors = (lse, d_lse, (terms, query_lifts, rules.scale))
     gl.warp_specialize(
         [
@@ -153,7 +154,6 @@ def _produce(q, k, v, bias, intervals, lifts, d_out, out, tiles, ready, rules, l
     """
     q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
     q_full, q_free, k_full, v_full, free = ready
-    works, _, _, _ = lengths
     TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
     SUB: gl.constexpr = k.block_shape[2]
     BLOCKS: gl.constexpr = BLOCK_N // SUB
@@ -162,7 +162,7 @@ def _produce(q, k, v, bias, intervals, lifts, d_out, out, tiles, ready, rules, l
     BIAS_BYTES: gl.constexpr = 0 if bias is None else 2 * bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
@@ -179,8 +179,7 @@ def _produce(q, k, v, bias, intervals, lifts, d_out, out, tiles, ready, rules, l
             copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
             copy(d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), d_out_tiles.index(i))
         kv_head = seq.head // groups
-        begin, _, full_end, _, _ = walk
-        for step in range(begin, full_end, BLOCK_N):
+        for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
             stage, phase = stage_of(turn, STAGES)
             full = k_full.index(stage)
@@ -209,14 +208,13 @@ def _consume(
     q_tiles, d_out_tiles, k_tiles, v_tiles, _, _, _, _ = tiles
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     q_full, q_free, k_full, v_full, free = ready
-    works, _, _, _ = lengths
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), works, gl.num_programs(0)):
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
-        begin, end, full_end, _, _ = walk
+        begin, end, full_end = walk.begin, walk.end, walk.full_end
         own_row = row + which * BLOCK_M
         d_out_tile = d_out_tiles.index(which).reshape([BLOCK_M, DIM])
         mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)
@@ -300,9 +298,9 @@ def _tile(
     before = (turn - 1) % STAGES
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    hiding = (1, 0, 0, 0)
+    hiding = Hiding()
     if EDGE:
-        hiding = (mask_of(rules, seq, rows, cols, row, start), 0, 0, 0)
+        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start))
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(k_full.index(stage), phase)
     s = warpgroup_mma(q_tile, k_tiles.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -320,7 +318,7 @@ def _tile(
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(interval_tiles, stage, BLOCK_N, SUB, PAIRS)
-        hiding = (1, (2 * (row + rows)).to(gl.float32), middle2, length)
+        hiding = Hiding(1, (2 * (row + rows)).to(gl.float32), middle2, length)
     s = warpgroup_mma_wait(1 if FIRST else 2, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])

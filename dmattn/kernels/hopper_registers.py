@@ -1,11 +1,22 @@
 """Tiles in registers on Hopper (sm_90): the rules of scores.py on pairs, spelled for Gluon, numbers of 16 bits by twos, and rows stored."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .intervals import middle_and_length
 from .layout import slice_pointer
 from .scores import LOG2E
+
+
+class Hiding(NamedTuple):
+    """What says, beside window and lengths, which pairs of a tile are hidden; each broadcasts to the tile, whichever way it stands."""
+
+    kept: Any = 1  # not 0 where the mask keeps a pair (`mask_of`)
+    rows2: Any = 0  # twice the places of queries, float32; as the next two, where keys have intervals
+    middle2: Any = 0  # twice the middle of a key's interval (`interval_of`)
+    length: Any = 0  # and its length
 
 
 @gluon.jit
@@ -98,8 +109,8 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     keys, which is part of them (lift.py); natural ones with a bias of pairs; and base 2 with any other, whose product with LOG2E is made once
     for many pairs.
 
-    `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does `hiding`: what :func:`mask_of` gives,
-    twice the queries' places in float32, and what :func:`interval_of` gives. A bias that is not of pairs comes times LOG2E. One of
+    `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does all of
+    `hiding` (:class:`Hiding`). A bias that is not of pairs comes times LOG2E. One of
     pairs comes as None where products were added to it, and the scale multiplied into queries.
     """
     if rules.bias is not None:
@@ -109,11 +120,10 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         elif rules.bias_by_key is None:
             s = s * (rules.scale * LOG2E) + bias
     if EDGE:
-        kept, rows2, middle2, length = hiding
         if rules.mask is not None:
-            s = gl.where(kept != 0, s, float("-inf"))
+            s = gl.where(hiding.kept != 0, s, float("-inf"))
         if rules.first is not None:
-            s = _in_interval(s, rows2, middle2, length)
+            s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
         offset = seq.len_k - seq.len_q
         if rules.right is not None:

@@ -33,7 +33,7 @@ from .hopper import (
     tiled_vectors,
 )
 from .hopper_members import BLOCK_M, member_full, member_stage, own_count, own_member, produce
-from .hopper_registers import as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
+from .hopper_registers import Hiding, as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
 from .layout import Sequence, Span, strided
 from .overlap import follow
@@ -281,7 +281,7 @@ def _tile(
             s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
         if not HOLDS:
             bias = bias_pairs.load(PAIRS)
-        s = ruled(s, bias, (1, 0, 0, 0), rules, seq, rows, cols, EDGE)
+        s = ruled(s, bias, Hiding(), rules, seq, rows, cols, EDGE)
         p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
         if i > 0:
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])

@@ -3,7 +3,7 @@
 What a tile has to know of its keys (intervals, a bias of keys) is copied with them, by the same blocks.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +20,28 @@ from .sequence import next_step, place_work
 from .walk import key_lists, key_range
 
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
+
+
+class Lengths(NamedTuple):
+    """How many blocks of queries there are in all, heads, queries and keys."""
+
+    works: Any
+    heads: Any
+    len_q: Any
+    len_k: Any
+
+
+class Walk(NamedTuple):
+    """Steps over tiles of keys for a block of queries: from `begin` tiles that may hide pairs, from `end` to `full_end` those that hide none.
+
+    `partial` and `full` are how many blocks of either kind its list names; 0 without lists.
+    """
+
+    begin: Any
+    end: Any
+    full_end: Any
+    partial: Any
+    full: Any
 
 
 def even_work(problem: Any) -> bool:
@@ -51,10 +73,9 @@ def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDes
 
 @gluon.jit
 def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
-    """(sequence, first query) of a block of queries by its number; `lengths` are (works, heads, Sq, Sk)."""
-    works, heads, len_q, len_k = lengths
-    block, head, batch = place_work(number, works, rules, len_q, heads, BLOCK_M)
-    return Sequence(batch, head, len_q, len_k), block * BLOCK_M
+    """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
+    block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
+    return Sequence(batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
 
 
 @gluon.jit
@@ -63,17 +84,16 @@ def visits_of(number, rules, lengths, BLOCK_M: gl.constexpr):
 
     They are asked for while a program is busy with the block before, for nothing to wait for them.
     """
-    works, _, _, _ = lengths
     if rules.lists is None:
         return 0, 0
     else:
-        seq, row = work_of(gl.minimum(number, works - 1), rules, lengths, BLOCK_M)
+        seq, row = work_of(gl.minimum(number, lengths.works - 1), rules, lengths, BLOCK_M)
         return visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
 
 
 @gluon.jit
 def tile_range(visited, rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
-    """(begin, end, full_end, partial, full) of the loops over tiles of BLOCK_N keys at a query.
+    """The :class:`Walk` over tiles of BLOCK_N keys at a query.
 
     Where there are lists, a tile is made of the blocks of SUB keys that they name, `visited` (partial, full) in number: those of which no pair
     is hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
@@ -81,22 +101,22 @@ def tile_range(visited, rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
     partial, full = visited
     if rules.lists is None:
         begin, end, full_end = key_range(rules, seq, Span(row, 0, None), BLOCK_M, BLOCK_N)
-        return begin, end, full_end, partial, full
+        return Walk(begin, end, full_end, partial, full)
     else:
         tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
         full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
-        return 0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full
+        return Walk(0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full)
 
 
 @gluon.jit
 def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, SUB: gl.constexpr):
     """The first key of a block of SUB of a tile; before the first key of all where the tile is filled up."""
-    _, _, full_end, partial, full = walk
     if rules.lists is None:
         return step + block * SUB
     else:
-        visit = (step - full_end) // SUB + block + partial + full
-        number = visited_block(rules.lists, seq, Span(row, 0, None), gl.maximum(visit, 0), partial, full, room(seq.len_k, SUB), BLOCK_M)
+        visit = (step - walk.full_end) // SUB + block + walk.partial + walk.full
+        at = Span(row, 0, None)
+        number = visited_block(rules.lists, seq, at, gl.maximum(visit, 0), walk.partial, walk.full, room(seq.len_k, SUB), BLOCK_M)
         return gl.where(visit < 0, -1, number) * SUB
 
 
