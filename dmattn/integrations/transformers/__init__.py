@@ -5,8 +5,8 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="dmattn")
 
 The attention registry receives :func:`attend` (attention.py), the mask registry :func:`make_mask` (masks.py). Together they keep one rule: a
-mask that a model asks for is always built. So a call that arrives without a mask is one whose model never asked, and no causality or padding
-can get lost.
+mask that hides anything is always built. It is left out only for models whose eager attention gets none either, and whose layers then attend
+everything. In any other model a call without a mask is one that never asked, and no causality or padding can get lost.
 
 :func:`convert_to_dynamic_mask` (conversion.py) gives the layers of a pretrained decoder a dynamic mask each, which learns what to attend.
 

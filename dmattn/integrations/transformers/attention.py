@@ -53,8 +53,9 @@ def attend(
         query: (B, H, Q, D); key: (B, Hk, K, D); value: (B, Hk, K, Dv). One dtype, or any under autocast. Differentiable.
         attention_mask: 4 axes broadcastable to (B, H, Q, K). Bool: True attends. Float: a bias, with gradient. It is complete: causality
             and `sliding_window` are already inside. None: the model asked for no mask, and the two arguments below decide.
-        is_causal: without a mask, hide later keys. None reads ``module.is_causal``, except in files of Transformers whose models declare no
-            attention but eager's, which does not read it (BridgeTower). Ignored with a mask, and for a single query.
+        is_causal: without a mask, hide later keys. None reads ``module.is_causal``, except where the layer's forward method is from a file of
+            Transformers whose models declare no attention but eager's, which does not read it (BridgeTower). Ignored with a mask, and for a
+            single query.
         sliding_window: without a mask, a causal query sees its own and the ``sliding_window - 1`` keys before it. Ignored with a mask.
         dropout: probability with which a weight is dropped while ``module.training``; ignored otherwise, as in Transformers' eager attention.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.

@@ -21,8 +21,8 @@ _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the s
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 _known: dict[str, bool] = {}  # by modelling file
-_eager_only: dict[str, bool | None] = {}  # by class of configuration, for the models of the next line
-_models: list[weakref.ref[Any]] = []
+_Models = list[weakref.ref[Any]]  # a reference to a class that is gone equals none
+_models: tuple[_Models, dict[tuple[str, ...], _Models]] = ([], {})  # all, and of them those of a configuration's classes
 _eager_only_files: dict[str, bool] = {}
 
 
@@ -69,38 +69,77 @@ def layers_may_add_masks(config: Any) -> bool:
     attention interface (DeepSeek-V4), or beside layers that call it (GIT, Informer, BigBird-Pegasus). One such model makes it so for all of its
     configuration, whoever defines it: which model asks for a mask is not known. A configuration of which no model is known counts as one.
     """
-    for kind in type(config).__mro__:  # models of a configuration's base class run with it too
-        known = _a_model_is_eager_only(f"{kind.__module__}.{kind.__qualname__}")
-        if known is not None:
-            return known
-    return True
-
-
-@torch.compiler.assume_constant_result
-def _a_model_is_eager_only(config_class: str) -> bool | None:
-    """None: there is no model. Asked again once there are other models: theirs may be another configuration's class."""
-    models = [weakref.ref(kind) for kind in _subclasses(PreTrainedModel)]
-    if models != _models:  # the dead ones equal none
-        _models[:] = models
-        _eager_only.clear()
-    if config_class not in _eager_only:
-        found = [kind for kind in _subclasses(PreTrainedModel) if config_class in _names(kind.config_class)]
-        _eager_only[config_class] = any(map(_is_eager_only, found)) if found else None
-    return _eager_only[config_class]
-
-
-def _is_eager_only(kind: Any) -> bool:
-    return not (kind._supports_sdpa or kind._supports_flash_attn or kind._supports_flex_attn)
-
-
-def ignores_is_causal(layer: nn.Module) -> bool:
-    """Whether a layer of Transformers is in a file whose models all declare no attention but eager's, which does not read `is_causal`."""
-    return any(_file_is_eager_only(kind.__module__) for kind in type(layer).__mro__)
+    return _a_model_is_eager_only(_classes(config))
 
 
 def takes_no_mask_for_all(config: Any) -> bool:
-    """Whether the models of a configuration are in such a file: without a mask their layers attend everything, as eager attention has it."""
-    return any(_file_is_eager_only(_modelling_file(kind)) for kind in type(config).__mro__)
+    """Whether all known models of a configuration are, or derive from, models of a file of Transformers whose models all are such.
+
+    Without a mask their layers attend everything, as eager attention has it (:func:`ignores_is_causal`).
+    """
+    return _models_are_of_eager_only_files(_classes(config))
+
+
+def ignores_is_causal(layer: nn.Module) -> bool:
+    """Whether a layer runs a forward method from such a file: eager attention does not read `is_causal`."""
+    return _runs_an_eager_only_file(type(layer))
+
+
+def _classes(config: Any) -> tuple[str, ...]:
+    """The qualified names of a configuration's class and its bases, whose models run with it too."""
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(config).__mro__)
+
+
+@torch.compiler.assume_constant_result
+def _a_model_is_eager_only(config_classes: tuple[str, ...]) -> bool:
+    found = _models_of(config_classes)
+    return not found or any(map(_is_eager_only, found))
+
+
+@torch.compiler.assume_constant_result
+def _models_are_of_eager_only_files(config_classes: tuple[str, ...]) -> bool:
+    found = _models_of(config_classes)
+    return bool(found) and all(any(_file_is_eager_only(each.__module__) for each in kind.__mro__) for kind in found)
+
+
+@torch.compiler.assume_constant_result
+def _runs_an_eager_only_file(layer_class: type) -> bool:
+    return _file_is_eager_only(next(kind.__module__ for kind in layer_class.__mro__ if "forward" in vars(kind)))
+
+
+def _models_of(config_classes: tuple[str, ...]) -> list[Any]:
+    """The models that may run with a configuration of these classes, searched again whenever there are other models than at the last time.
+
+    Those of Transformers are the models of the first class that has any. Another one may also name any of the bases, or no class at all.
+    """
+    global _models  # replaced, not changed, as another thread may read it
+    every = _subclasses(PreTrainedModel)
+    known, found_before = _models
+    now = [weakref.ref(kind) for kind in every]
+    if now != known:
+        found_before = {}
+        _models = now, found_before
+    found = found_before.get(config_classes)
+    if found is None:
+        by_class = [[kind for kind in every if _runs_with(kind, name)] for name in config_classes]
+        of_any = [kind for kind in every if kind.config_class is None or any(kind in of_one for of_one in by_class)]
+        others = [kind for kind in of_any if not kind.__module__.startswith("transformers.")]
+        found = found_before[config_classes] = [weakref.ref(kind) for kind in (*next(filter(None, by_class), ()), *others)]
+    return [kind for each in found if (kind := each()) is not None]
+
+
+def _runs_with(model: Any, config_class: str) -> bool:
+    """Whether a model names a class of configurations, in a union too, or by its bare name where its annotations are strings."""
+    named = model.config_class
+    if isinstance(named, str):
+        return config_class.rpartition(".")[2] in re.findall(r"\w+", named)
+    kinds = typing.get_args(named) or (named,)
+    return any(isinstance(kind, type) and f"{kind.__module__}.{kind.__qualname__}" == config_class for kind in kinds)
+
+
+def _is_eager_only(model: Any) -> bool:
+    """A flag may be a property, which is not known before there is a model: it counts as False."""
+    return not any(getattr(model, f"_supports_{other}") is True for other in ("sdpa", "flash_attn", "flex_attn"))
 
 
 @torch.compiler.assume_constant_result
@@ -121,12 +160,6 @@ def _subclasses(kind: Any) -> list[Any]:
     for each in found:  # grows as it goes
         found.extend(each.__subclasses__())
     return found
-
-
-def _names(config_class: Any) -> list[str]:
-    """The qualified names of a class, of every member of a union, or of none."""
-    kinds = typing.get_args(config_class) or ([] if config_class is None else [config_class])
-    return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if isinstance(kind, type)]
 
 
 @cache

@@ -88,7 +88,8 @@ def _switch(model: nn.Module) -> Settings:
     layers = report(model)
     if not any(state in ("routed", "dynamic mask") for _, _, state in layers):
         found = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
-        served = "those that are patchable" if any(state == "patchable" for _, _, state in layers) else "none of these"
+        states = {state for _, _, state in layers}
+        served = "those that are patchable" if "patchable" in states else "them already" if states == {"patched"} else "none of these"
         received = f"{type(model).__name__} with {found}; patch() serves {served}"
         raise ValueError(f"dmattn: model: expected a model with layers that use Transformers' attention interface, received {received}")
     register()

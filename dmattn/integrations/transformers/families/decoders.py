@@ -32,7 +32,9 @@ def bloom(
     if layer_past is not None:
         key, value = layer_past.update(key, value, layer.layer_idx)
     bias = alibi.view(len(query), layer.num_heads, 1, -1) * layer.beta
-    options = dict(scaling=layer.inv_norm_factor, dropped=layer.attention_dropout, output_attentions=output_attentions, **others)
+    options = dict(
+        scaling=layer.inv_norm_factor, dropped=layer.attention_dropout, is_causal=False, output_attentions=output_attentions, **others
+    )
     out = layer.dense(attended(layer, query, key, value, attention_mask, bias, **options))
     return residual + dropout(out, layer.hidden_dropout, layer.training), None
 
@@ -54,7 +56,7 @@ def mpt(
         key, value = past_key_values.update(key, value, layer.layer_idx)
     bias = None if position_bias is None else position_bias[None, :, :, max(0, position_bias.shape[-1] - key.shape[2]) :]
     mask = None if attention_mask is None else ~attention_mask
-    options = dict(scaling=layer.softmax_scale, dropped=layer.attn_dropout_p, **others)
+    options = dict(scaling=layer.softmax_scale, dropped=layer.attn_dropout_p, is_causal=False, **others)
     return layer.out_proj(attended(layer, query, key, value, mask, bias, **options)), None
 
 
