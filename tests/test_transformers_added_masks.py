@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -239,7 +240,6 @@ class OwnLayer(nn.Module):
 LAYERS = {
     "bridgetower": (bridgetower_layer, False),
     "derived-from-it": (lambda: bridgetower_layer(own_forward=False), False),
-    "derived-with-its-own-forward": (lambda: bridgetower_layer(own_forward=True), True),
     "llama": (llama_layer, True),
     "own": (OwnLayer, True),
 }
@@ -251,6 +251,25 @@ def test_without_a_mask_a_layer_is_causal_but_where_its_forward_is_in_a_file_of_
 ) -> None:
     integration.attend(make(), *torch.randn(3, 2, 4, 5, 8).unbind(), None)
     assert calls[-1]["causal"] == causal
+
+
+def test_a_causal_layer_derived_from_one_that_ignores_causality_has_to_say(calls: list[dict]) -> None:
+    """Eager attention gives it every key, SDPA those before: there is no right answer to guess."""
+    layer, states = bridgetower_layer(own_forward=True), torch.randn(3, 2, 4, 5, 8)
+    with pytest.raises(ValueError, match="is_causal: expected True or False as an argument in a call without a mask, as Own derives from"):
+        integration.attend(layer, *states.unbind(), None)
+    for given in (True, False):
+        integration.attend(layer, *states.unbind(), None, is_causal=given)
+        assert calls[-1]["causal"] == given
+    integration.attend(layer, states[0, :, :, -1:], *states[1:].unbind(), None)
+    layer.is_causal = False
+    integration.attend(layer, *states.unbind(), None)
+    assert not calls[-1]["causal"]
+
+
+def test_a_module_that_is_none_of_torchs_is_taken(calls: list[dict]) -> None:
+    integration.attend(SimpleNamespace(is_causal=True, training=False), *torch.randn(3, 2, 4, 5, 8).unbind(), None)
+    assert calls[-1]["causal"]
 
 
 def bidirectional(config: Any, padding: Tensor | None = None) -> Tensor | None:
@@ -266,13 +285,18 @@ def test_no_mask_is_made_only_where_all_models_of_a_configuration_ignore_causali
     assert bidirectional(config) is None
     assert bidirectional(config, torch.arange(5) < torch.tensor([[3], [5]])) is not None
     assert bidirectional(transformers.LlamaModel.config_class()) is not None
+    from transformers.models.bridgetower import modeling_bridgetower
+
+    kin = type("Kin", (modeling_bridgetower.BridgeTowerTextModel,), {})
+    assert bidirectional(config) is None
     own = type("Own", (transformers.PreTrainedModel,), dict(config_class=bridgetower))
     mask = bidirectional(config)
     assert mask is not None
     assert not (mask + 0).any()
-    del own
+    del own, kin
     gc.collect()
     assert bidirectional(config) is None
+    assert bidirectional(OwnConfig()) is not None, "no model is known"
 
 
 class OwnConfig(transformers.PreTrainedConfig):
@@ -305,13 +329,14 @@ def test_a_model_that_is_defined_later_counts(later: Any) -> None:
 
 
 def test_a_model_in_the_place_of_one_that_is_gone_counts() -> None:
+    stays = type("Stays", (TakesBool,), dict(config_class=OwnConfig))
     first = type("First", (TakesBool,), dict(config_class=OwnConfig))
     assert made(OwnConfig()).dtype == torch.bool
     del first
     gc.collect()
     second = type("Second", (AddsMasks,), dict(config_class=OwnConfig))
     assert made(OwnConfig()).dtype == torch.bfloat16
-    del second
+    del second, stays
     gc.collect()
     assert made(OwnConfig()).dtype == torch.bfloat16, "no model is known, which counts as one that adds"
 
@@ -320,6 +345,9 @@ LATER = {
     "names-none": dict(),
     "names-a-base": dict(config_class=transformers.PreTrainedConfig),
     "names-it-in-a-string": dict(config_class="OwnConfig | None"),
+    "names-it-in-a-union": dict(config_class=OwnConfig | OtherConfig),
+    "names-a-derived-one": dict(config_class=type("DerivedConfig", (OwnConfig,), {})),
+    "names-a-variable": dict(config_class=TypeVar("T", bound=OwnConfig)),
 }
 
 
@@ -331,6 +359,27 @@ def test_a_model_that_may_run_with_a_configuration_counts_however_it_names_it(na
     second.config_class = names.get("config_class")
     assert made(OwnConfig()).dtype == torch.bfloat16
     del first, second
+    gc.collect()
+
+
+@pytest.mark.parametrize("wrapped", ["DeepseekV4Model", "GitModel"])
+def test_a_model_that_wraps_one_of_transformers_does_not_hide_it(wrapped: str) -> None:
+    config = type("WrappingConfig", (getattr(transformers, wrapped).config_class,), {})
+    head = type("Head", (TakesBool,), dict(config_class=config))
+    assert made(config()).dtype == torch.bfloat16
+    del head
+    gc.collect()
+
+
+def test_models_of_transformers_run_with_their_own_configuration_alone() -> None:
+    """One that derives its configuration from another's takes bool masks, whatever the other's models take."""
+    derived = type("DerivedConfig", (OwnConfig,), {})
+    of_transformers = dict(__module__="transformers.models.own.modeling_own")
+    base = type("Base", (AddsMasks,), of_transformers | dict(config_class=OwnConfig))
+    model = type("Model", (TakesBool,), of_transformers | dict(config_class=derived))
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    assert made(derived()).dtype == torch.bool
+    del base, model
     gc.collect()
 
 

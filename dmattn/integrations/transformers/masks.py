@@ -51,7 +51,7 @@ def make_mask(
         return eager_mask(**place, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, **others)
     added = config is not None and layers_may_add_masks(config)
     dtype = others.get("dtype", torch.float32) if added else torch.bool
-    skips = added and takes_no_mask_for_all(config) and others.get("allow_is_bidirectional_skip", False)
+    skips = added and others.get("allow_is_bidirectional_skip", False) and takes_no_mask_for_all(config)
     traced = torch.compiler.is_compiling() or (is_tracing(attention_mask) and not is_cuda_stream_capturing())
     if not (use_vmap or traced or isinstance(kv_offset, Tensor)):
         described = describe(mask_function, attention_mask=attention_mask, dtype=dtype, **place)

@@ -162,7 +162,8 @@ def _state(module: Any) -> State | None:
         return None
     if _family(module) is not None:
         return "patchable"
-    return None if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module) else "not covered"
+    inner = (type(each) for each in module.modules() if each is not module)
+    return None if any("Attention" in kind.__name__ or class_uses_interface(kind) for kind in inner) else "not covered"
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
