@@ -67,8 +67,7 @@ def layers_may_add_masks(config: Any) -> bool:
 
     No layer of the other models adds its mask to anything, nor joins it with one that is added. A layer of these may do so before it calls the
     attention interface (DeepSeek-V4), or beside layers that call it (GIT, Informer, BigBird-Pegasus). One such model makes it so for all of its
-    configuration: which model asks for a mask is not known. A configuration of which no model of Transformers is known counts as one, unless all
-    other models that name it declare more.
+    configuration: which model asks for a mask is not known. A configuration of which no model is known counts as one.
     """
     return _a_model_is_eager_only(_classes(config))
 
