@@ -289,11 +289,14 @@ def test_no_mask_is_made_only_where_all_models_of_a_configuration_ignore_causali
 
     kin = type("Kin", (modeling_bridgetower.BridgeTowerTextModel,), {})
     assert bidirectional(config) is None
+    silent = type("Silent", (AddsMasks,), {})
+    silent.config_class = None
+    assert bidirectional(config) is None
     own = type("Own", (transformers.PreTrainedModel,), dict(config_class=bridgetower))
     mask = bidirectional(config)
     assert mask is not None
     assert not (mask + 0).any()
-    del own, kin
+    del own, kin, silent
     gc.collect()
     assert bidirectional(config) is None
     assert bidirectional(OwnConfig()) is not None, "no model is known"
@@ -339,6 +342,11 @@ def test_a_model_in_the_place_of_one_that_is_gone_counts() -> None:
     del second, stays
     gc.collect()
     assert made(OwnConfig()).dtype == torch.bfloat16, "no model is known, which counts as one that adds"
+    silent = type("Silent", (TakesBool,), {})
+    silent.config_class = None
+    assert made(OwnConfig()).dtype == torch.bfloat16, "nor does one count that may run with anything"
+    del silent
+    gc.collect()
 
 
 LATER = {

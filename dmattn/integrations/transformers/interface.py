@@ -22,7 +22,7 @@ _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILI
 
 _known: dict[str, bool] = {}  # by modelling file
 _Models = list[weakref.ref[Any]]  # a reference to a class that is gone equals none
-_models: tuple[_Models, dict[tuple[str, ...], _Models]] = ([], {})  # all, and of them those of a configuration's classes
+_models: tuple[_Models, dict[tuple[str, ...], tuple[_Models, _Models]]] = ([], {})  # all, and of them those of a configuration's classes
 _eager_only_files: dict[str, bool] = {}
 
 
@@ -67,7 +67,8 @@ def layers_may_add_masks(config: Any) -> bool:
 
     No layer of the other models adds its mask to anything, nor joins it with one that is added. A layer of these may do so before it calls the
     attention interface (DeepSeek-V4), or beside layers that call it (GIT, Informer, BigBird-Pegasus). One such model makes it so for all of its
-    configuration: which model asks for a mask is not known. A configuration of which no model is known counts as one.
+    configuration: which model asks for a mask is not known. So does one that does not say which configurations it takes. A configuration that
+    no model names counts as one of such a model.
     """
     return _a_model_is_eager_only(_classes(config))
 
@@ -75,7 +76,8 @@ def layers_may_add_masks(config: Any) -> bool:
 def takes_no_mask_for_all(config: Any) -> bool:
     """Whether all known models of a configuration are, or derive from, models of a file of Transformers whose models all are such.
 
-    Without a mask their layers attend everything, as eager attention has it (:func:`is_causal_without_mask`).
+    Without a mask their layers attend everything, as eager attention has it (:func:`is_causal_without_mask`). A model that does not say which
+    configurations it takes is not asked: Informer needs the absence, whoever else there is.
     """
     return _models_are_of_eager_only_files(_classes(config))
 
@@ -108,14 +110,14 @@ def _classes(config: Any) -> tuple[str, ...]:
 
 @torch.compiler.assume_constant_result
 def _a_model_is_eager_only(config_classes: tuple[str, ...]) -> bool:
-    found = _models_of(config_classes)
-    return not found or any(map(_is_eager_only, found))
+    named, silent = _models_of(config_classes)
+    return not named or any(map(_is_eager_only, named + silent))
 
 
 @torch.compiler.assume_constant_result
 def _models_are_of_eager_only_files(config_classes: tuple[str, ...]) -> bool:
-    found = _models_of(config_classes)
-    return bool(found) and all(any(_file_is_eager_only(each.__module__) for each in kind.__mro__) for kind in found)
+    named, _ = _models_of(config_classes)
+    return bool(named) and all(any(_file_is_eager_only(each.__module__) for each in kind.__mro__) for kind in named)
 
 
 @torch.compiler.assume_constant_result
@@ -127,10 +129,11 @@ def _runs_own_forward(layer_class: type) -> bool | None:
     return not next((of_file for kind, of_file in zip(layer_class.__mro__, eager_only, strict=True) if "forward" in vars(kind)), False)
 
 
-def _models_of(config_classes: tuple[str, ...]) -> list[Any]:
-    """The models that may run with a configuration of these classes, searched again whenever there are other models than at the last time.
+def _models_of(config_classes: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """Models that name a configuration of these classes, and others that do not say which they take.
 
-    Those of Transformers are the ones of the first class that has any. Another model counts unless all classes that it names are unrelated.
+    Those of Transformers are the ones of the first class that has any. Another one may name any of them, or a class derived from the first.
+    Searched again whenever there are other models than at the last time.
     """
     global _models  # replaced, not changed, as another thread may read it
     every = _subclasses(PreTrainedModel)
@@ -143,17 +146,16 @@ def _models_of(config_classes: tuple[str, ...]) -> list[Any]:
     if found is None:
         stock = [kind for kind in every if kind.__module__.startswith("transformers.")]
         by_class = ([kind for kind in stock if name in _qualified(_named_by(kind))] for name in config_classes)
-        others = [kind for kind in every if kind not in stock and _may_run_with(kind, config_classes)]
-        found = found_before[config_classes] = [weakref.ref(kind) for kind in (*next(filter(None, by_class), ()), *others)]
-    return [kind for each in found if (kind := each()) is not None]
-
-
-def _may_run_with(model: Any, config_classes: tuple[str, ...]) -> bool:
-    """Whether a model names one of the classes, or one derived from the first; or something else than classes of configurations."""
-    named = _named_by(model)
-    if not all(isinstance(kind, type) and issubclass(kind, PreTrainedConfig) for kind in named):
-        return True
-    return any(name in config_classes or config_classes[0] in _qualified(kind.__mro__) for kind in named for name in _qualified((kind,)))
+        named, silent = list(next(filter(None, by_class), ())), []
+        for kind in (kind for kind in every if kind not in stock):
+            kinds = _named_by(kind)
+            if not all(isinstance(each, type) and issubclass(each, PreTrainedConfig) for each in kinds):
+                silent.append(kind)
+            elif any(name in config_classes or config_classes[0] in _qualified(each.__mro__) for each in kinds for name in _qualified((each,))):
+                named.append(kind)
+        found = found_before[config_classes] = ([weakref.ref(kind) for kind in named], [weakref.ref(kind) for kind in silent])
+    named, silent = ([kind for each in part if (kind := each()) is not None] for part in found)
+    return named, silent
 
 
 def _named_by(model: Any) -> tuple[Any, ...]:
