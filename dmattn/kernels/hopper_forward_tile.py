@@ -38,7 +38,7 @@ def step_of(rules, walk, start, BLOCK_N: gl.constexpr):
     """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same.
 
     The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
-    beside a bias of pairs, where the order of memory was the faster one (benchmarks/NOTES.md).
+    beside a bias of pairs, where the order of memory was the faster one (docs/history.md).
     """
     if rules.lists is not None or (rules.bias_rows is not None and rules.bias_cols is not None):
         return start
