@@ -148,6 +148,7 @@ def _forward_kernel(
         QUERIES=CONSUMERS * BLOCK_M,
         BLOCK_N=BLOCK_N,
         SUB=SUB,
+        BLOCKS=BLOCK_N // SUB,
         STAGES=STAGES,
         DIM=DIM,
         VALUE_DIM=VALUE_DIM,
@@ -159,24 +160,17 @@ def _forward_kernel(
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
         OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
     )
-    q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles = None
-    interval_tiles = None
-    lift_tiles = None
-    ones = None
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if intervals is not None:
-        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
-    if lifts is not None:
-        lift_tiles = gl.allocate_shared_memory(lifts.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], lifts.layout)
-        ones = ones_for_lifts(BLOCK_M)
+    tiles = Tiles(
+        q=_room(q, CONSUMERS, BLOCK_M, DIM),
+        k=_room(k, STAGES, BLOCK_N, DIM),
+        v=_room(v, STAGES, BLOCK_N, DIM),
+        bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        lifts=None if lifts is None else _room(lifts, STAGES * config.BLOCKS, SUB, COLUMNS),
+        ones=None if lifts is None else ones_for_lifts(BLOCK_M),
+    )
     barriers = _barriers(config)
-    votes = gl.allocate_shared_memory(gl.int8, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    tiles = Tiles(q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones, votes)
     descriptors = Descriptors(q, k, v, bias, intervals, lifts)
     lengths = Lengths(works, heads, len_q, len_k)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
@@ -193,8 +187,14 @@ def _forward_kernel(
 
 
 @gluon.jit
+def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
+    return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
+
+
+@gluon.jit
 def _barriers(config: gl.constexpr):
-    """The barriers of a program."""
+    """The barriers of a program, and room for votes."""
     return Barriers(
         q_full=barriers(1, 1),
         q_free=barriers(1, config.CONSUMERS),
@@ -203,13 +203,14 @@ def _barriers(config: gl.constexpr):
         v_full=barriers(config.STAGES, 1),
         v_free=barriers(config.STAGES, config.CONSUMERS),
         turns=barriers(config.CONSUMERS, 1),
+        votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 
 
 @gluon.jit
 def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
-    BLOCKS: gl.constexpr = config.BLOCK_N // config.SUB
+    BLOCKS: gl.constexpr = config.BLOCKS
     TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
     INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
     LIFT_BYTES: gl.constexpr = 0 if descriptors.lifts is None else BLOCKS * descriptors.lifts.block_type.nbytes
@@ -246,7 +247,7 @@ def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.co
 @gluon.jit
 def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: gl.constexpr):
     """Copy the bias of pairs of a tile, whose blocks begin at `starts`, for each consumer, and tell the barrier."""
-    BLOCKS: gl.constexpr = config.BLOCK_N // config.SUB
+    BLOCKS: gl.constexpr = config.BLOCKS
     entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
     head = seq.head // rules.bias.group
     chunks = bias_tiles._reinterpret(bias.dtype, [config.STAGES * config.CONSUMERS * BLOCKS, 1, 1, BLOCK_M, config.SUB], bias.layout)

@@ -42,6 +42,7 @@ class Config(NamedTuple):
     QUERIES: Any  # of a program's block: BLOCK_M for each consumer
     BLOCK_N: Any  # keys of a tile
     SUB: Any  # keys of a block, by which a tile is copied
+    BLOCKS: Any  # of a tile
     STAGES: Any  # tiles of keys in shared memory
     DIM: Any  # head dims of queries and values, padded
     VALUE_DIM: Any  # head dims of out
@@ -55,20 +56,22 @@ class Config(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory of a program; None where there is nothing of the kind."""
+    """Tiles in shared memory; None where there is nothing of the kind."""
 
     q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
-    intervals: Any  # [STAGES * BLOCK_N / SUB, 1, 1, 1, 2 * SUB]
-    lifts: Any  # [STAGES * BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
+    intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
+    lifts: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS]: the left factor of lifts
-    votes: Any  # [CONSUMERS, 128], int8, one for each thread (`all_within`)
 
 
 class Barriers(NamedTuple):
-    """Barriers between the producer and the consumers. Those of keys stand for the bias, intervals and lifts of their tile too."""
+    """Barriers between the producer and the consumers, and the votes of a consumer's threads.
+
+    The barriers of keys stand for the bias, intervals and lifts of their tile too.
+    """
 
     q_full: Any  # [1, 1]
     q_free: Any  # [1, 1]
@@ -77,6 +80,7 @@ class Barriers(NamedTuple):
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
     turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
+    votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 
 class Context(NamedTuple):
@@ -95,7 +99,7 @@ class Sums(NamedTuple):
     """Results of a consumer after some tiles of keys."""
 
     acc: Any  # [BLOCK_M, DIM]: out without the values of the last tile, unnormalised
-    weights: Any  # [BLOCK_M, BLOCK_N / 2]: those of the last tile, by twos (`rounded_pairs`)
+    weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
     turn: Any  # how many tiles there were, those of blocks before included
@@ -221,7 +225,7 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
     barriers, rules = context.barriers, context.rules
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
-    votes = context.tiles.votes.index(which)
+    votes = barriers.votes.index(which)
     s, acc = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
     p = weights_at(s, sums.row_max, exponent_factor(rules), rules.bias is not None, LOWEST)  # [BLOCK_M, BLOCK_N]
     added = lane_sums(p)  # [BLOCK_M, 4]
