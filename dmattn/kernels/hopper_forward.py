@@ -84,7 +84,7 @@ def takes(problem: Any) -> bool:
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
-    batch, heads, len_q, _ = problem.query.shape
+    batch, heads, len_q = problem.query.shape[:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)

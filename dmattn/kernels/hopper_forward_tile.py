@@ -176,7 +176,7 @@ def _add_tile(
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     ADDS: gl.constexpr = not FIRST and not AGAIN
     s, acc = _scores(context, sums, step, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
-    new_max = gl.maximum(sums.row_max, gl.max(s, 1))
+    new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
     # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
     LOADED: gl.constexpr = (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None)
     LATE: gl.constexpr = LOADED and config.CONSUMERS == 3
@@ -184,7 +184,7 @@ def _add_tile(
         if LOADED:
             new_max = looked_at(new_max)
         mbarrier.arrive(barriers.k_free.index(stage), count=1)
-    p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
+    p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
     if ADDS:
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(barriers.v_free.index(before), count=1)
@@ -227,7 +227,7 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
     s, acc = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
-    p = weights_at(s, sums.row_max, exponent_factor(rules), rules.bias is not None, LOWEST)  # [BLOCK_M, BLOCK_N]
+    p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
@@ -246,10 +246,11 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
 @gluon.jit
 def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr):
     """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them)."""
-    tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
+    tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, context.row, step_of(context.walk, step, config), 0, context.walk, config.QUERIES, config.SUB)
+        key = step_of(walk, step, config)
+        start = listed_key(rules, seq, context.row, key, block=0, walk=walk, BLOCK_M=config.QUERIES, SUB=config.SUB)
     row = context.row + which * BLOCK_M
     stage, phase = stage_of(sums.turn, config.STAGES)
     before, phase_before = stage_of(sums.turn - 1, config.STAGES)
@@ -257,7 +258,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
     if EDGE:
-        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start))
+        hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start))
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
@@ -280,8 +281,8 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         bias = _bias_tile(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
-        hiding = Hiding(1, (2 * (row + rows)).to(gl.float32), middle2, length)
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
+        hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
+    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
     return s, acc
 
 
