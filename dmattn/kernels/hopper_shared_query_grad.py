@@ -10,7 +10,7 @@ Consumers share the work by queries as long as one has registers for dQ of all m
 queries, each has dQ of every other member, and one gives its part of each tile of dBias to the other, which stores the sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -24,7 +24,6 @@ from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
     padded_dim,
     serves,
     stage_of,
@@ -32,7 +31,20 @@ from .hopper import (
     tiled,
     tiled_vectors,
 )
-from .hopper_members import BLOCK_M, member_full, member_stage, own_count, own_member, produce
+from .hopper import barriers as new_barriers
+from .hopper_members import (
+    BLOCK_M,
+    Barriers,
+    Config,
+    Sharing,
+    Sources,
+    Tiles,
+    member_full,
+    member_stage,
+    own_count,
+    own_member,
+    produce,
+)
 from .hopper_registers import Hiding, as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
 from .layout import Sequence, Span, strided
@@ -46,6 +58,35 @@ from .walk import key_range
 # some for each member; a round that is not full takes as long as a full one.
 LEAST_FILL = {1: 0.7, 2: 0.5}
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
+
+
+class Given(NamedTuple):
+    """The first consumer's part of a tile of dBias in shared memory, where consumers share the members, and its barriers."""
+
+    part: Any  # [BLOCK_N / 8, 128, 4] float32 (`by_threads`)
+    full: Any  # [1, 1]
+    free: Any  # [1, 1]
+
+
+class Context(NamedTuple):
+    """Everything that tiles of keys of a consumer's queries share."""
+
+    tiles: Any
+    barriers: Any
+    given: Any  # None with two BLOCKS
+    rules: Any
+    seq: Any  # of the slice of the bias
+    row: Any  # the consumer's first query
+    last: Any  # the turn of the last tile
+    d_bias: Any  # tensor descriptor
+
+
+class State(NamedTuple):
+    """Registers of a consumer between tiles."""
+
+    dqs: Any  # dQ of each of its members so far, [BLOCK_M, DIM] float32
+    s: Any  # [BLOCK_M, BLOCK_N] float32, as the next of the first of its members in the tile that comes: Q K^T
+    d_p: Any  # [BLOCK_M, BLOCK_N], dP
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
@@ -126,8 +167,10 @@ def _query_gradients_kernel(
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
     STAGES: gl.constexpr = 2 if BLOCKS == 2 else min(MEMBERS + 1, 8)
     BIAS_TILES: gl.constexpr = 3 if BLOCKS == 2 else 2
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    config: gl.constexpr = Config(HEAD_DIM, DIM, MEMBERS, BLOCKS, BLOCK_N, EVEN_N, GROUP, STAGES, BIAS_TILES, PAIRS, SUMS)
     block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
-    sharing = (sharing_heads, groups)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
     row = block * (BLOCKS * BLOCK_M)
     q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], q.layout)
@@ -136,22 +179,24 @@ def _query_gradients_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    q_full = barriers(1, 1)
-    full = barriers(2 * MEMBERS // GROUP, 1)
-    free = barriers(STAGES, BLOCKS)
-    bias_full, bias_free, part = full, free, ()  # nobody's, unless consumers share the members
+    q_full = new_barriers(1, 1)
+    full = new_barriers(2 * MEMBERS // GROUP, 1)
+    free = new_barriers(STAGES, BLOCKS)
+    bias_full, bias_free, given = None, None, None
     if BLOCKS == 1:
-        bias_full, bias_free = barriers(BIAS_TILES, 1), barriers(1, 1)
-        given = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        part = (given, barriers(1, 1), barriers(1, 1))
+        bias_full, bias_free = new_barriers(BIAS_TILES, 1), new_barriers(1, 1)
+        part = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        given = Given(part, new_barriers(1, 1), new_barriers(1, 1))
     fence_async_shared()
-    tiles = (q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
-    ready = (q_full, full, free, bias_full, bias_free)
+    sharing = Sharing(sharing_heads, groups)
+    sources = Sources(q, k, v, bias, d_out, terms)
+    tiles = Tiles(q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
+    barriers = Barriers(q_full, full, free, bias_full, bias_free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
+            (_consume, (tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, 0, config)),
+            (_consume, (tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, 1, config)),
+            (produce, (sources, tiles, barriers, rules, seq, sharing, row, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -159,55 +204,49 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _consume(
-    tiles, ready, part, rules, seq, sharing, row, d_bias, d_q,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EVEN_N: gl.constexpr,
-):  # fmt: skip
+def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, which: gl.constexpr, config: gl.constexpr):
     """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
-    q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
+    BLOCKS: gl.constexpr = config.BLOCKS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    PAIRS: gl.constexpr = config.PAIRS
     FIRST: gl.constexpr = own_member(0, which, BLOCKS)
-    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    DIM: gl.constexpr = k_tiles.shape[4]
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, full, _, _, _ = ready
-    sharing_heads, _ = sharing
-    begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
+    begin, end = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)[:2]
     if BLOCKS == 2:
         row += which * BLOCK_M
     open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
-    fixed = (tiles, ready, part, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
-    state = ()  # dQ of each member; then Q K^T and dP of the first one in the tile that comes
-    for _sum in gl.static_range(OWN):
-        state += (gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS),)
+    context = Context(tiles, barriers, given, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
+    dqs = ()
+    for _member in gl.static_range(OWN):
+        dqs += (gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.SUMS),)
     s = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     d_p = s
     if begin < end:
-        mbarrier.wait(q_full.index(0), 0)
-        mbarrier.wait(full.index(FIRST), 0)
-        s = _pairs(q_tiles.index(which), k_tiles.index(FIRST), PAIRS)
-        d_p = _pairs(d_out_tiles.index(which), v_tiles.index(FIRST), PAIRS)
+        mbarrier.wait(barriers.q_full.index(0), 0)
+        mbarrier.wait(barriers.full.index(FIRST), 0)
+        s = _pairs(tiles.q.index(which), tiles.k.index(FIRST), config)
+        d_p = _pairs(tiles.d_out.index(which), tiles.v.index(FIRST), config)
         s, d_p = warpgroup_mma_wait(0, [s, d_p])
-    state += (s, d_p)
+    state = State(dqs, s, d_p)
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
+            state = _tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, False)
+        state = _tile(context, state, turn, start, which, config, EDGE=False)
         turn += 1
-    if rules.right is not None or not EVEN_N:
+    if rules.right is not None or not config.EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
+            state = _tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     if BLOCKS == 2 or which == 1:
         tma.store_wait(0)
         if rules.left is not None or rules.right is not None:
-            _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
+            _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        store_rows(d_q, member_of(seq, own_member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
+        this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads)
+        store_rows(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit
@@ -224,139 +263,129 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(
-    fixed, state, turn, start, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EDGE: gl.constexpr
-):  # fmt: skip
-    """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
+def _tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there.
 
     Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
     these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members, whose
     next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
     last tile once more, for nothing.
     """
-    tiles, ready, _, rules, seq, row, last, _ = fixed
-    q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    _, _, free, bias_full, bias_free = ready
-    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
-    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
-    BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    DIM: gl.constexpr = k_tiles.shape[4]
-    EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    tiles, barriers, rules = context.tiles, context.barriers, context.rules
+    BLOCKS: gl.constexpr = config.BLOCKS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), 2)
-    vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]
-    cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    bias_tile = bias_tiles.index(turn % BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, config.SUMS, 2)
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
+    EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
+    HOLDS: gl.constexpr = OWN <= 2  # the bias, for there are registers left
+    vectors = tiles.terms._reinterpret(gl.float32, [2 * tiles.terms.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows = context.row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
+    cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    bias_tile = tiles.bias.index(turn % config.BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
     bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
     # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
     zeroth = turn >> 30
-    next_turn = gl.minimum(turn + 1, last)
-    sums = ()
+    next_turn = gl.minimum(turn + 1, context.last)
+    dqs = ()
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    dq = state[0]
-    next_s = state[OWN]
-    d_p = state[OWN + 1]
+    dq = state.dqs[0]
+    next_s = state.s
+    d_p = state.d_p
     if BLOCKS == 1:
-        bias_stage, bias_phase = stage_of(turn, BIAS_TILES)
-        mbarrier.wait(bias_full.index(bias_stage), bias_phase)
-    HOLDS: gl.constexpr = OWN <= 2  # the bias, for there are registers left
+        bias_stage, bias_phase = stage_of(turn, config.BIAS_TILES)
+        mbarrier.wait(barriers.bias_full.index(bias_stage), bias_phase)
     if HOLDS:
         bias = bias_pairs.load(PAIRS)
     for i in gl.static_range(OWN):
         at = 2 * i + which + zeroth  # where the member's queries are
-        stage, _, keys = member_stage(tiles, ready, turn, own_member(i, which, BLOCKS), MEMBERS)
+        here = member_stage(turn, own_member(i, which, BLOCKS), config)
         s = next_s
-        divisor_rows = vectors.index(2 * at).load(ROWS)
-        delta_rows = vectors.index(2 * at + 1).load(ROWS)
+        divisor_rows = vectors.index(2 * at).load(ROWS)  # [BLOCK_M]
+        delta_rows = vectors.index(2 * at + 1).load(ROWS)  # [BLOCK_M]
         next_at = at + 2 if i + 1 < OWN else which + zeroth
-        next_keys, full, phase = _next_keys(tiles, ready, turn, next_turn, i, which, MEMBERS, BLOCKS)
+        next_keys, full, phase = _next_keys(barriers, turn, next_turn, i, which, config)
         if EARLY:
-            if GROUP == 1 or i + 1 == OWN:
+            if config.GROUP == 1 or i + 1 == OWN:
                 mbarrier.wait(full, phase)
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
+            next_s = _pairs(tiles.q.index(next_at), tiles.k.index(next_keys + zeroth), config)
         if i > 0:
             s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
         if not HOLDS:
             bias = bias_pairs.load(PAIRS)
-        s = ruled(s, bias, Hiding(), rules, seq, rows, cols, EDGE)
+        s = ruled(s, bias, Hiding(), rules, context.seq, rows, cols, EDGE)
         p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
         if i > 0:
             dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
-            sums += (dq,)
-            if GROUP == 1:
-                before, _, _ = member_stage(tiles, ready, turn, own_member(i - 1, which, BLOCKS), MEMBERS)
-                mbarrier.arrive(free.index(before), count=1)
+            dqs += (dq,)
+            if config.GROUP == 1:
+                before = member_stage(turn, own_member(i - 1, which, BLOCKS), config).number
+                mbarrier.arrive(barriers.free.index(before), count=1)
         elif BLOCKS == 1 and which == 1:
             tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
-            mbarrier.arrive(bias_free.index(0), count=1)
+            mbarrier.arrive(barriers.bias_free.index(0), count=1)
         d_s = p * (d_p - delta_rows[:, None])
         total = d_s if i == 0 else total + d_s
-        ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
-        dq = warpgroup_mma(ds, k_tiles.index(keys + zeroth).reshape([BLOCK_N, DIM]), state[i], is_async=True)
+        ds = as_factor(rounded_pairs(d_s, tiles.k.dtype), tiles.k.dtype, FACTOR)
+        dq = warpgroup_mma(ds, tiles.k.index(here.place + zeroth).reshape([BLOCK_N, config.DIM]), state.dqs[i], is_async=True)
         if not EARLY:
-            if GROUP == 1 or i + 1 == OWN:
+            if config.GROUP == 1 or i + 1 == OWN:
                 mbarrier.wait(full, phase)
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
-        d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
-    _store_total(fixed, total, bias_tile, turn, start, which, BLOCKS, PAIRS)
+            next_s = _pairs(tiles.q.index(next_at), tiles.k.index(next_keys + zeroth), config)
+        d_p = _pairs(tiles.d_out.index(next_at), tiles.v.index(next_keys + zeroth), config)
+    _store_total(context, total, bias_tile, turn, start, which, config)
     dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
     if BLOCKS == 2:
         tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
-    mbarrier.arrive(free.index(stage), count=1)
-    sums += (dq, next_s, d_p)
-    return sums
+    mbarrier.arrive(barriers.free.index(here.number), count=1)
+    dqs += (dq,)
+    return State(dqs, next_s, d_p)
 
 
 @gluon.jit
-def _next_keys(
-    tiles, ready, turn, next_turn, i: gl.constexpr, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
+def _next_keys(barriers, turn, next_turn, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
     """(place, barrier, parity) of the keys of what comes after a consumer's i-th member: the next one, or in the next turn the first."""
-    if i + 1 < own_count(which, MEMBERS, BLOCKS):
-        _, _, keys = member_stage(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
-        full, phase = member_full(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
+    BLOCKS: gl.constexpr = config.BLOCKS
+    if i + 1 < own_count(which, config.MEMBERS, BLOCKS):
+        place = member_stage(turn, own_member(i + 1, which, BLOCKS), config).place
+        full, phase = member_full(barriers, turn, own_member(i + 1, which, BLOCKS), config)
     else:
-        _, _, keys = member_stage(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
-        full, phase = member_full(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
-    return keys, full, phase
+        place = member_stage(next_turn, own_member(0, which, BLOCKS), config).place
+        full, phase = member_full(barriers, next_turn, own_member(0, which, BLOCKS), config)
+    return place, full, phase
 
 
 @gluon.jit
-def _store_total(fixed, total, bias_tile, turn, start, which: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
+def _store_total(context, total, bias_tile, turn, start, which: gl.constexpr, config: gl.constexpr):
     """Sums of dS to their place in dBias, by way of the memory of their bias; of consumers that share the members, by the second."""
-    _, _, part, _, seq, row, _, d_bias = fixed
-    if BLOCKS == 1:
-        total = _joined(total, part, turn, which, PAIRS)
-    if BLOCKS == 2 or which == 1:
+    d_bias, seq = context.d_bias, context.seq
+    if config.BLOCKS == 1:
+        total = _joined(total, context.given, turn, which, config)
+    if config.BLOCKS == 2 or which == 1:
         bias_tile.reshape(total.shape).store(total.to(d_bias.dtype))
         fence_async_shared()
-        store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
-        if BLOCKS == 1:
-            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
+        store(d_bias, [seq.batch, seq.head, context.row, start], bias_tile)
+        if config.BLOCKS == 1:
+            mbarrier.arrive(context.given.free.index(0), count=1)  # only now is what was given certainly read
 
 
 @gluon.jit
-def _joined(total, part, turn, which: gl.constexpr, PAIRS: gl.constexpr):
+def _joined(total, given, turn, which: gl.constexpr, config: gl.constexpr):
     """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
-    given, given_full, given_free = part
     if which == 0:
-        mbarrier.wait(given_free.index(0), (turn & 1) ^ 1)
-        given.store(by_threads(total))
-        mbarrier.arrive(given_full.index(0), count=1)
+        mbarrier.wait(given.free.index(0), (turn & 1) ^ 1)
+        given.part.store(by_threads(total))
+        mbarrier.arrive(given.full.index(0), count=1)
     else:
-        mbarrier.wait(given_full.index(0), turn & 1)
-        total += by_rows(given.load(order_of(given.shape[0])), PAIRS)
+        mbarrier.wait(given.full.index(0), turn & 1)
+        total += by_rows(given.part.load(order_of(given.part.shape[0])), config.PAIRS)
     return total
 
 
 @gluon.jit
-def _pairs(left, right, PAIRS: gl.constexpr):
+def _pairs(left, right, config: gl.constexpr):
     """The product of tiles of queries and of keys, or dO and values, under way."""
-    BLOCK_N: gl.constexpr = right.shape[2]
-    DIM: gl.constexpr = right.shape[3]
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    transposed = right.reshape([BLOCK_N, DIM]).permute((1, 0))
-    return warpgroup_mma(left.reshape([BLOCK_M, DIM]), transposed, zero, use_acc=False, is_async=True)
+    zero = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)
+    transposed = right.reshape([config.BLOCK_N, config.DIM]).permute((1, 0))
+    return warpgroup_mma(left.reshape([BLOCK_M, config.DIM]), transposed, zero, use_acc=False, is_async=True)
