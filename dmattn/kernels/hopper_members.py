@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .hopper import copy, stage_of
+from .hopper import copy, stage_of, store
+from .hopper_registers import by_rows, by_threads, order_of
 from .layout import Span
 from .sequence import member_of
 from .walk import key_range
@@ -68,6 +69,27 @@ class Barriers(NamedTuple):
     bias_free: Any  # [1, 1]
 
 
+class Given(NamedTuple):
+    """The first consumer's part of a tile of dBias in shared memory, where consumers share the members, and its barriers."""
+
+    part: Any  # [BLOCK_N / 8, 128, 4] float32 (`by_threads`)
+    full: Any  # [1, 1]
+    free: Any  # [1, 1]
+
+
+class Context(NamedTuple):
+    """Everything that tiles of keys of a consumer's queries share."""
+
+    tiles: Any
+    barriers: Any
+    given: Any  # None with two BLOCKS
+    rules: Any
+    seq: Any  # of the slice of the bias
+    row: Any  # the consumer's first query
+    last: Any  # the turn of the last tile
+    d_bias: Any  # tensor descriptor
+
+
 class Sharing(NamedTuple):
     """How many neighbouring query heads share a slice of the bias, and how many a head of keys and values."""
 
@@ -120,6 +142,33 @@ def member_full(barriers, turn, member: gl.constexpr, config: gl.constexpr):
     GROUP: gl.constexpr = config.GROUP
     which, phase = stage_of(turn, 2)
     return Arrival(barriers.full.index(which * (config.MEMBERS // GROUP) + member // GROUP), phase)
+
+
+@gluon.jit
+def store_total(context, total, bias_tile, turn, start, which: gl.constexpr, config: gl.constexpr):
+    """Sums of dS to their place in dBias, by way of the memory of their bias; of consumers that share the members, by the second."""
+    d_bias, seq = context.d_bias, context.seq
+    if config.BLOCKS == 1:
+        total = _joined(total, context.given, turn, which, config)
+    if config.BLOCKS == 2 or which == 1:
+        bias_tile.reshape(total.shape).store(total.to(d_bias.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, context.row, start], bias_tile)
+        if config.BLOCKS == 1:
+            mbarrier.arrive(context.given.free.index(0), count=1)  # only now is what was given certainly read
+
+
+@gluon.jit
+def _joined(total, given, turn, which: gl.constexpr, config: gl.constexpr):
+    """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
+    if which == 0:
+        mbarrier.wait(given.free.index(0), (turn & 1) ^ 1)
+        given.part.store(by_threads(total))
+        mbarrier.arrive(given.full.index(0), count=1)
+    else:
+        mbarrier.wait(given.full.index(0), turn & 1)
+        total += by_rows(given.part.load(order_of(given.part.shape[0])), config.PAIRS)
+    return total
 
 
 @gluon.jit

@@ -36,6 +36,8 @@ from .hopper_members import (
     BLOCK_M,
     Barriers,
     Config,
+    Context,
+    Given,
     Sharing,
     Sources,
     Tiles,
@@ -44,8 +46,9 @@ from .hopper_members import (
     own_count,
     own_member,
     produce,
+    store_total,
 )
-from .hopper_registers import Hiding, as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
+from .hopper_registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
 from .layout import Sequence, Span, strided
 from .overlap import follow
@@ -60,33 +63,43 @@ LEAST_FILL = {1: 0.7, 2: 0.5}
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
 
 
-class Given(NamedTuple):
-    """The first consumer's part of a tile of dBias in shared memory, where consumers share the members, and its barriers."""
-
-    part: Any  # [BLOCK_N / 8, 128, 4] float32 (`by_threads`)
-    full: Any  # [1, 1]
-    free: Any  # [1, 1]
-
-
-class Context(NamedTuple):
-    """Everything that tiles of keys of a consumer's queries share."""
-
-    tiles: Any
-    barriers: Any
-    given: Any  # None with two BLOCKS
-    rules: Any
-    seq: Any  # of the slice of the bias
-    row: Any  # the consumer's first query
-    last: Any  # the turn of the last tile
-    d_bias: Any  # tensor descriptor
-
-
 class State(NamedTuple):
     """Registers of a consumer between tiles."""
 
     dqs: Any  # dQ of each of its members so far, [BLOCK_M, DIM] float32
     s: Any  # [BLOCK_M, BLOCK_N] float32, as the next of the first of its members in the tile that comes: Q K^T
     d_p: Any  # [BLOCK_M, BLOCK_N], dP
+
+
+class Keys(NamedTuple):
+    """A tile of keys that a consumer is at, and its bias."""
+
+    turn: Any  # tiles before it
+    next_turn: Any  # tiles before the one that follows, or before this one if it is the last
+    zeroth: Any  # 0, which the compiler does not know: else it keeps addresses of all members' tiles in registers, of which there are too few
+    rows: Any  # [BLOCK_M, 1]
+    cols: Any  # [1, BLOCK_N]
+    bias_tile: Any  # [1, 1, BLOCK_M, BLOCK_N] in shared memory
+    bias: Any  # [BLOCK_M, BLOCK_N] in registers, or None for want of them
+
+
+class Running(NamedTuple):
+    """Registers of a consumer between members of a tile; products of the last one are under way."""
+
+    dqs: Any  # dQ of the members before the last one, [BLOCK_M, DIM] float32
+    dq: Any  # [BLOCK_M, DIM], of the last one
+    s: Any  # [BLOCK_M, BLOCK_N] float32, as the next of the member that comes: Q K^T
+    d_p: Any  # [BLOCK_M, BLOCK_N], dP
+    total: Any  # [BLOCK_M, BLOCK_N] float32, dS of all members so far
+
+
+class Next(NamedTuple):
+    """The member whose products come next: where its queries and its keys are, and the barrier and parity of the keys."""
+
+    queries: Any
+    keys: Any
+    full: Any
+    phase: Any
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
@@ -205,7 +218,7 @@ def _query_gradients_kernel(
 
 @gluon.jit
 def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, which: gl.constexpr, config: gl.constexpr):
-    """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
+    """One consumer: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
     BLOCKS: gl.constexpr = config.BLOCKS
     BLOCK_N: gl.constexpr = config.BLOCK_N
     PAIRS: gl.constexpr = config.PAIRS
@@ -251,7 +264,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
 
 @gluon.jit
 def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
-    """What of the rows of dBias lies before and behind the tiles that are visited; the buffer is that of a tile."""
+    """Zeros to the rows of dBias before and behind the tiles that are visited, by way of the memory of a tile."""
     BLOCK_N: gl.constexpr = buffer.shape[3]
     buffer.reshape([BLOCK_M, BLOCK_N]).store(gl.full([BLOCK_M, BLOCK_N], 0.0, d_bias.dtype, PAIRS))
     fence_async_shared()
@@ -264,123 +277,106 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 @gluon.jit
 def _tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
-    """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there.
+    """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there."""
+    tiles, barriers = context.tiles, context.barriers
+    BLOCKS: gl.constexpr = config.BLOCKS
+    PAIRS: gl.constexpr = config.PAIRS
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
+    rows = context.row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
+    cols = start + gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    bias_tile = tiles.bias.index(turn % config.BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
+    zeroth = turn >> 30
+    next_turn = gl.minimum(turn + 1, context.last)
+    if BLOCKS == 1:
+        bias_stage, bias_phase = stage_of(turn, config.BIAS_TILES)
+        mbarrier.wait(barriers.bias_full.index(bias_stage), bias_phase)
+    bias = None
+    if OWN <= 2:
+        bias = bias_tile.reshape([BLOCK_M, config.BLOCK_N]).load(PAIRS)
+    keys = Keys(turn, next_turn, zeroth, rows, cols, bias_tile, bias)
+    running = Running((), state.dqs[0], state.s, state.d_p, gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, PAIRS))
+    for i in gl.static_range(OWN):
+        running = _member(context, keys, state.dqs[i], running, i, which, config, EDGE)
+    store_total(context, running.total, bias_tile, turn, start, which, config)
+    dq, s, d_p = warpgroup_mma_wait(0, [running.dq, running.s, running.d_p])
+    if BLOCKS == 2:
+        tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
+    mbarrier.arrive(barriers.free.index(member_stage(turn, own_member(OWN - 1, which, BLOCKS), config).number), count=1)
+    dqs = running.dqs
+    dqs += (dq,)
+    return State(dqs, s, d_p)
+
+
+@gluon.jit
+def _member(context, keys, dq, running, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """:class:`Running` after a consumer's i-th member, whose dQ so far is given.
 
     Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
     these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members, whose
     next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
     last tile once more, for nothing.
     """
-    tiles, barriers, rules = context.tiles, context.barriers, context.rules
+    tiles, barriers, rules, zeroth = context.tiles, context.barriers, context.rules, keys.zeroth
     BLOCKS: gl.constexpr = config.BLOCKS
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    PAIRS: gl.constexpr = config.PAIRS
-    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, config.SUMS, 2)
     OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
     EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
-    HOLDS: gl.constexpr = OWN <= 2  # the bias, for there are registers left
+    WAITS: gl.constexpr = config.GROUP == 1 or i + 1 == OWN  # for the next member's keys, which else are there
     vectors = tiles.terms._reinterpret(gl.float32, [2 * tiles.terms.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = context.row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
-    cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    bias_tile = tiles.bias.index(turn % config.BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
-    bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
-    # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
-    zeroth = turn >> 30
-    next_turn = gl.minimum(turn + 1, context.last)
-    dqs = ()
-    total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    dq = state.dqs[0]
-    next_s = state.s
-    d_p = state.d_p
-    if BLOCKS == 1:
-        bias_stage, bias_phase = stage_of(turn, config.BIAS_TILES)
-        mbarrier.wait(barriers.bias_full.index(bias_stage), bias_phase)
-    if HOLDS:
-        bias = bias_pairs.load(PAIRS)
-    for i in gl.static_range(OWN):
-        at = 2 * i + which + zeroth  # where the member's queries are
-        here = member_stage(turn, own_member(i, which, BLOCKS), config)
-        s = next_s
-        divisor_rows = vectors.index(2 * at).load(ROWS)  # [BLOCK_M]
-        delta_rows = vectors.index(2 * at + 1).load(ROWS)  # [BLOCK_M]
-        next_at = at + 2 if i + 1 < OWN else which + zeroth
-        next_keys, full, phase = _next_keys(barriers, turn, next_turn, i, which, config)
-        if EARLY:
-            if config.GROUP == 1 or i + 1 == OWN:
-                mbarrier.wait(full, phase)
-            next_s = _pairs(tiles.q.index(next_at), tiles.k.index(next_keys + zeroth), config)
-        if i > 0:
-            s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
-        if not HOLDS:
-            bias = bias_pairs.load(PAIRS)
-        s = ruled(s, bias, Hiding(), rules, context.seq, rows, cols, EDGE)
-        p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
-        if i > 0:
-            dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
-            dqs += (dq,)
-            if config.GROUP == 1:
-                before = member_stage(turn, own_member(i - 1, which, BLOCKS), config).number
-                mbarrier.arrive(barriers.free.index(before), count=1)
-        elif BLOCKS == 1 and which == 1:
-            tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
-            mbarrier.arrive(barriers.bias_free.index(0), count=1)
-        d_s = p * (d_p - delta_rows[:, None])
-        total = d_s if i == 0 else total + d_s
-        ds = as_factor(rounded_pairs(d_s, tiles.k.dtype), tiles.k.dtype, FACTOR)
-        dq = warpgroup_mma(ds, tiles.k.index(here.place + zeroth).reshape([BLOCK_N, config.DIM]), state.dqs[i], is_async=True)
-        if not EARLY:
-            if config.GROUP == 1 or i + 1 == OWN:
-                mbarrier.wait(full, phase)
-            next_s = _pairs(tiles.q.index(next_at), tiles.k.index(next_keys + zeroth), config)
-        d_p = _pairs(tiles.d_out.index(next_at), tiles.v.index(next_keys + zeroth), config)
-    _store_total(context, total, bias_tile, turn, start, which, config)
-    dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
-    if BLOCKS == 2:
-        tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
-    mbarrier.arrive(barriers.free.index(here.number), count=1)
-    dqs += (dq,)
-    return State(dqs, next_s, d_p)
+    at = 2 * i + which + zeroth  # where the member's queries are
+    place = member_stage(keys.turn, own_member(i, which, BLOCKS), config).place
+    divisor_rows = vectors.index(2 * at).load(ROWS)  # [BLOCK_M]
+    delta_rows = vectors.index(2 * at + 1).load(ROWS)  # [BLOCK_M]
+    after = _next_member(barriers, keys, at, i, which, config)
+    s, d_p, next_s, dqs, bias = running.s, running.d_p, running.s, running.dqs, keys.bias
+    if EARLY:
+        next_s = _next_scores(tiles, after, zeroth, config, WAITS)
+    if i > 0:
+        s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
+    if bias is None:
+        bias = keys.bias_tile.reshape([BLOCK_M, BLOCK_N]).load(config.PAIRS)
+    s = ruled(s, bias, Hiding(), rules, context.seq, keys.rows, keys.cols, EDGE)
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
+    if i > 0:
+        before_dq, d_p = warpgroup_mma_wait(EARLY, [running.dq, d_p])
+        dqs += (before_dq,)
+        if config.GROUP == 1:
+            mbarrier.arrive(barriers.free.index(member_stage(keys.turn, own_member(i - 1, which, BLOCKS), config).number), count=1)
+    elif BLOCKS == 1 and which == 1:
+        tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
+        mbarrier.arrive(barriers.bias_free.index(0), count=1)
+    d_s = p * (d_p - delta_rows[:, None])
+    total = d_s if i == 0 else running.total + d_s
+    ds = as_factor(rounded_pairs(d_s, tiles.k.dtype), tiles.k.dtype, FACTOR)
+    dq = warpgroup_mma(ds, tiles.k.index(place + zeroth).reshape([BLOCK_N, config.DIM]), dq, is_async=True)
+    if not EARLY:
+        next_s = _next_scores(tiles, after, zeroth, config, WAITS)
+    d_p = _pairs(tiles.d_out.index(after.queries), tiles.v.index(after.keys + zeroth), config)
+    return Running(dqs, dq, next_s, d_p, total)
 
 
 @gluon.jit
-def _next_keys(barriers, turn, next_turn, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
-    """(place, barrier, parity) of the keys of what comes after a consumer's i-th member: the next one, or in the next turn the first."""
-    BLOCKS: gl.constexpr = config.BLOCKS
-    if i + 1 < own_count(which, config.MEMBERS, BLOCKS):
-        place = member_stage(turn, own_member(i + 1, which, BLOCKS), config).place
-        full, phase = member_full(barriers, turn, own_member(i + 1, which, BLOCKS), config)
+def _next_member(barriers, keys, at, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+    """The :class:`Next` of a consumer's i-th member, whose queries are `at`: the next one, or in the next turn the first."""
+    LAST: gl.constexpr = i + 1 == own_count(which, config.MEMBERS, config.BLOCKS)
+    member: gl.constexpr = own_member(0 if LAST else i + 1, which, config.BLOCKS)
+    if LAST:
+        queries, turn = which + keys.zeroth, keys.next_turn
     else:
-        place = member_stage(next_turn, own_member(0, which, BLOCKS), config).place
-        full, phase = member_full(barriers, next_turn, own_member(0, which, BLOCKS), config)
-    return place, full, phase
+        queries, turn = at + 2, keys.turn
+    place = member_stage(turn, member, config).place
+    full, phase = member_full(barriers, turn, member, config)
+    return Next(queries, place, full, phase)
 
 
 @gluon.jit
-def _store_total(context, total, bias_tile, turn, start, which: gl.constexpr, config: gl.constexpr):
-    """Sums of dS to their place in dBias, by way of the memory of their bias; of consumers that share the members, by the second."""
-    d_bias, seq = context.d_bias, context.seq
-    if config.BLOCKS == 1:
-        total = _joined(total, context.given, turn, which, config)
-    if config.BLOCKS == 2 or which == 1:
-        bias_tile.reshape(total.shape).store(total.to(d_bias.dtype))
-        fence_async_shared()
-        store(d_bias, [seq.batch, seq.head, context.row, start], bias_tile)
-        if config.BLOCKS == 1:
-            mbarrier.arrive(context.given.free.index(0), count=1)  # only now is what was given certainly read
-
-
-@gluon.jit
-def _joined(total, given, turn, which: gl.constexpr, config: gl.constexpr):
-    """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
-    if which == 0:
-        mbarrier.wait(given.free.index(0), (turn & 1) ^ 1)
-        given.part.store(by_threads(total))
-        mbarrier.arrive(given.full.index(0), count=1)
-    else:
-        mbarrier.wait(given.full.index(0), turn & 1)
-        total += by_rows(given.part.load(order_of(given.part.shape[0])), config.PAIRS)
-    return total
+def _next_scores(tiles, after, zeroth, config: gl.constexpr, WAITS: gl.constexpr):
+    """Q K^T of the :class:`Next` member, under way."""
+    if WAITS:
+        mbarrier.wait(after.full, after.phase)
+    return _pairs(tiles.q.index(after.queries), tiles.k.index(after.keys + zeroth), config)
 
 
 @gluon.jit
