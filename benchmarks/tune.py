@@ -23,10 +23,11 @@ from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import ops
 from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
+from dmattn.kernels.device import device_family
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients, takes_lifts
 from dmattn.kernels.key_sums import empty_key_sums
-from dmattn.kernels.launch import device_family, launching
+from dmattn.kernels.launch import launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered

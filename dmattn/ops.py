@@ -26,7 +26,8 @@ from torch.utils._device import DeviceContext
 from . import chunked, selection
 from .masks import IntervalMask
 from .problem import Intervals, Problem, autocast, with_axes
-from .replay import not_to_be_repeated, replayed
+from .recording import not_to_be_repeated
+from .replay import replayed
 from .states import states_shape
 
 FIELDS = Problem._fields  # the arguments of forward, and the last of backward, in order

@@ -262,6 +262,8 @@ def test_who_watches_launches_sees_those_that_were_recorded(launches: Launches, 
 @on_a_cpu
 def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     """Where its launcher allocates nothing: with what it would have passed on."""
+    from dmattn.kernels.launch import launch
+
     passed: list[tuple] = []
 
     class CudaLauncher:
@@ -287,7 +289,7 @@ def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launc
 
     @replay.replayed
     def function(x: Tensor) -> None:
-        replay.launch(Kernel(), 3, x=x[2:], number=1.5)
+        launch(Kernel(), 3, x=x[2:], number=1.5)
 
     for scratch in (0, 8):
         replay.forget()
@@ -497,6 +499,7 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
 
 @on_a_cpu
 def test_views_begin_where_they_began(launches: Launches) -> None:
+    from dmattn.kernels.launch import launch
     from dmattn.kernels.layout import strided
 
     addresses: list[tuple] = []
@@ -509,7 +512,7 @@ def test_views_begin_where_they_began(launches: Launches) -> None:
 
     @replay.replayed
     def function(x: Tensor) -> None:
-        replay.launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
+        launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
 
     function(torch.zeros(7, 5))
     x = torch.zeros(7, 5)
