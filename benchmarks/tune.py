@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
-from dmattn import ops
+from dmattn.execution import operators as ops
+from dmattn.execution.replay import forget
 from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
 from dmattn.kernels.device import device_family
@@ -34,7 +35,6 @@ from dmattn.kernels.reorder import reordered
 from dmattn.kernels.row_terms import Incoming, fill_terms
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
-from dmattn.replay import forget
 
 CANDIDATES = {
     "forward": (

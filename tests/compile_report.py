@@ -29,8 +29,9 @@ from triton.runtime.driver import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dmattn import kernels, ops
+from dmattn import kernels
 from dmattn.equivalence import Case
+from dmattn.execution import operators as ops
 from dmattn.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

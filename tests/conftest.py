@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import attention, ops
+from dmattn import attention
+from dmattn.execution import operators as ops
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for a model, nor waits for one that cannot be reached
 
@@ -171,7 +172,7 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_to_repeat() -> Iterator[None]:
     """No call repeats what one of another test did, which may have changed how the kernels choose."""
     yield
-    replay = sys.modules.get("dmattn.replay")
+    replay = sys.modules.get("dmattn.execution.replay")
     if replay is not None:
         replay.forget()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import needs_cuda
 
-from dmattn import ops
+from dmattn.execution import operators as ops
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -11,7 +11,8 @@ import torch
 from conftest import NEEDS_CUDA
 from test_lifetimes import SCORES
 
-from dmattn import ops, selection
+from dmattn import selection
+from dmattn.execution import operators as ops
 
 
 class Case(NamedTuple):

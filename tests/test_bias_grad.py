@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import attention, ops, replay
+from dmattn import attention
 from dmattn.equivalence import Case, results
+from dmattn.execution import operators as ops
+from dmattn.execution import replay
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmattn import cli, equivalence, ops, report, verify
+from dmattn import cli, equivalence, report, verify
+from dmattn.execution import operators as ops
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import compile_report
 import pytest
 
-from dmattn import ops
+from dmattn.execution import operators as ops
 from dmattn.kernels import hopper
 
 pytestmark = [

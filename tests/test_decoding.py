@@ -10,8 +10,9 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference
+from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case, Standard, check, judge
+from dmattn.execution import operators as ops
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")

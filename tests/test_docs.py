@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops
+from dmattn import IntervalMask, attention, dynamic_mask_attention
+from dmattn.execution import operators as ops
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [

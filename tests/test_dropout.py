@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dmattn
-from dmattn import chunked, dropout
+from dmattn import dropout
 from dmattn.equivalence import Case, check
-from dmattn.ops import interpreting
+from dmattn.execution import torch_path as chunked
+from dmattn.execution.operators import interpreting
 
 P = 0.3
 

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmattn import dynamic_mask_attention, ops, reference, topk_mask
+from dmattn import dynamic_mask_attention, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.execution import operators as ops
 from dmattn.kernels import lists
 from dmattn.problem import Problem
 from dmattn.selection import lifetimes, ranks, running_threshold

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from dmattn import ops
+from dmattn.execution import operators as ops
 
 pytestmark = pytest.mark.skipif(ops.interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import merge_attention, ops
+from dmattn import merge_attention
 from dmattn.equivalence import Case, check
+from dmattn.execution import operators as ops
 from dmattn.first_call import VECTOR_FUNCTIONS, resolve_vector_functions
 from dmattn.verify import CASES
 

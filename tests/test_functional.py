@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, merge_attention, ops, reference
+from dmattn import IntervalMask, attention, merge_attention, reference
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.execution import operators as ops
 
 
 def by_kernels(device: str) -> bool:

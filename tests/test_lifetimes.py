@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import ops, reference, selection
+from dmattn import reference, selection
+from dmattn.execution import operators as ops
 
 
 class Case(NamedTuple):

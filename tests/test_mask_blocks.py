@@ -10,8 +10,9 @@ import torch
 from conftest import NEEDS_CUDA
 from torch import Tensor
 
-from dmattn import attention, ops
+from dmattn import attention
 from dmattn.equivalence import Case, Standard, judge, results
+from dmattn.execution import operators as ops
 from dmattn.problem import Problem
 from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from dmattn import IntervalMask, attention, ops
+from dmattn import IntervalMask, attention
+from dmattn.execution import operators as ops
 
 no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmattn import DynamicMaskAttention, attention, dynamic_bias, ops, reference
+from dmattn import DynamicMaskAttention, attention, dynamic_bias, reference
+from dmattn.execution import operators as ops
 
 TOLERANCE = 2e-5
 HIDDEN = 24

@@ -15,8 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import attention, ops, reference
+from dmattn import attention, reference
 from dmattn.equivalence import Case, check, results
+from dmattn.execution import operators as ops
 from dmattn.problem import Problem
 
 CASES = [

@@ -97,7 +97,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
 def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dmattn.ops, "allocate_forward", lambda problem: pytest.fail("ran with a wrong argument"))
+    monkeypatch.setattr(dmattn.execution.operators, "allocate_forward", lambda problem: pytest.fail("ran with a wrong argument"))
     given = tensors(**arguments)
     before = {name: x.clone() for name, x in given.items() if type(x) is torch.Tensor and x.device.type == "cpu" and x.layout == torch.strided}
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
@@ -154,7 +154,7 @@ def test_sdpa_error(arguments: dict, error: type[Exception], message: str) -> No
 
 
 def test_unsupported_gpu_and_missing_triton_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmattn import ops
+    from dmattn.execution import operators as ops
 
     ops._kernels.cache_clear()
     with monkeypatch.context() as patch:

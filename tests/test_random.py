@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dmattn import ops
 from dmattn.equivalence import Case, check
+from dmattn.execution import operators as ops
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if ops.interpreting() else "100"))
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import dmattn
-from dmattn import chunked, reference
+from dmattn import reference
 from dmattn.equivalence import Case, results
+from dmattn.execution import torch_path as chunked
 
 CASES = [
     Case("plain", 3, 4, heads=2, kv_heads=1, head_dim=3, value_dim=2, bias="1hqk"),

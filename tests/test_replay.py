@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference, replay
+from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case
+from dmattn.execution import operators as ops
+from dmattn.execution import replay
 from dmattn.problem import Intervals, Problem
 
 CASES = (

@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmattn import attention, chunked, ops, reference, torch_kernel
+from dmattn import attention, reference
 from dmattn.equivalence import Case, check
+from dmattn.execution import operators as ops
+from dmattn.execution import torch_kernel
+from dmattn.execution import torch_path as chunked
 
 pytestmark = pytest.mark.skipif(ops.interpreting(), reason="float32 tensors go through the kernels of this library in Triton's interpreter")
 

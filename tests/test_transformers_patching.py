@@ -15,8 +15,8 @@ import torch
 from models import assert_equal_steps, batch_for, train_step
 from torch import nn
 
+from dmattn.execution.operators import interpreting
 from dmattn.masks import IntervalMask
-from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
-from dmattn import IntervalMask, attention_varlen, ops, reference, varlen
+from dmattn import IntervalMask, attention_varlen, reference, varlen
+from dmattn.execution import operators as ops
 
 compiles = pytest.mark.skipif(ops.interpreting(), reason="torch.compile and Triton's interpreter do not combine")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

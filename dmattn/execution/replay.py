@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .precision import dot_precision
-from .recording import recorded_by, recorder
+from ..precision import dot_precision
+from ..recording import recorded_by, recorder
 
 MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each
 
@@ -248,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         if any(step.by_address for step, _ in steps):
             from triton.runtime import driver
 
-            from .kernels.launch import hooked
+            from ..kernels.launch import hooked
 
             self.names.update(hooked=hooked, current_stream=driver.active.get_current_stream)
             lines = [f"if hooked(): return function({passed})", *lines, f"stream = current_stream({device})"]

@@ -23,12 +23,13 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from . import chunked, selection
-from .masks import IntervalMask
-from .problem import Intervals, Problem, autocast, with_axes
-from .recording import not_to_be_repeated
+from .. import selection
+from ..masks import IntervalMask
+from ..problem import Intervals, Problem, autocast, with_axes
+from ..recording import not_to_be_repeated
+from ..states import states_shape
+from . import torch_path
 from .replay import replayed
-from .states import states_shape
 
 FIELDS = Problem._fields  # the arguments of forward, and the last of backward, in order
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
@@ -375,7 +376,7 @@ def _path(problem: Problem) -> ModuleType:
     query, bias = problem.query, problem.bias
     if not _by_kernels(query):
         not_to_be_repeated()
-        return chunked
+        return torch_path
     interpreted = interpreting()
     if interpreted and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
         raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
@@ -411,6 +412,6 @@ def _kernels(device: torch.device, interpreted: bool = False) -> ModuleType:
     if isinstance(triton.language.sum, triton.JITFunction) == interpreted:  # which Triton decided when it was imported
         now, then = ("on", "off") if interpreted else ("off", "on")
         raise RuntimeError(f"dmattn: TRITON_INTERPRET is {now} but was {then} when triton was imported; set it before Python starts.")
-    from . import kernels
+    from .. import kernels
 
     return kernels
