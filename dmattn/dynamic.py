@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
-from .execution.operators import call, plan
+from .execution.eager import call, plan
 from .functional import attention
 from .masks import IntervalMask
 from .problem import FLOATS, Problem, check_tensor

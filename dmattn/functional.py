@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
-from .execution.operators import attend
+from .execution.eager import attend
 from .masks import IntervalMask
 from .problem import Window, check_tensor
 from .reference import logsumexp

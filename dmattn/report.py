@@ -8,7 +8,7 @@ from importlib import metadata
 
 import torch
 
-from .execution.operators import interpreting
+from .execution.backend import interpreting
 
 PACKAGES = ("triton", "transformers", "numpy", "einops")
 OLDEST_GPU = (8, 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dmattn.equivalence import Case, Standard, check, judge, results
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.functional import attention
 
 

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from dmattn.equivalence import Case, check
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.kernels import intervals, lists, mask_blocks
 from dmattn.problem import Problem
 

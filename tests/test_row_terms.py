@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dmattn.equivalence import Case
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.kernels.row_terms import Incoming, fill_terms
 from dmattn.problem import Problem
 

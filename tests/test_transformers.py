@@ -31,7 +31,7 @@ from models import (
 from torch import Tensor, nn
 
 import dmattn
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

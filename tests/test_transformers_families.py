@@ -13,7 +13,7 @@ from models import LENGTH, PADDED, PADDING, TOLERANCE, assert_equal_steps, batch
 from torch import nn
 
 import dmattn
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")

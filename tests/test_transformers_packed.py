@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")

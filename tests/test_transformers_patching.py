@@ -15,7 +15,7 @@ import torch
 from models import assert_equal_steps, batch_for, train_step
 from torch import nn
 
-from dmattn.execution.operators import interpreting
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
