@@ -13,12 +13,12 @@ from pathlib import Path
 import compile_report
 import pytest
 
-from dmattn import ops
+from dmattn.execution.backend import interpreting
 from dmattn.kernels import hopper
 
 pytestmark = [
     pytest.mark.compile_only,
-    pytest.mark.skipif(ops.interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
+    pytest.mark.skipif(interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
 ]
 REPORT = Path(__file__).with_name("compile_report.py")
 # sm_80 has 166912 bytes, but its tiles are those of sm_86, sm_89 and sm_120 too.

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops
+from dmattn import IntervalMask, attention, dynamic_mask_attention
+from dmattn.execution.backend import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
@@ -28,7 +29,7 @@ HISTORY = ROOT / "docs" / "history.md"
 SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
 PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
 
-pytestmark = pytest.mark.skipif(ops.interpreting(), reason="about texts, which are the same in both halves")
+pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
 
 
 def prose(text: str) -> str:

@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
 from .hopper import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, serves, stage_of, tiled
 from .hopper import barriers as new_barriers
 from .hopper_registers import Hiding, exponent_factor, load_vector, ruled
+from .launch import launch
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming

@@ -18,8 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -56,6 +55,7 @@ from .hopper_walk import (
     visits_of,
     work_of,
 )
+from .launch import launch
 from .layout import slice_pointer, strided
 from .lift import COLUMNS
 from .overlap import follow

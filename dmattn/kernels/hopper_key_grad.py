@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -61,6 +60,7 @@ from .hopper_key_tile import (
 from .hopper_lift import lift_room, ones_for_lifts, ones_in_registers, store_lifts
 from .hopper_registers import store_rows, sums_of_lanes
 from .key_sums import by_group, vectors_of
+from .launch import launch
 from .layout import Sequence, Span, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming

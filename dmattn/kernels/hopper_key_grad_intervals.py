@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -55,6 +54,7 @@ from .hopper_lift import lift_room, ones_for_lifts, store_lifts
 from .hopper_registers import interval_of, places_of, store_rows, sums_of_lanes
 from .intervals import block_bounds
 from .key_sums import by_group, vectors_of
+from .launch import launch
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming

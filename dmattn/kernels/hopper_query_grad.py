@@ -13,8 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -45,6 +44,7 @@ from .hopper_walk import (
     visits_of,
     work_of,
 )
+from .launch import launch
 from .layout import strided
 from .lift import COLUMNS
 from .overlap import follow

@@ -18,8 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -50,6 +49,7 @@ from .hopper_members import (
 )
 from .hopper_registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
+from .launch import launch
 from .layout import Sequence, Span, strided
 from .overlap import follow
 from .row_terms import Incoming

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..precision import dot_precision
-from .launch import device_family
+from .device import device_family
 
 
 class Tile(NamedTuple):

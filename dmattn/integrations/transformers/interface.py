@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 import typing
-import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["class_uses_interface", "file_uses_interface", "is_causal_without_mask", "layers_may_add_masks", "takes_no_mask_for_all"]
+__all__ = ["class_uses_interface", "code_uses_interface", "is_causal_without_mask", "layers_may_add_masks", "takes_no_mask_for_all"]
 
 _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the second in older and in others' code
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
-_known: dict[str, bool] = {}  # by modelling file
 _Models = list[weakref.ref[Any]]  # a reference to a class that is gone equals none
 _models: tuple[_Models, dict[tuple[str, ...], tuple[_Models, _Models]]] = ([], {})  # all, and of them those of a configuration's classes
 _eager_only_files: dict[str, bool] = {}
@@ -31,35 +29,9 @@ def class_uses_interface(kind: Any) -> bool:
     return any(_LOOK_UP.search(_source(each)) for each in kind.__mro__ if issubclass(each, nn.Module) and each is not PreTrainedModel)
 
 
-def file_uses_interface(config: Any) -> bool:
-    """Whether the models of a configuration's file do, or define no attention of their own. If not, it is said once."""
-    return _file_uses_interface(_modelling_file(type(config)))
-
-
-def _modelling_file(config_class: type) -> str:
-    return config_class.__module__.replace(".configuration_", ".modeling_")
-
-
-@torch.compiler.assume_constant_result  # a source file cannot be read inside a traced graph
-def _file_uses_interface(modelling_file: str) -> bool:
-    known = _known.get(modelling_file)
-    if known is not None:
-        return known
-    try:
-        code = inspect.getsource(sys.modules[modelling_file])
-    except (KeyError, OSError, TypeError):  # a configuration without such a file: the model is made of others
-        return True
-    known = _known[modelling_file] = _OWN_ATTENTION.search(code) is None or _LOOK_UP.search(code) is not None
-    if not known:
-        from .families import FAMILIES
-
-        served = any(f"transformers.models.{name}".startswith(f"{modelling_file}.") for name in FAMILIES)
-        until = ", until dmattn.integrations.transformers.patch(model) is called" if served else ""
-        warnings.warn(
-            f"dmattn: {modelling_file} does not use Transformers' attention interface; its models keep their own eager attention{until}.",
-            stacklevel=2,
-        )
-    return known
+def code_uses_interface(code: str) -> bool:
+    """Whether the code of a modelling file does, or defines no attention of its own."""
+    return _OWN_ATTENTION.search(code) is None or _LOOK_UP.search(code) is not None
 
 
 def layers_may_add_masks(config: Any) -> bool:
