@@ -26,11 +26,10 @@ from .hopper import (
     tiled,
 )
 from .hopper_registers import as_factor, lane_sums, rounded_pairs, sums_of_lanes
-from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of, store_sums
-from .layout import Sequence, slice_pointer, strided
+from .hopper_resident import DIM, KEYS, Part, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, store_sums
+from .layout import slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of
-from .sequence import member_of
 from .softmax import weights_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -81,14 +80,12 @@ def _resident_forward_kernel(
     """
     follow()
     DIM: gl.constexpr = q.block_shape[3]
-    block, bias_head, begin = part_of(gl.cdiv(len_q, CONSUMERS * BLOCK_M), splits)
+    block, bias_head, first = part_of(gl.cdiv(len_q, CONSUMERS * BLOCK_M), splits)
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, DIM], v.layout)
     out_tiles = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], out.layout)
-    kept = ()
-    for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(bias, TILES * (KEYS // CHUNK), False),)
+    kept = allocate_bias(bias, CONSUMERS, TILES * (KEYS // CHUNK), WIDE=False)
     bias_full = barriers(CONSUMERS, 1)
     q_full = barriers(1, 1)
     full = barriers(STAGES, 1)
@@ -96,13 +93,13 @@ def _resident_forward_kernel(
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles, out_tiles)
     ready = (q_full, full, free, bias_full)
-    where = (bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), begin, members, splits, len_q, len_k)
+    part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1)),
-                (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
+                (_consume, (tiles, kept[0], ready, bias, rules, part, out, lse, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, part, out, lse, 1)),
+                (_produce, (q, k, v, tiles, ready, part, groups, TILES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -110,10 +107,10 @@ def _resident_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, out, lse, 0)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, out, lse, 1)),
-                (_consume, (tiles, kept[2], ready, bias, rules, where, out, lse, 2)),
-                (_produce, (q, k, v, tiles, ready, where, groups, TILES)),
+                (_consume, (tiles, kept[0], ready, bias, rules, part, out, lse, 0)),
+                (_consume, (tiles, kept[1], ready, bias, rules, part, out, lse, 1)),
+                (_consume, (tiles, kept[2], ready, bias, rules, part, out, lse, 2)),
+                (_produce, (q, k, v, tiles, ready, part, groups, TILES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -121,7 +118,7 @@ def _resident_forward_kernel(
 
 
 @gluon.jit
-def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
+def _produce(q, k, v, tiles, ready, part, groups, TILES: gl.constexpr):
     """Copy each member's queries, keys and values to shared memory, as far ahead as there are free stages.
 
     Queries take the place of the last member's once its first tile is free, for then that was multiplied. A consumer cannot tell it itself when
@@ -129,18 +126,17 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
     """
     q_tiles, k_tiles, v_tiles, _ = tiles
     q_full, full, free, _ = ready
-    bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = q_tiles.shape[0]
     turn = 0
-    for member in range(begin, members, splits):
-        this = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
+    for member in range(part.first, part.members, part.splits):
+        this = sequence_of(part, member)
         first, parity = stage_of(turn + (STAGES - TILES), STAGES)
         mbarrier.wait(free.index(first), parity ^ 1)
         mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
         for i in gl.static_range(CONSUMERS):
-            copy(q, [this.batch, this.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
-        for start in range(0, len_k, KEYS):
+            copy(q, [this.batch, this.head, part.start + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+        for start in range(0, this.len_k, KEYS):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(free.index(stage), parity ^ 1)
             mbarrier.expect(full.index(stage), k.block_type.nbytes + v.block_type.nbytes)
@@ -150,7 +146,7 @@ def _produce(q, k, v, tiles, ready, where, groups, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, part, out, lse, which: gl.constexpr):
     """Out and lse of BLOCK_M queries of every member, in place `which`."""
     q_tiles, k_tiles, v_tiles, out_tiles = tiles
     DIM: gl.constexpr = k_tiles.shape[4]
@@ -160,17 +156,16 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
     OF_BIAS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     q_full, full, free, bias_full = ready
-    bias_head, sharing_heads, row, begin, members, splits, len_q, len_k = where
-    row += which * BLOCK_M
+    row = part.start + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-    seq = Sequence(0, bias_head * sharing_heads, len_q, len_k)
-    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, row, 0, KEYS, OF_BIAS, False, False)
+    seq = sequence_of(part, 0)
+    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, row, 0, COLS=KEYS, PAIRS=OF_BIAS, KEYS_DOWN=False, WIDE=False)
     factor = rules.scale * LOG2E
     phase = 0
     turn = 0
     next_bias = bias_of(kept, 0, rules, PAIRS)
-    for member in range(begin, members, splits):
-        seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
+    for member in range(part.first, part.members, part.splits):
+        seq = sequence_of(part, member)
         mbarrier.wait(q_full.index(0), phase)
         q_tile = q_tiles.index(which).reshape([BLOCK_M, DIM]).load(gl.DotOperandLayout(0, PAIRS, 2))
         acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
@@ -195,7 +190,7 @@ def _consume(tiles, memory, ready, bias, rules, where, out, lse, which: gl.const
         total = sums_of_lanes(row_sum, PAIRS)
         divisor = gl.where(total == 0.0, 1.0, total)
         lse_rows = gl.where(total == 0.0, float("-inf"), (row_max * factor + gl.log2(divisor)) / LOG2E)
-        gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < len_q)
+        gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
         acc *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         store_sums(out, out_tiles.index(which), seq, row, acc)
         phase ^= 1

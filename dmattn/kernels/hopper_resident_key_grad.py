@@ -26,12 +26,11 @@ from .hopper import (
     tiled_vectors,
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
-from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, part_of, parts_of
-from .layout import Sequence, strided
+from .hopper_resident import DIM, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of
+from .layout import strided
 from .overlap import follow
 from .row_terms import Incoming
 from .scores import LOG2E, rules_of
-from .sequence import member_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 CHUNK = gl.constexpr(32)  # of them, whose scores are in registers at once
@@ -80,15 +79,13 @@ def _resident_key_gradients_kernel(
     """
     follow()
     DIM: gl.constexpr = q.block_shape[3]
-    block, bias_head, begin = part_of(gl.cdiv(len_k, CONSUMERS * BLOCK_N), splits)
+    block, bias_head, first = part_of(gl.cdiv(len_k, CONSUMERS * BLOCK_N), splits)
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
     terms_tiles = gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
-    kept = ()
-    for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(bias, TILES * (BLOCK_M // CHUNK), False),)
+    kept = allocate_bias(bias, CONSUMERS, TILES * (BLOCK_M // CHUNK), WIDE=False)
     bias_full = barriers(CONSUMERS, 1)
     kv_full = barriers(1, 1)
     full = barriers(STAGES, 1)
@@ -96,14 +93,14 @@ def _resident_key_gradients_kernel(
     fence_async_shared()
     tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles)
     ready = (kv_full, full, free, bias_full)
-    where = (bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), begin, members, splits, len_q, len_k)
+    part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
-                (_produce, (q, k, v, d_out, terms, tiles, ready, where, TILES)),
+                (_consume, (tiles, kept[0], ready, bias, rules, part, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, part, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
+                (_produce, (q, k, v, d_out, terms, tiles, ready, part, TILES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -111,10 +108,10 @@ def _resident_key_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, where, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[1], ready, bias, rules, where, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
-                (_consume, (tiles, kept[2], ready, bias, rules, where, d_k, d_v, 2, HEAD_DIM, VALUE_DIM)),
-                (_produce, (q, k, v, d_out, terms, tiles, ready, where, TILES)),
+                (_consume, (tiles, kept[0], ready, bias, rules, part, d_k, d_v, 0, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[1], ready, bias, rules, part, d_k, d_v, 1, HEAD_DIM, VALUE_DIM)),
+                (_consume, (tiles, kept[2], ready, bias, rules, part, d_k, d_v, 2, HEAD_DIM, VALUE_DIM)),
+                (_produce, (q, k, v, d_out, terms, tiles, ready, part, TILES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -122,23 +119,22 @@ def _resident_key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
+def _produce(q, k, v, d_out, terms, tiles, ready, part, TILES: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages; its keys and values as the forward pass does its queries."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
     kv_full, full, free, _ = ready
-    bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     gl.static_assert(TILES <= STAGES)
     CONSUMERS: gl.constexpr = k_tiles.shape[0]
     turn = 0
-    for member in range(begin, members, splits):
-        this = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
+    for member in range(part.first, part.members, part.splits):
+        this = sequence_of(part, member)
         first, parity = stage_of(turn + (STAGES - TILES), STAGES)
         mbarrier.wait(free.index(first), parity ^ 1)
         mbarrier.expect(kv_full.index(0), CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
         for i in gl.static_range(CONSUMERS):
-            copy(k, [this.batch, this.head, col + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
-            copy(v, [this.batch, this.head, col + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
-        for start in range(0, len_q, BLOCK_M):
+            copy(k, [this.batch, this.head, part.start + i * BLOCK_N, 0], kv_full.index(0), k_tiles.index(i))
+            copy(v, [this.batch, this.head, part.start + i * BLOCK_N, 0], kv_full.index(0), v_tiles.index(i))
+        for start in range(0, this.len_q, BLOCK_M):
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(free.index(stage), parity ^ 1)
             mbarrier.expect(full.index(stage), q.block_type.nbytes + d_out.block_type.nbytes + terms.block_type.nbytes)
@@ -149,11 +145,10 @@ def _produce(q, k, v, d_out, terms, tiles, ready, where, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr):
+def _consume(tiles, memory, ready, bias, rules, part, d_k, d_v, which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr):
     """dK and dV of BLOCK_N keys of every member, in place `which`."""
     q_tiles, k_tiles, v_tiles, d_out_tiles, terms_tiles = tiles
     kv_full, full, free, bias_full = ready
-    bias_head, sharing_heads, col, begin, members, splits, len_q, len_k = where
     DIM: gl.constexpr = q_tiles.shape[4]
     CHUNKS: gl.constexpr = BLOCK_M // CHUNK  # of a tile
     ALL: gl.constexpr = memory.shape[0]
@@ -161,15 +156,15 @@ def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.const
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OWN: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    col += which * BLOCK_N
-    seq = Sequence(0, bias_head * sharing_heads, len_q, len_k)
-    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, 0, col, CHUNK, PAIRS, True, False)
+    col = part.start + which * BLOCK_N
+    seq = sequence_of(part, 0)
+    kept = keep_bias(memory, bias, bias_full.index(which), 0, rules, seq, 0, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=True, WIDE=False)
     factor = rules.scale * LOG2E
     vectors = terms_tiles._reinterpret(gl.float32, [2 * STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     phase = 0
     turn = 0
     next_bias = bias_of(kept, 0, rules, PAIRS)
-    for member in range(begin, members, splits):
+    for member in range(part.first, part.members, part.splits):
         mbarrier.wait(kv_full.index(0), phase)
         k_tile = k_tiles.index(which).reshape([BLOCK_N, DIM]).load(OWN)
         v_tile = v_tiles.index(which).reshape([BLOCK_N, DIM]).load(OWN)
@@ -190,11 +185,11 @@ def _consume(tiles, memory, ready, bias, rules, where, d_k, d_v, which: gl.const
             dk, dv = warpgroup_mma_wait(0, [dk, dv])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
-        seq = member_of(Sequence(0, bias_head, len_q, len_k), member, sharing_heads)
+        seq = sequence_of(part, member)
         if d_k is not None:
-            store_rows(d_k, seq, col, len_k, dk * rules.scale, HEAD_DIM)
+            store_rows(d_k, seq, col, seq.len_k, dk * rules.scale, HEAD_DIM)
         if d_v is not None:
-            store_rows(d_v, seq, col, len_k, dv, VALUE_DIM)
+            store_rows(d_v, seq, col, seq.len_k, dv, VALUE_DIM)
         phase ^= 1
 
 

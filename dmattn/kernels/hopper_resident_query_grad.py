@@ -119,9 +119,7 @@ def _resident_query_gradients_kernel(
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], v.layout)
-    kept = ()
-    for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(bias, KEYS // CHUNK, True),)
+    kept = allocate_bias(bias, CONSUMERS, KEYS // CHUNK, WIDE=True)
     d_q_tile = q_tiles.index(0)  # nobody's, unless there is dQ to store
     if d_q is not None:
         d_q_tile = gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, DIM], d_q.layout)
@@ -228,7 +226,9 @@ def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which:
         seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
         first, last = _members_of(block, begin, end, members)
         slice_seq = member_of(seq, 0, sharing_heads)
-        kept = keep_bias(memory, bias, bias_full.index(which), parity, rules, slice_seq, row, which * KEYS, CHUNK, PAIRS, False, True)
+        col = which * KEYS
+        full = bias_full.index(which)
+        kept = keep_bias(memory, bias, full, parity, rules, slice_seq, row, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=False, WIDE=True)
         parity ^= 1
         fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
         totals = ()
