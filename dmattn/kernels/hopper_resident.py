@@ -5,7 +5,7 @@ of a slice of the bias. Products of Q K^T begin their sums with the bias, so it 
 which are widened at every use.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -15,12 +15,27 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .device import processors
 from .hopper import copy, of_pairs, serves, store, sync_threads
 from .hopper_registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
+from .layout import Sequence
 from .lift import bounded
+from .sequence import member_of
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
 KEYS = gl.constexpr(128)  # of a tile
 MOST_KEYS = 3 * KEYS.value
 FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
+
+
+class Part(NamedTuple):
+    """A program's part of the work: a block of a slice of the bias, and every `splits`-th of the members that share the slice."""
+
+    bias_head: Any
+    sharing_heads: Any  # how many share a head of the bias
+    start: Any  # the first query or key of the block
+    first: Any  # the program's first member
+    members: Any  # how many share the slice
+    splits: Any
+    len_q: Any
+    len_k: Any
 
 
 def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
@@ -57,16 +72,29 @@ def takes_backward(problem: Any, d_out: Tensor, d_query: Tensor | None) -> bool:
 
 @gluon.jit
 def part_of(blocks, splits):
-    """(block, head of the bias, first member) of this program, of one axis: blocks fastest, then heads, parts of the members."""
+    """(block, head of the bias, first member) of this program's :class:`Part`.
+
+    The grid has one axis: blocks fastest, then heads, then first members.
+    """
     program = gl.program_id(0)
     slices = gl.num_programs(0) // splits // blocks
     return program % blocks, program // blocks % slices, program // blocks // slices
 
 
 @gluon.jit
-def allocate_bias(bias, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
-    """Shared memory for so many chunks of the bias of a consumer, which are tiles of its descriptor: WIDE for float32, else in 16 bits."""
-    return gl.allocate_shared_memory(bias.dtype, [CHUNKS * (2 if WIDE else 1), 1, 1, bias.block_shape[2], bias.block_shape[3]], bias.layout)
+def sequence_of(part, member):
+    """The sequence of one of the members that share the slice of a :class:`Part`."""
+    return member_of(Sequence(0, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads)
+
+
+@gluon.jit
+def allocate_bias(bias, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
+    """Shared memory of each consumer for so many chunks of the bias, which are tiles of its descriptor: WIDE for float32, else in 16 bits."""
+    PLACES: gl.constexpr = CHUNKS * (2 if WIDE else 1)
+    made = ()
+    for _consumer in gl.static_range(CONSUMERS):
+        made += (gl.allocate_shared_memory(bias.dtype, [PLACES, 1, 1, bias.block_shape[2], bias.block_shape[3]], bias.layout),)
+    return made
 
 
 @gluon.jit
@@ -102,10 +130,10 @@ def keep_bias(
     used = gl.cdiv(seq.len_q - row, HEIGHT) if KEYS_DOWN else gl.cdiv(seq.len_k - col, WIDTH)
     near = _within(memory, gl.minimum(used, CHUNKS), PLACES, rules.scale)
     keys = gl.arange(0, WIDTH, gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS))
-    keys = keys[:, None] if KEYS_DOWN else keys[None, :]
+    keys = keys[:, None] if KEYS_DOWN else keys[None, :]  # [WIDTH, 1] or [1, WIDTH]
     for i in range(CHUNKS):
         tile = memory.index(i * PLACES).reshape([HEIGHT, WIDTH])
-        given = (tile.permute((1, 0)) if KEYS_DOWN else tile).load(PAIRS)
+        given = (tile.permute((1, 0)) if KEYS_DOWN else tile).load(PAIRS)  # [WIDTH, HEIGHT] or [HEIGHT, WIDTH]
         sync_threads()  # all have read the chunk
         left = seq.len_k - col - i * across  # of the keys
         ruled = (left < WIDTH) | (near == 0)
@@ -115,7 +143,7 @@ def keep_bias(
                 wide = up_to(bounded(wide, rules.scale), keys, left - 1)
             chunks.index(i).store(by_threads(wide * (1 / rules.scale)))
         else:
-            pairs = in_pairs(given)
+            pairs = in_pairs(given)  # half as many columns
             if ruled:
                 pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), bias.dtype)
             pairs = pairs.reshape([4, 2, 8, QUADRUPLES, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([QUADRUPLES, 128, 4])
@@ -136,7 +164,7 @@ def _within(memory, chunks, PLACES: gl.constexpr, scale):
         words = memory._reinterpret(gl.uint32, [memory.shape[0], WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         largest = gl.full([WORDS], 0, gl.uint32, LAYOUT)
         for i in range(chunks):
-            pair = words.index(i * PLACES).load(LAYOUT)
+            pair = words.index(i * PLACES).load(LAYOUT)  # [WORDS]
             high = pair * 2 + INFINITE  # what is infinite, and what is no number, becomes less than any number; the lower bits do not matter
             largest = gl.maximum(largest, gl.maximum(high, pair * 131072 + INFINITE))
         bound = (1e38 * gl.minimum(scale, 1.0)).to(gl.uint32, bitcast=True) * 2 + INFINITE
@@ -147,7 +175,7 @@ def _within(memory, chunks, PLACES: gl.constexpr, scale):
 def bias_of(chunks, i, rules, PAIRS: gl.constexpr):
     """A chunk of the bias divided by the scale, in float32."""
     COUNT: gl.constexpr = chunks.shape[1]
-    x = chunks.index(i).load(order_of(COUNT))
+    x = chunks.index(i).load(order_of(COUNT))  # [COUNT, 128, 4]
     if chunks.dtype == gl.float32:
         return by_rows(x, PAIRS)
     else:

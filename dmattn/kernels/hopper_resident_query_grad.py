@@ -6,7 +6,7 @@ in its consumers' registers, a part of the keys each; it walks its members, whic
 of dBias. What the consumers have of dQ is summed by the first of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,12 +43,70 @@ FILLING = gl.constexpr(3)  # members whose time it takes to fill the bias of a b
 STAGES = gl.constexpr(2)  # members in shared memory
 
 
+class Config(NamedTuple):
+    """Options of a launch, all constexprs."""
+
+    CONSUMERS: Any
+    DIM: Any
+    PAIRS: Any  # the layout of a chunk of the scores
+    SUMS: Any  # and of dQ
+
+
+class Line(NamedTuple):
+    """The line of all the work, blocks of queries times their members, and the lengths of a sequence."""
+
+    part_count: Any  # of each block's gradient of the bias
+    block_count: Any
+    sharing_heads: Any  # how many share a head of the bias
+    members: Any  # how many share a block
+    len_q: Any
+    len_k: Any
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory, `bias` by consumer; consumers of one stage stand side by side."""
+
+    q: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
+    d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
+    k: Any  # [STAGES * CONSUMERS, 1, 1, KEYS, DIM]
+    v: Any  # [STAGES * CONSUMERS, 1, 1, KEYS, DIM]
+    bias: Any  # [2 * KEYS / CHUNK, 1, 1, BLOCK_M, CHUNK] each
+    d_q: Any  # [1, 1, BLOCK_M, DIM]; None unless dQ is wanted
+
+
+class Barriers(NamedTuple):
+    """Barriers in shared memory: `full` when tiles have arrived, `free` when all consumers are done with a stage."""
+
+    bias_full: Any  # [CONSUMERS]
+    full: Any  # [STAGES]
+    free: Any  # [STAGES]
+    sums_full: Any  # [STAGES], of dQ, from the other consumers for the first
+
+
+class Terms(NamedTuple):
+    """Terms of queries (`row_terms.Incoming`)."""
+
+    subtrahend: Any  # [BLOCK_M]; scores are lessened by it
+    delta: Any  # [BLOCK_M]
+
+
+class Context(NamedTuple):
+    """The same for all members of a block of queries."""
+
+    tiles: Any
+    kept: Any  # the bias, as `bias_of` takes it
+    barriers: Any
+    rules: Any
+    factor: Any  # of the products, to be exponents of 2
+    row: Any  # the first query of the block
+
+
 def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, spare: tuple[Tensor | None, ...]) -> None:
     """Fill those that are not None of a problem that `hopper_resident.takes_backward` admits.
 
     The `spare` tensors are to be filled later, and lend their memory to the parts of dBias.
     """
-    batch, heads, len_q, _ = problem.query.shape
+    batch, heads, len_q = problem.query.shape[:3]
     len_k = problem.key.shape[2]
     bias_heads = problem.bias.shape[1]
     members = batch * (heads // bias_heads)
@@ -115,31 +173,29 @@ def _resident_query_gradients_kernel(
 ):  # fmt: skip
     """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
     follow()
-    DIM: gl.constexpr = q.block_shape[3]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS * STAGES, 1, 1, KEYS, DIM], v.layout)
-    kept = ()
-    for _ in gl.static_range(CONSUMERS):
-        kept += (allocate_bias(bias, KEYS // CHUNK, True),)
-    d_q_tile = q_tiles.index(0)  # nobody's, unless there is dQ to store
-    if d_q is not None:
-        d_q_tile = gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, DIM], d_q.layout)
-    bias_full = barriers(CONSUMERS, 1)
-    full = barriers(STAGES, 1)
-    free = barriers(STAGES, CONSUMERS)
-    sums_full = barriers(STAGES, CONSUMERS - 1)
+    config: gl.constexpr = Config(
+        CONSUMERS=CONSUMERS,
+        DIM=q.block_shape[3],
+        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]),
+        SUMS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.block_shape[3], 16]),
+    )
+    tiles = Tiles(
+        q=gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], q.layout),
+        d_out=gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], d_out.layout),
+        k=gl.allocate_shared_memory(k.dtype, [STAGES * CONSUMERS, 1, 1, KEYS, config.DIM], k.layout),
+        v=gl.allocate_shared_memory(v.dtype, [STAGES * CONSUMERS, 1, 1, KEYS, config.DIM], v.layout),
+        bias=allocate_bias(bias, CONSUMERS, KEYS // CHUNK, WIDE=True),
+        d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
+    )
+    barriers = _barriers(CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, d_out_tiles, d_q_tile)
-    ready = (full, free, sums_full, bias_full)
-    sizes = (part_count, block_count, sharing_heads, members, len_q, len_k)
+    line = Line(part_count, block_count, sharing_heads, members, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0)),
-                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1)),
-                (_produce, (q, k, v, d_out, tiles, ready, sizes)),
+                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 0, config)),
+                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 1, config)),
+                (_produce, (q, k, v, d_out, tiles, barriers, line, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -147,10 +203,10 @@ def _resident_query_gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (tiles, kept[0], ready, bias, rules, terms, d_q, parts, sizes, 0)),
-                (_consume, (tiles, kept[1], ready, bias, rules, terms, d_q, parts, sizes, 1)),
-                (_consume, (tiles, kept[2], ready, bias, rules, terms, d_q, parts, sizes, 2)),
-                (_produce, (q, k, v, d_out, tiles, ready, sizes)),
+                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 0, config)),
+                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 1, config)),
+                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 2, config)),
+                (_produce, (q, k, v, d_out, tiles, barriers, line, config)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
@@ -158,9 +214,20 @@ def _resident_query_gradients_kernel(
 
 
 @gluon.jit
-def _piece(block_count, members):
+def _barriers(CONSUMERS: gl.constexpr):
+    """:class:`Barriers` in their first phase."""
+    return Barriers(
+        bias_full=barriers(CONSUMERS, 1),
+        full=barriers(STAGES, 1),
+        free=barriers(STAGES, CONSUMERS),
+        sums_full=barriers(STAGES, CONSUMERS - 1),
+    )
+
+
+@gluon.jit
+def _piece(line):
     """[begin, end) of the program's piece of the line; the first pieces may have one place more than the others."""
-    total = block_count * (FILLING + members)
+    total = line.block_count * (FILLING + line.members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     program = gl.program_id(0)
@@ -176,168 +243,158 @@ def _members_of(block, begin, end, members):
 
 
 @gluon.jit
-def _piece_at(place, block_count, members):
+def _piece_at(place, line):
     """Whose piece a place on the line is in."""
-    total = block_count * (FILLING + members)
+    total = line.block_count * (FILLING + line.members)
     size = total // gl.num_programs(0)
     longer = total % gl.num_programs(0)
     return gl.where(place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size)
 
 
 @gluon.jit
-def _produce(q, k, v, d_out, tiles, ready, sizes):
+def _produce(q, k, v, d_out, tiles, barriers, line, config: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
-    full, free, _, _ = ready
-    _, block_count, sharing_heads, members, len_q, len_k = sizes
-    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
+    CONSUMERS: gl.constexpr = config.CONSUMERS
     BYTES: gl.constexpr = q.block_type.nbytes + d_out.block_type.nbytes + CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes)
-    blocks = gl.cdiv(len_q, BLOCK_M)
-    begin, end = _piece(block_count, members)
+    blocks = gl.cdiv(line.len_q, BLOCK_M)
+    begin, end = _piece(line)
+    span = FILLING + line.members
     turn = 0
-    for block in range(begin // (FILLING + members), gl.cdiv(end - FILLING, FILLING + members)):
+    for block in range(begin // span, gl.cdiv(end - FILLING, span)):
         row = block % blocks * BLOCK_M
-        first, last = _members_of(block, begin, end, members)
+        first, last = _members_of(block, begin, end, line.members)
         for member in range(first, last):
-            this = member_of(Sequence(0, block // blocks, len_q, len_k), member, sharing_heads)
+            seq = member_of(Sequence(0, block // blocks, line.len_q, line.len_k), member, line.sharing_heads)
             stage, parity = stage_of(turn, STAGES)
-            mbarrier.wait(free.index(stage), parity ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            copy(q, [this.batch, this.head, row, 0], full.index(stage), q_tiles.index(stage))
-            copy(d_out, [this.batch, this.head, row, 0], full.index(stage), d_out_tiles.index(stage))
+            mbarrier.wait(barriers.free.index(stage), parity ^ 1)
+            full = barriers.full.index(stage)
+            mbarrier.expect(full, BYTES)
+            copy(q, [seq.batch, seq.head, row, 0], full, tiles.q.index(stage))
+            copy(d_out, [seq.batch, seq.head, row, 0], full, tiles.d_out.index(stage))
             for i in gl.static_range(CONSUMERS):
-                copy(k, [this.batch, this.head, i * KEYS, 0], full.index(stage), k_tiles.index(CONSUMERS * stage + i))
-                copy(v, [this.batch, this.head, i * KEYS, 0], full.index(stage), v_tiles.index(CONSUMERS * stage + i))
+                copy(k, [seq.batch, seq.head, i * KEYS, 0], full, tiles.k.index(CONSUMERS * stage + i))
+                copy(v, [seq.batch, seq.head, i * KEYS, 0], full, tiles.v.index(CONSUMERS * stage + i))
             turn += 1
 
 
 @gluon.jit
-def _consume(tiles, memory, ready, bias, rules, terms, d_q, parts, sizes, which: gl.constexpr):
+def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.constexpr, config: gl.constexpr):
     """KEYS keys of each block of queries, those in place `which`."""
-    part_count, block_count, sharing_heads, members, len_q, len_k = sizes
+    PAIRS: gl.constexpr = config.PAIRS
     CHUNKS: gl.constexpr = KEYS // CHUNK
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    index = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-    zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
-    blocks = gl.cdiv(len_q, BLOCK_M)
-    begin, end = _piece(block_count, members)
-    _, free, _, bias_full = ready
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
+    zeros = (gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS),) * CHUNKS
+    blocks = gl.cdiv(line.len_q, BLOCK_M)
+    begin, end = _piece(line)
+    span = FILLING + line.members
     turn = 0
     parity = 0
-    for block in range(begin // (FILLING + members), gl.cdiv(end - FILLING, FILLING + members)):
+    for block in range(begin // span, gl.cdiv(end - FILLING, span)):
         row = block % blocks * BLOCK_M
-        seq = Sequence(0, block // blocks, len_q, len_k)  # of the slice
-        first, last = _members_of(block, begin, end, members)
-        slice_seq = member_of(seq, 0, sharing_heads)
-        kept = keep_bias(memory, bias, bias_full.index(which), parity, rules, slice_seq, row, which * KEYS, CHUNK, PAIRS, False, True)
+        seq = Sequence(0, block // blocks, line.len_q, line.len_k)  # of the slice
+        first, last = _members_of(block, begin, end, line.members)
+        slice_seq = member_of(seq, 0, line.sharing_heads)
+        col = which * KEYS
+        bias_full = barriers.bias_full.index(which)
+        kept = keep_bias(
+            tiles.bias[which], bias, bias_full, parity, rules, slice_seq, row, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=False, WIDE=True
+        )
         parity ^= 1
-        fixed = (tiles, kept, ready, rules, rules.scale * LOG2E)
-        totals = ()
-        for _chunk in gl.static_range(CHUNKS):
-            totals += (zero,)
-        vectors = _terms(terms, member_of(seq, first, sharing_heads), row, index)
+        context = Context(tiles, kept, barriers, rules, rules.scale * LOG2E, row)
+        totals = zeros  # dS of the members so far, [BLOCK_M, CHUNK] each
+        vectors = _terms(terms, member_of(seq, first, line.sharing_heads), row, rows)
         for member in range(first, last):
-            further = gl.minimum(member + 1, last - 1)  # whose vectors are asked for a member ahead
-            next_vectors = _terms(terms, member_of(seq, further, sharing_heads), row, index)
-            dq, totals = _member(fixed, vectors, totals, turn, which, PAIRS)
+            further = gl.minimum(member + 1, last - 1)  # whose terms are asked for a member ahead
+            next_vectors = _terms(terms, member_of(seq, further, line.sharing_heads), row, rows)
+            dq, totals = _member(context, vectors, totals, turn, which, config)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, tiles, ready, rules, d_q, member_of(seq, member, sharing_heads), row, turn, which)
-            mbarrier.arrive(free.index(turn % STAGES), count=1)
+                _give(dq, context, d_q, member_of(seq, member, line.sharing_heads), turn, which, config)
+            mbarrier.arrive(barriers.free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
-            part = gl.program_id(0) - _piece_at(block * (FILLING + members) + FILLING, block_count, members)
-            _store(parts, part, seq.head, row, which * KEYS, len_q, len_k, totals, PAIRS)
-            if last == members:  # the last piece of a block writes the parts that it does not have
-                zeros = ()
-                for _zero in gl.static_range(CHUNKS):
-                    zeros += (zero,)
-                for unused in range(part + 1, part_count):
-                    _store(parts, unused, seq.head, row, which * KEYS, len_q, len_k, zeros, PAIRS)
+            part = gl.program_id(0) - _piece_at(block * span + FILLING, line)
+            _store(parts, part, seq, row, col, totals, PAIRS)
+            if last == line.members:  # the last piece of a block writes the parts that it does not have
+                for unused in range(part + 1, line.part_count):
+                    _store(parts, unused, seq, row, col, zeros, PAIRS)
     if d_q is not None and which == 0:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _terms(terms, seq, row, index):
-    """The terms of queries (`row_terms.Incoming`): what scores are lessened by, and delta."""
-    vectors = slice_pointer(terms, seq) + row + index
-    return gl.load(vectors), gl.load(vectors + terms.row)
+def _terms(terms, seq, row, rows):
+    """The :class:`Terms` of a member's queries; `rows` count from the `row`."""
+    vectors = slice_pointer(terms, seq) + row + rows
+    return Terms(gl.load(vectors), gl.load(vectors + terms.row))
 
 
 @gluon.jit
-def _member(fixed, vectors, totals, turn, which: gl.constexpr, PAIRS: gl.constexpr):
+def _member(context, vectors, totals, turn, which: gl.constexpr, config: gl.constexpr):
     """(the consumer's share of one member's dQ, the totals with its dS)."""
-    tiles, kept, ready, rules, factor = fixed
-    q_tiles, k_tiles, v_tiles, d_out_tiles, _ = tiles
-    full, _, _, _ = ready
-    subtrahend, minus = vectors
-    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
-    DIM: gl.constexpr = q_tiles.shape[4]
-    DTYPE: gl.constexpr = q_tiles.dtype
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
-    zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS)
+    DTYPE: gl.constexpr = context.tiles.q.dtype
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, config.PAIRS, 2)
+    tiles = context.tiles
+    zero = gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, config.PAIRS)
     stage, parity = stage_of(turn, STAGES)
-    bias = bias_of(kept, 0, rules, PAIRS)
-    mbarrier.wait(full.index(stage), parity)
-    q_tile = q_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
-    d_out_tile = d_out_tiles.index(stage).reshape([BLOCK_M, DIM]).load(FACTOR)
-    k_tile = k_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
-    v_tile = v_tiles.index(CONSUMERS * stage + which).reshape([KEYS, DIM])
-    dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
+    bias = bias_of(context.kept, 0, context.rules, config.PAIRS)  # [BLOCK_M, CHUNK]
+    mbarrier.wait(context.barriers.full.index(stage), parity)
+    q_tile = tiles.q.index(stage).reshape([BLOCK_M, config.DIM]).load(FACTOR)
+    d_out_tile = tiles.d_out.index(stage).reshape([BLOCK_M, config.DIM]).load(FACTOR)
+    k_tile = tiles.k.index(config.CONSUMERS * stage + which).reshape([KEYS, config.DIM])
+    v_tile = tiles.v.index(config.CONSUMERS * stage + which).reshape([KEYS, config.DIM])
+    dq = gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.SUMS)
     further_totals = ()
     for i in gl.static_range(KEYS // CHUNK):
-        k_part = k_tile.slice(i * CHUNK, CHUNK)
+        k_part = k_tile.slice(i * CHUNK, CHUNK)  # [CHUNK, DIM]
         if i > 0:
-            bias = bias_of(kept, i, rules, PAIRS)
-        s = warpgroup_mma(q_tile, k_part.permute((1, 0)), bias, is_async=True)
+            bias = bias_of(context.kept, i, context.rules, config.PAIRS)
+        s = warpgroup_mma(q_tile, k_part.permute((1, 0)), bias, is_async=True)  # [BLOCK_M, CHUNK]
         v_part = v_tile.slice(i * CHUNK, CHUNK)
         d_p = warpgroup_mma(d_out_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
         if i > 0:
             s, dq = warpgroup_mma_wait(1, [s, dq])
         else:
             s = warpgroup_mma_wait(1, [s])
-        p = gl.exp2(s * factor - subtrahend[:, None])
+        p = gl.exp2(s * context.factor - vectors.subtrahend[:, None])
         d_p = warpgroup_mma_wait(0, [d_p])
-        ds = p * (d_p - minus[:, None])
+        ds = p * (d_p - vectors.delta[:, None])
         further_totals += (totals[i] + ds,)
-        rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, OUT, 2))
+        rounded = as_factor(rounded_pairs(ds, DTYPE), DTYPE, gl.DotOperandLayout(0, config.SUMS, 2))
         dq = warpgroup_mma(rounded, k_part, dq, use_acc=i > 0, is_async=True)
     dq = warpgroup_mma_wait(0, [dq])
     return dq, further_totals
 
 
 @gluon.jit
-def _give(dq, tiles, ready, rules, d_q, seq, row, turn, which: gl.constexpr):
+def _give(dq, context, d_q, seq, turn, which: gl.constexpr, config: gl.constexpr):
     """A consumer's share of one member's dQ to the first one, in the place of its keys, and from that, dQ to its place."""
-    _, k_tiles, _, _, d_q_tile = tiles
-    _, _, sums_full, _ = ready
-    CONSUMERS: gl.constexpr = k_tiles.shape[0] // STAGES
-    OUT: gl.constexpr = dq.type.layout
-    COUNT: gl.constexpr = dq.shape[1] // 8
-    gl.static_assert(dq.shape[0] * 4 == KEYS * 2)
-    sums = k_tiles._reinterpret(gl.float32, [CONSUMERS * STAGES, COUNT, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    CONSUMERS: gl.constexpr = config.CONSUMERS
+    COUNT: gl.constexpr = config.DIM // 8
+    gl.static_assert(BLOCK_M * 4 == KEYS * 2)
+    tiles = context.tiles
+    sums = tiles.k._reinterpret(gl.float32, [STAGES * CONSUMERS, COUNT, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     stage, parity = stage_of(turn, STAGES)
     if which == 0:
-        mbarrier.wait(sums_full.index(stage), parity)
+        mbarrier.wait(context.barriers.sums_full.index(stage), parity)
         for i in gl.static_range(1, CONSUMERS):
-            dq += by_rows(sums.index(CONSUMERS * stage + i).load(order_of(COUNT)), OUT)
-        store_sums(d_q, d_q_tile, seq, row, dq * rules.scale)  # then the sums of the others are certainly read
+            dq += by_rows(sums.index(CONSUMERS * stage + i).load(order_of(COUNT)), config.SUMS)
+        store_sums(d_q, tiles.d_q, seq, context.row, dq * context.rules.scale)  # then the sums of the others are certainly read
     else:
         sync_threads()  # all have multiplied the keys
         sums.index(CONSUMERS * stage + which).store(by_threads(dq))
         fence_async_shared()
-        mbarrier.arrive(sums_full.index(stage), count=1)
+        mbarrier.arrive(context.barriers.sums_full.index(stage), count=1)
 
 
 @gluon.jit
-def _store(parts, part, bias_head, row, col, len_q, len_k, totals, PAIRS: gl.constexpr):
-    """A consumer's sums to their part."""
+def _store(parts, part, seq, row, col, totals, PAIRS: gl.constexpr):
+    """A consumer's totals to their part; `seq` is the slice."""
     for i in gl.static_range(len(totals)):
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
         cols = gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))
         start = col + i * CHUNK
-        pointers = slice_pointer(parts, Sequence(part, bias_head, len_q, len_k)) + gl.cast(row, gl.int64) * parts.row + start * parts.col
-        inside = (rows < len_q - row)[:, None] & (cols < len_k - start)[None, :]
-        gl.store(pointers + (rows * parts.row)[:, None] + (cols * parts.col)[None, :], totals[i].to(parts.ptr.dtype.element_ty), mask=inside)
+        corner = slice_pointer(parts, Sequence(part, seq.head, seq.len_q, seq.len_k)) + gl.cast(row, gl.int64) * parts.row + start * parts.col
+        inside = (rows < seq.len_q - row)[:, None] & (cols < seq.len_k - start)[None, :]
+        pointers = corner + (rows * parts.row)[:, None] + (cols * parts.col)[None, :]  # [BLOCK_M, CHUNK]
+        gl.store(pointers, totals[i].to(parts.ptr.dtype.element_ty), mask=inside)
