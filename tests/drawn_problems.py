@@ -43,6 +43,8 @@ def drawn(chance: random.Random) -> Drawn:
     value = _tensor(chance, (batch, kv_heads, len_k, value_dim), dtype, odd)
     bias = _of_pairs(chance, sizes, chance.choice(BIAS_DTYPES) or dtype, odd) if chance.random() < 0.7 else None
     ruled = chance.random() < 0.6  # a bias is all that the others have
+    if head_dim <= 32 and chance.random() < 0.5:
+        bias = torch.empty((chance.choice((1, 1, batch)), chance.choice((1, heads)), len_q, len_k), dtype=dtype, device="meta")
     hiding = chance.choice(("nothing", "mask", "intervals", "order")) if ruled else "nothing"
     mask: Any = _of_pairs(chance, sizes, torch.bool, odd) if hiding == "mask" else None
     order = None
@@ -50,7 +52,7 @@ def drawn(chance: random.Random) -> Drawn:
         entries = [(chance.choice((1, batch)), chance.choice((1, kv_heads))) for _ in range(3)]
         first, last = (torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in entries[:2])
         mask = Intervals(first, last, None)
-        listed = chance.choice((len_k, len_k, chance.randint(1, len_k)))
+        listed = chance.choice((len_k, len_k, chance.randint(min(1, len_k), len_k)))
         order = torch.empty((batch, kv_heads, listed), dtype=torch.int32, device="meta")
         if bias is not None:
             whole = listed < len_k  # sums over queries have the length of the list, and then no axis may be left to sum over
@@ -60,9 +62,10 @@ def drawn(chance: random.Random) -> Drawn:
         mask = Intervals(*(torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading), None)
     options = dict(causal=ruled and chance.random() < 0.3, window=None, scale=None, softcap=None)
     if ruled and chance.random() < 0.3:
-        options["window"] = tuple(chance.choice((None, chance.randint(0, 2 * len_k + 1))) for _ in range(2))
+        options["window"] = tuple(chance.choice((None, chance.randint(0, 2 * len_k + 1), chance.randint(0, 1100))) for _ in range(2))
+    options["top_left"] = chance.random() < 0.2
     if ruled and chance.random() < 0.3:
-        options["scale"] = chance.choice((1.0, 0.0, -0.3, 2.0**-70, 0.125, 1e25))
+        options["scale"] = chance.choice((1.0, 0.0, -0.3, 2.0**-70, 2.0**-64, 0.125, 2.0**64, 1e25))
     if ruled and chance.random() < 0.15:
         options["softcap"] = 1e20
     if ruled and chance.random() < 0.15 and hiding != "order":
@@ -76,44 +79,38 @@ def drawn(chance: random.Random) -> Drawn:
 
 def _sizes(chance: random.Random) -> Sizes:
     """Those of one of the kinds of problems that have kernels of their own, and sometimes a little beside."""
-    kind = chance.choice(("short", "few queries", "narrow", "long", "long", "any"))
+    kind = chance.choice(("short", "few queries", "narrow", "narrow", "long", "long", "any"))
     kv_heads, group = chance.choice((1, 2, 4)), chance.choice((1, 1, 1, 2, 4))
     if kind == "short":
-        size = [chance.choice((1, 7, 64, 500)), *(_length(chance, 1, 70) for _ in range(2)), *(chance.choice((16, 32, 64, 80, 128, 200)),) * 2]
+        batch, len_q, len_k = chance.choice((1, 7, 64, 500)), _length(chance, 1, 70), _length(chance, 0, 70)
+        head_dim = chance.choice((16, 32, 64, 80, 128, 200))
     elif kind == "few queries":
-        group = chance.choice((1, 2, 8, 100))
-        size = [
-            chance.choice((1, 2, 16)),
-            chance.randint(1, 20),
-            chance.choice((100, 512, 4096, 8191, 131072)),
-            *(chance.choice((64, 80, 128, 256)),) * 2,
-        ]
+        group = chance.choice((1, 2, 8, 64, 100))
+        batch, len_q, len_k = chance.choice((1, 2, 16, 66)), chance.randint(1, 20), chance.choice((100, 512, 700, 1024, 4096, 8191, 131072))
+        head_dim = chance.choice((64, 80, 128, 256))
     elif kind == "narrow":
-        size = [
-            chance.choice((4, 100, 300, 600)),
-            *(chance.choice((64, 128, 200, 256, 320, 384, 448)) for _ in range(2)),
-            *(chance.choice((16, 24, 32)),) * 2,
-        ]
+        batch, (len_q, len_k) = (
+            chance.choice((2, 7, 88, 132, 300, 600)),
+            (chance.choice((64, 96, 128, 200, 256, 384, 385, 448)) for _ in range(2)),
+        )
+        len_q = chance.choice((len_q, len_q, len_q, 20000))
+        head_dim = chance.choice((8, 16, 24, 32, 32))
     elif kind == "long":
-        size = [
-            chance.choice((1, 2, 3, 4, 6, 8)),
-            *(_length(chance, 60, 4200) for _ in range(2)),
-            *(chance.choice((40, 64, 64, 72, 96, 128, 128)),) * 2,
-        ]
         group, kv_heads = chance.choice((1, 1, 2)), chance.choice((1, 2, 4, 8, 16))
+        batch, len_q, len_k = chance.choice((1, 2, 3, 4, 6, 8)), _length(chance, 60, 4200), _length(chance, 60, 4200)
+        head_dim = chance.choice((40, 64, 64, 72, 96, 128, 128))
     else:
-        size = [chance.randint(1, 5), *(_length(chance, 1, 1100) for _ in range(2)), *(chance.randint(1, 256) for _ in range(2))]
-    if chance.random() < 0.1:
-        size[4] = chance.randint(1, 256)
+        batch, len_q, len_k = chance.randint(1, 5), _length(chance, 1, 1100), _length(chance, 1, 1100)
+        head_dim = chance.randint(1, 256)
+    value_dim = head_dim if chance.random() < 0.9 else chance.choice((16, 24, 32, chance.randint(1, 256)))
     if chance.random() < 0.02:
-        size[1] = chance.choice((1 << 23, 1))
-    if chance.random() < 0.02:
-        size[2] = 1 << 23
-    batch, len_q, len_k, head_dim, value_dim = size
+        len_q, len_k = chance.choice(((1 << 22, len_k), ((1 << 22) + 1, len_k), (len_q, 1 << 23)))
     return Sizes(batch, group * kv_heads, kv_heads, len_q, len_k, head_dim, value_dim)
 
 
 def _length(chance: random.Random, least: int, most: int) -> int:
+    if chance.random() < 0.2:
+        return min(most, chance.choice((0, 1, 64, 65, 128, 2048)) or least)
     unit = chance.choice((1, 8, 64))
     return max(least, chance.randint(least, most) // unit * unit)
 

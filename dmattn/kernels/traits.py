@@ -36,9 +36,8 @@ _AXES["d_bias"] = _AXES["bias"]
 
 
 class Bias(NamedTuple):
-    """A bias: its kind, and its entries on the axes of batch and heads."""
+    """A bias: its type, and its entries on the axes of batch and heads."""
 
-    kind: str
     dtype: torch.dtype
     batch: int
     heads: int
@@ -113,7 +112,7 @@ class Traits(NamedTuple):
             head_dim=head_dim,
             value_dim=value_dim,
             features=_features(problem, kinds),
-            bias=None if bias is None else Bias(kinds["bias"], bias.dtype, *given["bias"].shape[:2]),
+            bias=None if bias is None else Bias(bias.dtype, *given["bias"].shape[:2]),
             left=problem.left,
             right=problem.right,
             scale=problem.scale,
@@ -188,7 +187,7 @@ def _why_not_copied(name: str, dtype: torch.dtype, shape: tuple[int, ...], strid
     if strides[3] != 1:
         return f"{axes[3]} axis of {name}: stride {strides[3]} is not 1: {'copy it' if strides[3] else 'it is expanded, give it a length of 1'}"
     unit = 16 // dtype.itemsize
-    for axis, size, stride in zip(axes[:3], shape, strides, strict=False):
+    for axis, size, stride in reversed(list(zip(axes, shape, strides, strict=True))[:3]):  # rows first, whose length others follow from
         if size > 1 and not 0 < stride < 1 << 38:
             return f"{axis} axis of {name}: stride {stride}: {'copy it' if stride else 'it is expanded, give that axis a length of 1'}"
         if size > 1 and stride % unit:
