@@ -33,7 +33,7 @@ SDPA_BACKENDS = {
 GQA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 CUDNN_TYPES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT"}
 HIDDEN = -32752.0  # where a mask is a bias: no probability is left to such a score, and with a bias above -32000 it is finite in float16
-CUDNN_WRONG = 91900  # the version whose gradients were seen to be wrong beside a bias that all queries share (benchmarks/NOTES.md)
+CUDNN_WRONG = 91900  # the version whose gradients were seen to be wrong beside a bias that all queries share (docs/history.md)
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor:

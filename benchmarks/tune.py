@@ -20,20 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
-from dmattn import ops
+from dmattn.execution import backend
+from dmattn.execution.replay import forget
 from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
 from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
+from dmattn.kernels.device import device_family
 from dmattn.kernels.forward import forward
 from dmattn.kernels.key_grad import key_gradients, takes_lifts
 from dmattn.kernels.key_sums import empty_key_sums
-from dmattn.kernels.launch import device_family, launching
+from dmattn.kernels.launch import launching
 from dmattn.kernels.lifetimes import lifetimes
 from dmattn.kernels.query_grad import query_gradients
 from dmattn.kernels.reorder import reordered
 from dmattn.kernels.row_terms import Incoming, fill_terms
 from dmattn.kernels.tiles import Tile
 from dmattn.problem import Problem
-from dmattn.replay import forget
 
 CANDIDATES = {
     "forward": (
@@ -81,7 +82,7 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
 
 def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
     """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
-    out, lse, states = ops.allocate_forward(problem)
+    out, lse, states = backend.allocate_forward(problem)
     problem = problem._replace(states=states)
     forward(problem, out, lse)
     if decoding.takes(problem):
@@ -90,7 +91,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
         incoming = Incoming.without_terms(d_out, lse, takes_lifts(problem, d_out))
         fill_terms(problem, incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
-    d_query, d_key, d_value, d_bias = ops.allocate_backward(problem, needs)
+    d_query, d_key, d_value, d_bias = backend.allocate_backward(problem, needs)
     kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None
     key_sums = empty_key_sums(d_bias, problem, False) if kind is BiasGradient.PER_KEY else None
     dense = d_bias if kind is BiasGradient.DENSE else None

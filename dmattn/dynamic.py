@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .execution.eager import call, plan
 from .functional import attention
 from .masks import IntervalMask
-from .ops import call, plan
 from .problem import FLOATS, Problem, check_tensor
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]

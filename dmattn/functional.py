@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .execution.eager import attend
 from .masks import IntervalMask
-from .ops import attend
 from .problem import Window, check_tensor
 from .reference import logsumexp
 

@@ -174,7 +174,8 @@ class IntervalMask:
             key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
         """
         if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-            raise TypeError(f"IntervalMask.padding: key_padding_mask: expected a bool tensor, received {_what(key_padding_mask)}")
+            hint = "; key_padding_mask.bool() if nonzero means real" if isinstance(key_padding_mask, Tensor) else ""
+            raise TypeError(f"IntervalMask.padding: key_padding_mask: expected a bool tensor, received {_what(key_padding_mask)}{hint}")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")

@@ -112,7 +112,9 @@ class Problem(NamedTuple):
         if bias is not None:
             check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
             if bias.dtype not in FLOATS:
-                _fail(mask_name or "bias", f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64", bias.dtype)
+                hint = " (which pairs are attended is the argument mask)" if bias.dtype == torch.bool and not mask_name else ""
+                expected = f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64"
+                _fail(mask_name or "bias", expected, f"{bias.dtype}{hint}")
             bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq

@@ -90,7 +90,7 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
     """(scores, -inf where hidden; tanh of the capped score, or None without softcap), both (B, H, rows, Sk) in `dtype`.
 
     The queries in `problem` stand at `row_start` of a sequence of `len_q`, by default they are the whole of it. Positions are taken in
-    the whole sequence, so a slice of the rows gives that slice of the answer: :mod:`dmattn.chunked` bounds its memory this way.
+    the whole sequence, so a slice of the rows gives that slice of the answer: :mod:`dmattn.execution.torch_path` bounds its memory this way.
     """
     query, key = problem.query.to(dtype), problem.key.to(dtype)
     batch, heads, rows, _ = query.shape

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import torch
 
-from . import ops
+from .execution.backend import interpreting
 
 PACKAGES = ("triton", "transformers", "numpy", "einops")
 OLDEST_GPU = (8, 0)
@@ -82,7 +82,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
 
 
 def _cpu_path() -> str:
-    if ops.interpreting():
+    if interpreting():
         return "the Triton kernels in Triton's interpreter (TRITON_INTERPRET is set), float64 through PyTorch"
     return "PyTorch, in chunks of query rows"
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
 from .broadcast import per_query_head
+from .execution.eager import call
+from .execution.watching import nothing_watches
 from .graphs import left_out_of_graphs
 from .masks import IntervalMask, check_cumulative, sequence_of
-from .ops import call, nothing_watches
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]

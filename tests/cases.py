@@ -7,7 +7,7 @@ import torch
 from conftest import NEEDS_CUDA
 
 from dmattn.equivalence import Case
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 GQA = dict(heads=4, kv_heads=2)
 MQA = dict(heads=3, kv_heads=1)

@@ -29,8 +29,9 @@ from triton.runtime.driver import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dmattn import kernels, ops
+from dmattn import kernels
 from dmattn.equivalence import Case
+from dmattn.execution import backend
 from dmattn.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -249,16 +250,16 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
     with Compiler(gpu_target(name)) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
-            out, lse, states = ops.allocate_forward(problem)
+            out, lse, states = backend.allocate_forward(problem)
             problem = problem._replace(states=states)
-            gradients = ops.allocate_backward(problem, [True, True, True, problem.bias is not None])
+            gradients = backend.allocate_backward(problem, [True, True, True, problem.bias is not None])
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, *gradients)
         for case, dtype in FORWARD:
             if case.name in left_out:
                 continue
             compiler.case, problem = case.name, meta(case, dtype)
-            out, lse, states = ops.allocate_forward(problem)
+            out, lse, states = backend.allocate_forward(problem)
             kernels.forward(problem._replace(states=states), out, lse)
         for compiler.case, length in PLANS:
             if compiler.case in left_out:
@@ -268,7 +269,7 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
             for scores in (key_bias, key_bias.float().contiguous()):
                 kernels.lifetimes(scores, valid, 1024, length)
             for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
-                kernels.best(scores, valid, *ops.allocate_best(scores, 100, 1), 1)
+                kernels.best(scores, valid, *backend.allocate_best(scores, 100, 1), 1)
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
     for number, row in enumerate(compiler.rows):
         by_hash.setdefault(row.pop("hash", number), {"target": name, **row})

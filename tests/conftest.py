@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import attention, ops
+from dmattn import attention
+from dmattn.execution import backend
+from dmattn.execution.backend import interpreting
+from dmattn.execution.replay import forget
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for a model, nor waits for one that cannot be reached
 
@@ -80,7 +82,7 @@ def share_shapes() -> None:
     tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
 
 
-if ops.interpreting():
+if interpreting():
     patch_the_language_once()
     compute_nothing_twice()
     share_shapes()
@@ -90,7 +92,7 @@ NO_CUDA = (
     if not torch.cuda.is_available()
     else "Triton's interpreter (TRITON_INTERPRET=1) is for CPU tensors"
 )
-NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or ops.interpreting(), reason=NO_CUDA))
+NEEDS_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or interpreting(), reason=NO_CUDA))
 
 
 def needs_cuda(test: Callable) -> Callable:
@@ -152,28 +154,26 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def half(device: str) -> torch.dtype:
     """The half precision to try: bfloat16, but in the interpreter float16."""
-    return torch.float16 if device == "cpu" and ops.interpreting() else torch.bfloat16
+    return torch.float16 if device == "cpu" and interpreting() else torch.bfloat16
 
 
 @pytest.fixture
 def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every result with NaN, or 0 where there is none, before it is computed, so that an element nobody writes shows."""
     for name in ("allocate_forward", "allocate_backward"):
-        allocate = getattr(ops, name)
+        allocate = getattr(backend, name)
 
         def filled(*arguments, allocate=allocate):
             return tuple(x if x is None else x.fill_(float("nan") if x.is_floating_point() else 0) for x in allocate(*arguments))
 
-        monkeypatch.setattr(ops, name, filled)
+        monkeypatch.setattr(backend, name, filled)
 
 
 @pytest.fixture(autouse=True)
 def nothing_to_repeat() -> Iterator[None]:
     """No call repeats what one of another test did, which may have changed how the kernels choose."""
     yield
-    replay = sys.modules.get("dmattn.replay")
-    if replay is not None:
-        replay.forget()
+    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from models import LENGTH, PADDING, TOLERANCE, VOCABULARY, assert_equal_steps, e
 from torch import Tensor, nn
 
 import dmattn
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from conftest import needs_cuda
 
-from dmattn import ops
+from dmattn.execution.backend import interpreting
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 pytestmark = pytest.mark.skipif(
-    ops.interpreting(), reason="the scripts and their peers are the same in both runs; the kernels have their own tests in the interpreter"
+    interpreting(), reason="the scripts and their peers are the same in both runs; the kernels have their own tests in the interpreter"
 )
 
 

@@ -11,7 +11,8 @@ import torch
 from conftest import NEEDS_CUDA
 from test_lifetimes import SCORES
 
-from dmattn import ops, selection
+from dmattn import selection
+from dmattn.execution.backend import interpreting
 
 
 class Case(NamedTuple):
@@ -74,7 +75,7 @@ def tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
 @pytest.fixture
 def best_on(device, monkeypatch):
     """The device on which the operator runs; in the interpreter with tiles so small that short sequences have many, and several in a program."""
-    if ops.interpreting():
+    if interpreting():
         module = importlib.import_module("dmattn.kernels.best")
         for name, small in (("TILE", 16), ("MOST_TILES", 5), ("PROGRAMS", 9), ("TILES_AT_ONCE", 2)):
             monkeypatch.setattr(module, name, small)
@@ -104,7 +105,7 @@ def test_best(case, best_on):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_best_of_random_cases(seed, best_on):
-    count, longest = (6, 150) if ops.interpreting() else (40, 20000 if best_on == "cuda" else 2000)
+    count, longest = (6, 150) if interpreting() else (40, 20000 if best_on == "cuda" else 2000)
     for number in range(count):
         check(drawn(seed * count + number, longest, 3), best_on)
 
@@ -114,7 +115,7 @@ def test_best_of_scores_that_differ_in_one_bit(best_on):
     bits = [sign * (1 << 31) + ((1 << bit) % (1 << 31)) + step for sign in (0, -1) for bit in range(32) for step in (-1, 0, 1)]
     bits = torch.tensor(bits)[torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))]
     scores = bits.to(torch.int32).view(torch.float32).nan_to_num(nan=1.0)[None, None]
-    for keep in range(1, len(bits), 13 if ops.interpreting() else 1):
+    for keep in range(1, len(bits), 13 if interpreting() else 1):
         wanted = selection.best(selection.scores_of(scores, None), keep)
         assert torch.equal(torch.ops.dmattn.best(scores.to(best_on), None, keep, None)[0].cpu().long(), wanted), keep
 
@@ -122,7 +123,7 @@ def test_best_of_scores_that_differ_in_one_bit(best_on):
 def test_numbers_ascend_as_scores_do(best_on, half):
     """Every float16, and every bfloat16 where it can be tried, once."""
     scores = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(half)[None, None]
-    if ops.interpreting():
+    if interpreting():
         scores = scores[..., 3::211]
     for keep in (scores.shape[-1] // 5, scores.shape[-1] // 2):
         wanted = selection.best(selection.scores_of(scores, None), keep)
@@ -131,7 +132,7 @@ def test_numbers_ascend_as_scores_do(best_on, half):
 
 def test_opcheck(best_on):
     key_bias, valid = tensors(Case("opcheck", 50, 7, "tied", 0.7, (2, 2)))
-    tests = ("test_schema", "test_faketensor") if ops.interpreting() else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    tests = ("test_schema", "test_faketensor") if interpreting() else ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for padding in (None, valid.to(best_on)):
         for len_q in (None, 4):
             torch.library.opcheck(torch.ops.dmattn.best.default, (key_bias.to(best_on), padding, 7, len_q), test_utils=tests)

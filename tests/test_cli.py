@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmattn import cli, equivalence, ops, report, verify
+from dmattn import cli, equivalence, report, verify
+from dmattn.execution.backend import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
 
 slow_in_the_interpreter = pytest.mark.skipif(
-    ops.interpreting(), reason="verify at these sizes takes minutes in Triton's interpreter; the kernels have their own tests there"
+    interpreting(), reason="verify at these sizes takes minutes in Triton's interpreter; the kernels have their own tests there"
 )
 
 
@@ -24,7 +25,7 @@ def test_info_names_versions_and_the_path_of_each_device(capsys):
     lines = capsys.readouterr().out.splitlines()
     named = dict(line.split(maxsplit=1) for line in lines)
     assert named["torch"] == torch.__version__
-    assert ("Triton" if ops.interpreting() else "PyTorch, in chunks") in named["cpu"]
+    assert ("Triton" if interpreting() else "PyTorch, in chunks") in named["cpu"]
     assert len([name for name in named if name.startswith("cuda:")]) == torch.cuda.device_count()
 
 

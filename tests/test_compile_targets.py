@@ -13,12 +13,12 @@ from pathlib import Path
 import compile_report
 import pytest
 
-from dmattn import ops
+from dmattn.execution.backend import interpreting
 from dmattn.kernels import hopper
 
 pytestmark = [
     pytest.mark.compile_only,
-    pytest.mark.skipif(ops.interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
+    pytest.mark.skipif(interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
 ]
 REPORT = Path(__file__).with_name("compile_report.py")
 # sm_80 has 166912 bytes, but its tiles are those of sm_86, sm_89 and sm_120 too.
@@ -30,7 +30,7 @@ MOST_SPILLED = 512
 # Slow but exact: dK/dV at head dim 256 accumulates in half of the registers; tiles whose rows are not 16-byte aligned are loaded element by
 # element, and float32 products without tensor cores are unrolled over the whole head dim; ptxas spills all of these.
 # Rows of 49 keys are such rows too, in the forward pass. The kernels for dK and dV on Hopper spill the strides of their results, and a few
-# addresses that a tile needs; the forms that spilled less were slower (benchmarks/NOTES.md). That for dQ and a shared dBias spills in tiles at
+# addresses that a tile needs; the forms that spilled less were slower (docs/history.md). That for dQ and a shared dBias spills in tiles at
 # a window's edge, that with the bias on chip between tiles and where it loads the bias.
 SPILLED_IN = {
     "dense-bias-causal-d128": 1024,

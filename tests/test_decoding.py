@@ -10,8 +10,9 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference
+from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case, Standard, check, judge
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -50,7 +51,7 @@ LARGE = (
     Case("large-window-32x32768", 32, 32768, batch=1, heads=8, kv_heads=2, head_dim=256, causal=True, window=(20000, 0), reason="many tiles of queries"),
     Case("large-one-split-1x1024", 1, 1024, batch=80, heads=16, kv_heads=8, head_dim=64, bias="b11k", reason="enough programs without splitting"),
 )  # fmt: skip
-interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 RUNS = [pytest.param("cpu", dtype, marks=interpreted) for dtype in (torch.float32, torch.float16)]
 RUNS += [pytest.param("cuda", dtype, marks=NEEDS_CUDA) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
@@ -175,7 +176,7 @@ def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "processors", lambda device: 132)
 
 
-@pytest.mark.skipif(not ops.interpreting(), reason="the tiles of a GPU are asked for on a GPU")
+@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
 @pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     ("given", "splits"),
@@ -200,7 +201,7 @@ def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()
 
 
-@pytest.mark.skipif(not ops.interpreting(), reason="the tiles of a GPU are asked for on a GPU")
+@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
 @pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     "given",

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn import ops
 from dmattn.equivalence import Case
+from dmattn.execution import backend
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -30,7 +30,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
-from dmattn.kernels import bias_grad, dispatch, launch
+from dmattn.kernels import device, dispatch, launch
 from dmattn.kernels.traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -47,7 +47,7 @@ from dmattn.kernels.traits import (
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 DRAWN = 5000 if os.environ.get("DMATTN_FULL") else 500  # problems of each target
 not_interpreted = pytest.mark.skipif(
-    ops.interpreting(), reason="watches compiled launches, which a process with TRITON_INTERPRET=1 has none of"
+    backend.interpreting(), reason="watches compiled launches, which a process with TRITON_INTERPRET=1 has none of"
 )
 
 FORWARD_KERNELS = {
@@ -130,7 +130,7 @@ def on_gpu(target: str) -> Iterator[None]:
     active = driver._active
 
     def forget() -> None:
-        for cached in (launch.device_family, launch._assembler, bias_grad.processors):
+        for cached in (device.device_family, launch._assembler, device.processors):
             cached.cache_clear()
 
     forget()
@@ -179,14 +179,14 @@ def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
 def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
     chosen: set[str] = set()
     for name, (problem, d_out, d_lse, needs) in every_problem(DRAWN):
-        out, lse, states = ops.allocate_forward(problem)
+        out, lse, states = backend.allocate_forward(problem)
         problem = problem._replace(states=states)
         launches.clear()
         kernels.forward(problem, out, lse)
         row = dispatch.choose_forward(Traits.of(problem, out)).row.name
         assert [FORWARD_KERNELS[kernel] for kernel, _ in launches if kernel in FORWARD_KERNELS] == [row], f"{name}: {problem}"
 
-        gradients = [x if x is None or x.numel() else None for x in ops.allocate_backward(problem, needs)]
+        gradients = [x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)]
         launches.clear()
         kernels.backward(problem, out, lse, d_out, d_lse, *gradients)
         seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in launches if kernel in BACKWARD_KERNELS]
@@ -379,9 +379,9 @@ def test_a_padded_bias_has_a_gradient_that_is_not(launches: list) -> None:
     query = torch.empty(2, 4, 251, 128, dtype=BF16, device="meta")
     bias = torch.empty(2, 4, 251, 256, dtype=BF16, device="meta")[..., :251]
     problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
-    out, _lse, _states = ops.allocate_forward(problem)
+    out, _lse, _states = backend.allocate_forward(problem)
     assert dispatch.choose_forward(Traits.of(problem, out)).row.name == "Hopper"
-    gradients = ops.allocate_backward(problem, (True,) * 4)
+    gradients = backend.allocate_backward(problem, (True,) * 4)
     terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *gradients))
     assert (keys.row.name, queries.row.name) == ("portable: d_key, d_value, d_bias", "portable: d_query of d_bias")
     assert (

@@ -20,7 +20,7 @@ from models import error, largest
 from test_training import MODELS, assert_same_curve, batches
 from torch import Tensor, distributed, nn
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops
+from dmattn import IntervalMask, attention, dynamic_mask_attention
+from dmattn.execution.backend import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
@@ -21,10 +24,12 @@ TEXTS = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
 ]
-SPEED = json.loads((ROOT / "benchmarks" / "results" / "speed_nvidia_h200.json").read_text())
+RESULTS = ROOT / "benchmarks" / "results"
+HISTORY = ROOT / "docs" / "history.md"
+SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
 PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
 
-pytestmark = pytest.mark.skipif(ops.interpreting(), reason="about texts, which are the same in both halves")
+pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
 
 
 def prose(text: str) -> str:
@@ -73,8 +78,39 @@ def test_speeds_are_said_to_be_of_the_commit_that_was_measured(source):
 
 @pytest.mark.parametrize("source", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_result_file_that_is_named_exists(source):
-    names = set(re.findall(r"\w+_h200\w*\.(?:json|png)", source.read_text()))
-    assert not [name for name in names if not (ROOT / "benchmarks" / "results" / name).exists()]
+    names = set(re.findall(r"(?<!:benchmarks/results/)\b\w+_h[12]00\w*\.(?:json|png)", source.read_text()))
+    assert not [name for name in names if not (RESULTS / name).exists()]
+
+
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def recorded(commit: str) -> set[str]:
+    """Names of the result files in a commit."""
+    return set(git("ls-tree", "--name-only", f"{commit}:benchmarks/results").stdout.split())
+
+
+def result_files(text: str) -> set[str]:
+    """Files that a text names as sources: `speed` is speed_nvidia_h200.json, and a name with its machine lacks .json alone."""
+    return {f"{name}.json" if "_nvidia_" in name else f"{name}_nvidia_h200.json" for name in re.findall(r"`(\w+)`", text)}
+
+
+def test_every_source_of_the_history_is_a_file_of_its_commit():
+    if not (ROOT / ".git").exists() or shutil.which("git") is None or git("rev-parse", "--is-shallow-repository").stdout != "false\n":
+        pytest.skip("needs the repository with its history")
+    text = HISTORY.read_text()
+    commit, example = re.findall(r"git show (\w+):benchmarks/results/(\S+)", text)[0]
+    assert {example, *result_files(text)} <= recorded(commit)
+    for name, commits in re.findall(r"`(\w+)` at (\w{7}(?:(?:,| and) +\w{7})*)", text.replace("\n", " ")):
+        for each in re.findall(r"\b[0-9a-f]{7}\b", commits):
+            assert result_files(f"`{name}`") <= recorded(each)
+
+
+def test_every_row_of_the_history_has_a_source():
+    table = rows(HISTORY.read_text(), 5)
+    assert len(table) > 50
+    assert not [idea for idea, *_, source in table if not result_files(source)]
 
 
 def blocks(kind: str) -> list[str]:

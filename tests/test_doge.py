@@ -23,7 +23,7 @@ from test_examples import load
 from torch import Tensor, nn
 
 from dmattn import DynamicMaskAttention
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

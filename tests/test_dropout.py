@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dmattn
-from dmattn import chunked, dropout
+from dmattn import dropout
 from dmattn.equivalence import Case, check
-from dmattn.ops import interpreting
+from dmattn.execution import torch_path
+from dmattn.execution.backend import interpreting
 
 P = 0.3
 
@@ -126,8 +127,8 @@ def test_none_and_all(device: str) -> None:
 
 def test_chunks_drop_what_the_whole_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for chunk in (chunked.CHUNK_SCORES, 1):
-        monkeypatch.setattr(chunked, "CHUNK_SCORES", chunk)
+    for chunk in (torch_path.CHUNK_SCORES, 1):
+        monkeypatch.setattr(torch_path, "CHUNK_SCORES", chunk)
         torch.manual_seed(0)
         query, key, value = qkv("cpu", 40, torch.float64)  # which takes the PyTorch path everywhere
         out = dmattn.attention(query, key, value, dropout_p=P)

@@ -14,13 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmattn import dynamic_mask_attention, ops, reference, topk_mask
+from dmattn import dynamic_mask_attention, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.execution import eager
+from dmattn.execution.backend import interpreting
 from dmattn.kernels import lists
 from dmattn.problem import Problem
 from dmattn.selection import lifetimes, ranks, running_threshold
 
-EXAMPLES = 5 if ops.interpreting() else 100
+EXAMPLES = 5 if interpreting() else 100
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "distinct": lambda noise: noise,
     "ties": lambda noise: noise.mul(2).round() / 2,
@@ -98,7 +100,7 @@ def memory_begins_as_nan() -> Iterator[None]:
 def test_blocks_of_padding_between_listed_blocks(device: str, size: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the blocks that a list names, all up to the last live one are visited: those of padding as well."""
     len_k = 70000 if device == "cuda" else 800  # 1022 blocks are named, of at most 64 keys
-    if ops.interpreting():
+    if interpreting():
         monkeypatch.setattr(lists, "LISTED", tl.constexpr(2))
     real = torch.ones(1, len_k, dtype=torch.bool, device=device)
     real[:, len_k * 3 // 5 : len_k * 7 // 8] = False
@@ -144,7 +146,7 @@ def test_nothing_follows_from_keys_that_no_query_attends_on_a_gpu(few: str, head
 
 
 @pytest.mark.usefixtures("memory_begins_as_nan")
-@pytest.mark.skipif(not ops.interpreting(), reason="1022 blocks are named on a GPU")
+@pytest.mark.skipif(not interpreting(), reason="1022 blocks are named on a GPU")
 def test_blocks_past_those_that_a_list_names_are_attended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "LISTED", tl.constexpr(2))
     assert not failures("cpu", torch.float32, len_q=600, keep=60, batch=1, heads=2, kv_heads=1)
@@ -173,7 +175,7 @@ def test_gradients_of_keys_that_an_order_does_not_name_are_zero(device: str, lis
     )
 
     def call(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, return_lse: bool, **options: Any) -> Any:
-        return ops.call(Problem.canonical(query, key, value, mask=None, **options)._replace(**rules))
+        return eager.call(Problem.canonical(query, key, value, mask=None, **options)._replace(**rules))
 
     given_ = case.inputs(torch.float32, device)
     inputs = Inputs(given_.query, given_.key, given_.value, attended, given_.bias, given_.d_out, given_.d_lse)
@@ -335,7 +337,7 @@ def test_zero_lengths(device: str) -> None:
         assert bool((lse == float("-inf")).all())
 
 
-@pytest.mark.skipif(ops.interpreting(), reason="torch.compile does not go with Triton's interpreter")
+@pytest.mark.skipif(interpreting(), reason="torch.compile does not go with Triton's interpreter")
 @pytest.mark.parametrize("len_q", [40, 7, 1])
 def test_compiles_without_a_break(device: str, len_q: int) -> None:
     query, key, value = (torch.randn(1, 2, length, 16, device=device, requires_grad=True) for length in (len_q, 40, 40))

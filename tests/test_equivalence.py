@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dmattn.equivalence import Case, Standard, check, judge, results
+from dmattn.execution.backend import interpreting
 from dmattn.functional import attention
-from dmattn.ops import interpreting
 
 
 @pytest.mark.parametrize(("case", "device", "dtype"), cases.runs())

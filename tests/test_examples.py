@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from dmattn import ops
+from dmattn.execution.backend import interpreting
 
-pytestmark = pytest.mark.skipif(ops.interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
+pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import merge_attention, ops
+from dmattn import merge_attention
 from dmattn.equivalence import Case, check
+from dmattn.execution.backend import interpreting
 from dmattn.first_call import VECTOR_FUNCTIONS, resolve_vector_functions
 from dmattn.verify import CASES
 
@@ -79,7 +80,7 @@ def test_import_calls_each_on_one_element_and_starts_no_thread() -> None:
             assert first == 1, (name, dtype)
 
 
-@pytest.mark.skipif(ops.interpreting(), reason="the PyTorch path is meant, which Triton's interpreter replaces")
+@pytest.mark.skipif(interpreting(), reason="the PyTorch path is meant, which Triton's interpreter replaces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_attention_and_its_measure_call_no_other(dtype: torch.dtype) -> None:
     """Everything that the cases of `dmattn verify`, dropout and a merge call is resolved, in the dtype that they call it in."""

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, merge_attention, ops, reference
+from dmattn import IntervalMask, attention, merge_attention, reference
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
+from dmattn.execution import backend
+from dmattn.execution.backend import interpreting
 
 
 def by_kernels(device: str) -> bool:
     """Whether float32 tensors of a device go through the kernels."""
-    return device != "cpu" or ops.interpreting()
+    return device != "cpu" or interpreting()
 
 
 def normal(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -81,8 +83,8 @@ def test_only_the_gradients_asked_for(wanted: tuple[str, ...], bias: str, device
     case = Case("some", 19, 37, bias=bias)
     inputs = case.inputs(torch.float32, device)
     standard = Standard.of(inputs, case.options)
-    allocate, made = ops.allocate_backward, []
-    monkeypatch.setattr(ops, "allocate_backward", lambda *arguments: made.append(allocate(*arguments)) or made[-1])
+    allocate, made = backend.allocate_backward, []
+    monkeypatch.setattr(backend, "allocate_backward", lambda *arguments: made.append(allocate(*arguments)) or made[-1])
     leaves = {name: getattr(inputs, name).clone().requires_grad_(name in wanted) for name in ("query", "key", "value", "bias")}
     out, lse = attention(**leaves, return_lse=True)
     grads = torch.autograd.grad((out, lse), [leaves[name] for name in wanted], (inputs.d_out, inputs.d_lse))
@@ -243,7 +245,7 @@ HIDING = {
 @pytest.mark.parametrize("hidden_by", HIDING)
 def test_tiles_that_are_wholly_hidden_are_not_computed(hidden_by: str, bias: str, device: str) -> None:
     """NaN in keys and values would spread from there through any product. A whole tile is at most 128 keys wide."""
-    if device == "cpu" and not ops.interpreting():
+    if device == "cpu" and not interpreting():
         pytest.skip("the PyTorch path computes what it hides")
     seen = 64 if hidden_by == "window" else 128  # the first key that some query sees
     inputs = Case("hidden", 128, 256, batch=1, head_dim=16, bias=bias).inputs(torch.float32, device)

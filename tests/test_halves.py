@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about both halves, once is enough")
 

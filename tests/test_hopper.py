@@ -10,7 +10,8 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, attention, replay
+from dmattn import IntervalMask, attention
+from dmattn.execution import replay
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")

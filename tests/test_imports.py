@@ -1,7 +1,9 @@
-"""What an import of dmattn, and a first call, bring into the process: each in a process of its own."""
+"""Imports: those that dmattn and a first call bring into a process of their own, and which way those within dmattn point."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,42 @@ except SystemExit:
     pass
 """
 
+TRANSFORMERS = (
+    ("dense_bias", "described_mask", "interface", "packed", "saved_config", "selected_keys"),
+    ("attention",),
+    ("families",),
+    ("class_tables", "masks"),
+    ("converted_layer", "patching"),
+    ("conversion", "switch"),
+    ("loading",),
+    ("__init__",),
+)
+# A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
+LAYERS = (
+    ("arguments", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
+    ("kernels",),
+    ("masks",),
+    ("problem",),
+    ("reference",),
+    ("execution.__init__", "execution.replay", "execution.torch_kernel", "execution.watching"),
+    ("execution.torch_path",),
+    ("execution.backend",),
+    ("execution.passes",),
+    ("execution.operators",),
+    ("execution.eager",),
+    ("functional",),
+    ("dynamic", "varlen"),
+    ("module",),
+    ("__init__",),
+    ("equivalence", "integrations.__init__", "integrations.doge"),
+    *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
+    ("report",),
+    ("verify",),
+    ("cli",),
+    ("__main__",),
+)
+LEAVES_OF_KERNELS = {"broadcast", "dropout", "precision", "recording", "selection", "states"}
+
 
 def imported(code: str) -> set[str]:
     """The modules that a process has after it ran `code` on the PyTorch path."""
@@ -54,3 +92,113 @@ def test_help_imports_no_more_than_the_package() -> None:
 def test_a_package_that_is_imported_anyway_is_seen() -> None:
     """The list of modules is that of the process: the tests above could fail."""
     assert "torch._dynamo" in imported("import dmattn, torch._dynamo")
+
+
+def imports_of(package: Path) -> dict[str, set[str]]:
+    """By module of a package, the others that it imports: at its top, inside functions, and for type checkers alone.
+
+    That Python also runs the ``__init__`` of each folder on the way to a module does not count.
+    """
+    files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in package.rglob("*.py")}
+
+    def module(place: list[str]) -> str:
+        name = ".".join(place)
+        return name if name in files else ".".join([*place, "__init__"])
+
+    def named(node: ast.AST, folder: list[str]) -> list[str]:
+        if isinstance(node, ast.Import):
+            places = [alias.name.split(".") for alias in node.names]
+            return [module(place[1:]) for place in places if place[0] == package.name]
+        if not isinstance(node, ast.ImportFrom):
+            return []
+        place = (node.module or "").split(".") if node.module else []
+        if node.level:
+            place = [*folder[: len(folder) - node.level + 1], *place]
+        elif place[0] == package.name:
+            place = place[1:]
+        else:
+            return []
+        inside = [module([*place, alias.name]) for alias in node.names]
+        return [name if name in files else module(place) for name in inside]
+
+    return {
+        name: {found for node in ast.walk(ast.parse(path.read_text())) for found in named(node, name.split(".")[:-1])} - {name}
+        for name, path in files.items()
+    }
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The modules of circles, and those on a way from one circle to another."""
+    left = set(imports)
+    while True:
+        importing = {name for name in left if imports[name] & left}
+        kept = importing & {name for each in importing for name in imports[each]}
+        if kept == left:
+            return left
+        left = kept
+
+
+def line_of(module: str) -> tuple[int, str]:
+    """Where LAYERS has a module or its package, and under which name."""
+    found = [(line, name) for line, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
+    assert len(found) == 1, f"{module} stands in LAYERS {len(found)} times"
+    return found[0]
+
+
+def arrows_up(imports: dict[str, set[str]]) -> list[str]:
+    """The imports that LAYERS does not allow."""
+    places = {module: line_of(module) for module in imports}
+    arrows = [(module, other) for module, others in imports.items() for other in others]
+    return [f"{module} -> {other}" for module, other in arrows if places[module] != places[other] and places[other][0] >= places[module][0]]
+
+
+def test_no_import_circle() -> None:
+    assert not in_circles(imports_of(ROOT / "dmattn"))
+
+
+def test_no_import_points_up() -> None:
+    assert not arrows_up(imports_of(ROOT / "dmattn"))
+
+
+def test_kernels_import_the_leaves_that_they_say() -> None:
+    """In the first line of the package's docstring."""
+    modules = imports_of(ROOT / "dmattn").items()
+    outside = {other for module, others in modules if module.startswith("kernels.") for other in others if not other.startswith("kernels.")}
+    assert outside == LEAVES_OF_KERNELS
+    said = ast.get_docstring(ast.parse((ROOT / "dmattn" / "kernels" / "__init__.py").read_text()))
+    assert said is not None
+    assert set(re.findall(r"`(\w+)`", said.partition("\n")[0])) == LEAVES_OF_KERNELS
+
+
+def test_every_layer_is_there() -> None:
+    modules = imports_of(ROOT / "dmattn")
+    empty = {name for names in LAYERS for name in names} - {line_of(module)[1] for module in modules}
+    assert not empty
+
+
+def test_circles_and_arrows_are_found_inside_functions(tmp_path: Path) -> None:
+    """Such as a launcher that kernels call, and that imports kernels when it is called."""
+    package = tmp_path / "dmattn"
+    files = {
+        "__init__": "from .functional import attention",
+        "functional": "import dmattn.masks\nfrom . import precision",
+        "masks": "",
+        "precision": "def late():\n    from .kernels import forward",
+        "kernels.__init__": "from .forward import forward",
+        "kernels.forward": "from ..precision import late\nfrom dmattn import masks",
+    }
+    for name, code in files.items():
+        path = package.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(code)
+    imports = imports_of(package)
+    assert imports == {
+        "__init__": {"functional"},
+        "functional": {"masks", "precision"},
+        "masks": set(),
+        "precision": {"kernels.forward"},
+        "kernels.__init__": {"kernels.forward"},
+        "kernels.forward": {"precision", "masks"},
+    }
+    assert in_circles(imports) == {"precision", "kernels.forward"}
+    assert sorted(arrows_up(imports)) == ["kernels.forward -> masks", "precision -> kernels.forward"]

@@ -7,8 +7,8 @@ import torch
 import triton.language as tl
 
 from dmattn.equivalence import Case, check
+from dmattn.execution.backend import interpreting
 from dmattn.kernels import intervals, lists, mask_blocks
-from dmattn.ops import interpreting
 from dmattn.problem import Problem
 
 LISTED, CHUNK = 3, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import ops, reference, selection
+from dmattn import reference, selection
+from dmattn.execution.backend import interpreting
 
 
 class Case(NamedTuple):
@@ -79,7 +80,7 @@ def tensors(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor | None]
     return key_bias.to(device), None if valid is None else valid.to(device)
 
 
-interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 
 

@@ -10,13 +10,14 @@ import torch
 from conftest import NEEDS_CUDA
 from torch import Tensor
 
-from dmattn import attention, ops
+from dmattn import attention
 from dmattn.equivalence import Case, Standard, judge, results
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
 
 KERNELS = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path has no blocks")),
+    pytest.param("cpu", marks=pytest.mark.skipif(not interpreting(), reason="the PyTorch path has no blocks")),
     pytest.param("cuda", marks=NEEDS_CUDA),
 ]
 
@@ -172,4 +173,4 @@ def test_states_have_no_gradient(device: str) -> None:
         problem = Problem.canonical(inputs.query.requires_grad_(), inputs.key, inputs.value, **given)
         out, _, states = torch.ops.dmattn.forward(*problem)
         assert (out.requires_grad, states.requires_grad, states.dtype) == (True, False, torch.uint8)
-        assert tuple(states.shape) == (shape if device == "cuda" or ops.interpreting() else (0,))
+        assert tuple(states.shape) == (shape if device == "cuda" or interpreting() else (0,))

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from dmattn import IntervalMask, attention, ops
+from dmattn import IntervalMask, attention
+from dmattn.execution.backend import interpreting
 
-no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
+no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
 
 def by_pairs(len_q: int, len_k: int, rule) -> torch.Tensor:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmattn import DynamicMaskAttention, attention, dynamic_bias, ops, reference
+from dmattn import DynamicMaskAttention, attention, dynamic_bias, reference
+from dmattn.execution.backend import interpreting
 
 TOLERANCE = 2e-5
 HIDDEN = 24
-no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
+no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
 
 @dataclass(frozen=True)

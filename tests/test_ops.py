@@ -15,8 +15,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import attention, ops, reference
+from dmattn import attention, reference
 from dmattn.equivalence import Case, check, results
+from dmattn.execution import backend, passes
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 
 CASES = [
@@ -25,7 +27,7 @@ CASES = [
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
 ]
-no_compile = pytest.mark.skipif(ops.interpreting(), reason="Triton's interpreter and torch.compile do not combine")
+no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
 
 def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Tensor]:
@@ -39,7 +41,7 @@ def test_opcheck(case: Case, device: str) -> None:
     problem, d_out, d_lse = problem_of(case, device)
     operands = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in problem]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    if not ops.interpreting():
+    if not interpreting():
         tests = (*tests, "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
     out, lse, states = torch.ops.dmattn.forward(*problem)
@@ -203,7 +205,7 @@ def test_results_can_be_changed_in_place(device: str) -> None:
         merged.sum().backward()
 
 
-@pytest.mark.skipif(not ops.interpreting(), reason="only the interpreter is wrong in bfloat16")
+@pytest.mark.skipif(not interpreting(), reason="only the interpreter is wrong in bfloat16")
 def test_the_interpreter_refuses_bfloat16() -> None:
     inputs = CASES[0].inputs(torch.bfloat16)
     with pytest.raises(RuntimeError, match="computes bfloat16 wrongly"):
@@ -215,9 +217,9 @@ def test_the_interpreter_refuses_bfloat16() -> None:
 def test_an_interpreter_asked_for_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="the kernels need Triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "0" if ops.interpreting() else "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "0" if interpreting() else "1")
     with pytest.raises(RuntimeError, match=r"TRITON_INTERPRET is (on|off) but was (on|off) when triton was imported"):
-        ops._kernels(torch.device("cpu"), ops.interpreting())
+        backend.kernels(torch.device("cpu"), interpreting())
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -345,14 +347,14 @@ def test_float32_precision_is_read_however_it_was_set() -> None:
 def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How each pass was reached: "direct" or "operator"."""
     names: list[str] = []
-    for name in ("_attended", "_backward"):
-        function = getattr(ops, name)
+    for name in ("_attended", "backward"):
+        function = getattr(passes, name)
 
         def recording(*arguments, function=function):
             names.append("operator" if any(frame.name == "backend_impl" for frame in traceback.extract_stack(limit=12)) else "direct")
             return function(*arguments)
 
-        monkeypatch.setattr(ops, name, recording)
+        monkeypatch.setattr(passes, name, recording)
     return names
 
 

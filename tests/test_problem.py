@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dmattn
 from dmattn import IntervalMask, attention, scaled_dot_product_attention
+from dmattn.execution import backend
 
 
 def tensors(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [row[1:] for row in ERRORS], ids=[row[0] for row in ERRORS])
 def test_error(arguments: dict, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dmattn.ops, "allocate_forward", lambda problem: pytest.fail("ran with a wrong argument"))
+    monkeypatch.setattr(backend, "allocate_forward", lambda problem: pytest.fail("ran with a wrong argument"))
     given = tensors(**arguments)
     before = {name: x.clone() for name, x in given.items() if type(x) is torch.Tensor and x.device.type == "cpu" and x.layout == torch.strided}
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
@@ -154,17 +154,15 @@ def test_sdpa_error(arguments: dict, error: type[Exception], message: str) -> No
 
 
 def test_unsupported_gpu_and_missing_triton_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmattn import ops
-
-    ops._kernels.cache_clear()
+    backend.kernels.cache_clear()
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "triton", None)
         with pytest.raises(RuntimeError, match=r"need Triton, which is not installed"):
-            ops._kernels(torch.device("cuda", 0))
+            backend.kernels(torch.device("cuda", 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
         with pytest.raises(RuntimeError, match=r"capability 8.0 \(Ampere\) or newer, received Tesla T4 with 7.5"):
-            ops._kernels(torch.device("cuda", 0))
-    ops._kernels.cache_clear()
+            backend.kernels(torch.device("cuda", 0))
+    backend.kernels.cache_clear()

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dmattn import ops
 from dmattn.equivalence import Case, check
+from dmattn.execution.backend import interpreting
 
-EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if ops.interpreting() else "100"))
+EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
 SIDE = st.none() | st.integers(0, 70)
 
@@ -53,7 +53,7 @@ def problems(draw: st.DrawFn) -> Case:
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_any_problem(device: str, case: Case, seed: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and device == "cpu" and ops.interpreting():
+    if dtype == torch.bfloat16 and device == "cpu" and interpreting():
         dtype = torch.float16
     failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
     assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import dmattn
-from dmattn import chunked, reference
+from dmattn import reference
 from dmattn.equivalence import Case, results
+from dmattn.execution import torch_path
 
 CASES = [
     Case("plain", 3, 4, heads=2, kv_heads=1, head_dim=3, value_dim=2, bias="1hqk"),
@@ -52,8 +53,8 @@ def test_equals_torch(mask_kind: str) -> None:
 def test_chunks_of_rows_give_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = case.inputs(torch.float64)
     whole = results(reference.attention, inputs, case.options)
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
-    monkeypatch.setattr(chunked, "MIN_ROWS", 2)
+    monkeypatch.setattr(torch_path, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(torch_path, "MIN_ROWS", 2)
     parts = results(dmattn.attention, inputs, case.options)
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, rtol=1e-12, atol=1e-12)
@@ -66,8 +67,8 @@ def test_chunks_of_packed_sequences_have_their_own_keys(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         reference, "attend", lambda chunk, *rest: computed.append((chunk.query.shape[2], chunk.key.shape[2])) or attend(chunk, *rest)
     )
-    monkeypatch.setattr(chunked, "PACKED_ROWS", 4)
-    monkeypatch.setattr(chunked, "MIN_ROWS", 2)
+    monkeypatch.setattr(torch_path, "PACKED_ROWS", 4)
+    monkeypatch.setattr(torch_path, "MIN_ROWS", 2)
     ends_q, ends_k = (torch.tensor(lengths).cumsum(0) for lengths in ([0, 3, 1, 2, 3, 2, 6], [0, 3, 1, 4, 0, 2, 6]))
     query, key, value = (torch.randn(int(ends[-1]), 2, 4, dtype=torch.float64) for ends in (ends_q, ends_k, ends_k))  # in PyTorch everywhere
     dmattn.attention_varlen(query, key, value, ends_q, ends_k, max_seqlen_q=6, max_seqlen_k=6, causal=True)

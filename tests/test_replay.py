@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, ops, reference, replay
+from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case
+from dmattn.execution import backend, passes, replay
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Intervals, Problem
 
 CASES = (
@@ -37,7 +39,7 @@ CASES = (
     Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
 )
 named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-on_a_cpu = pytest.mark.skipif(ops.interpreting(), reason="the interpreter launches nothing")
+on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches nothing")
 
 
 def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
@@ -116,9 +118,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
     monkeypatch.setattr(hopper, "GLUON", True)
     monkeypatch.setattr(replay, "_repeatable", lambda x: True)
-    monkeypatch.setattr(ops, "interpreting", lambda: True)
-    monkeypatch.setattr(ops, "_kernels", lambda device, interpreted: kernels)
-    monkeypatch.setattr(ops, "_path", lambda problem: kernels)
+    monkeypatch.setattr(backend, "interpreting", lambda: True)
+    monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)
+    monkeypatch.setattr(backend, "path", lambda problem: kernels)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     functions = {"get_current_stream": lambda self, device: 0, "get_current_target": lambda self: GPUTarget("cuda", 90, 32)}
     monkeypatch.setattr(driver, "_active", type("NoDevice", (), functions)(), raising=False)
@@ -130,11 +132,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(seed: int) -> list[tuple]:
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
-        out, lse, states, *_ = ops._forward(problem)
+        out, lse, states, *_ = passes.forward(problem)
         problem = problem._replace(states=states)
         operands = [*problem, out, lse, d_out, d_lse]
         seen = launches.taken(operands)
-        gradients = ops._backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), problem)
+        gradients = passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), problem)
         return seen + launches.taken([*operands, *gradients])
 
     with launches:
@@ -158,9 +160,9 @@ def test_a_checked_call_launches_what_its_problem_would(case: Case, launches: La
         problem = Problem.canonical(*tensors, mask=mask, bias=inputs.bias, **options)
         launches.seen.clear()
         seen = []
-        for forward, arguments in ((ops._checked_forward, (*tensors, mask, inputs.bias, *options.values())), (ops._forward, (problem,))):
+        for forward, arguments in ((passes.checked_forward, (*tensors, mask, inputs.bias, *options.values())), (passes.forward, (problem,))):
             *results, rules = forward(*arguments)
-            assert rules == ops._rules_of(problem)
+            assert rules == passes.rules_of(problem)
             seen.append(launches.taken([*problem[:-2], *results]))
         return seen
 
@@ -262,6 +264,8 @@ def test_who_watches_launches_sees_those_that_were_recorded(launches: Launches, 
 @on_a_cpu
 def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     """Where its launcher allocates nothing: with what it would have passed on."""
+    from dmattn.kernels.launch import launch
+
     passed: list[tuple] = []
 
     class CudaLauncher:
@@ -287,7 +291,7 @@ def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launc
 
     @replay.replayed
     def function(x: Tensor) -> None:
-        replay.launch(Kernel(), 3, x=x[2:], number=1.5)
+        launch(Kernel(), 3, x=x[2:], number=1.5)
 
     for scratch in (0, 8):
         replay.forget()
@@ -304,9 +308,9 @@ def test_plans_are_repeated(launches: Launches) -> None:
     def call(seed: int) -> list[tuple]:
         key_bias = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(seed))
         valid = torch.ones(2, 1, 5000, dtype=torch.bool).expand(2, 3, 5000)
-        planned = ops._best(key_bias, valid, 7, 1)
+        planned = passes.best(key_bias, valid, 7, 1)
         seen = launches.taken([key_bias, valid, *planned])
-        planned = ops._lifetimes(key_bias, valid, 7, 5000)
+        planned = passes.lifetimes(key_bias, valid, 7, 5000)
         return seen + launches.taken([key_bias, valid, *planned])
 
     with launches:
@@ -318,7 +322,7 @@ def test_plans_are_repeated(launches: Launches) -> None:
 @on_a_cpu
 def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> None:
     def call(*tensors: Tensor) -> list[tuple]:
-        out, lse, *_ = ops._checked_forward(*tensors, None, None, False, None, None, None, 0.0)
+        out, lse, *_ = passes.checked_forward(*tensors, None, None, False, None, None, None, 0.0)
         return launches.taken([*tensors, out, lse])
 
     shared = torch.randn(1, 2, 70, 32)
@@ -497,6 +501,7 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
 
 @on_a_cpu
 def test_views_begin_where_they_began(launches: Launches) -> None:
+    from dmattn.kernels.launch import launch
     from dmattn.kernels.layout import strided
 
     addresses: list[tuple] = []
@@ -509,7 +514,7 @@ def test_views_begin_where_they_began(launches: Launches) -> None:
 
     @replay.replayed
     def function(x: Tensor) -> None:
-        replay.launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
+        launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
 
     function(torch.zeros(7, 5))
     x = torch.zeros(7, 5)

@@ -8,7 +8,7 @@ from conftest import NEEDS_CUDA, needs_cuda
 
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
-from dmattn.ops import allocate_forward
+from dmattn.execution.backend import allocate_forward
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")

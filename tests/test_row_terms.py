@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dmattn.equivalence import Case
+from dmattn.execution.backend import interpreting
 from dmattn.kernels.row_terms import Incoming, fill_terms
-from dmattn.ops import interpreting
 from dmattn.problem import Problem
 
 

@@ -8,15 +8,17 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import attention, ops, replay
+from dmattn import attention
 from dmattn.equivalence import Case, check, results
+from dmattn.execution import replay
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 rows = importlib.import_module("dmattn.kernels.rows")
 hopper_resident = importlib.import_module("dmattn.kernels.hopper_resident")
-interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 # On a GPU tiles have 64 rows and 64 columns, in the interpreter 32, and `many` heads fill it.
 DEVICES = [pytest.param(("cpu", 32, 4), marks=interpreted), pytest.param(("cuda", 64, 300), marks=NEEDS_CUDA)]
 Place = tuple[str, int, int]

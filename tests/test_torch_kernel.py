@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dmattn import attention, chunked, ops, reference, torch_kernel
+from dmattn import attention, reference
 from dmattn.equivalence import Case, check
+from dmattn.execution import torch_kernel, torch_path
+from dmattn.execution.backend import interpreting
 
-pytestmark = pytest.mark.skipif(ops.interpreting(), reason="float32 tensors go through the kernels of this library in Triton's interpreter")
+pytestmark = pytest.mark.skipif(interpreting(), reason="float32 tensors go through the kernels of this library in Triton's interpreter")
 
 SERVED = (
     Case("plain-129x129", 129, reason="nothing is added: one call"),
@@ -75,11 +77,11 @@ def test_both_ways_are_exact(case: Case, dtype: torch.dtype, calls: list[int], m
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_chunks_give_the_whole(case: Case, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(torch_path, "CHUNK_SCORES", 1)
     assert not failures(case, torch.float32)
     assert (
         len(calls) > 1
-        or case.len_q <= chunked.MIN_ROWS
+        or case.len_q <= torch_path.MIN_ROWS
         or (case.mask, case.bias, case.intervals, case.causal, case.window) == (None, None, None, False, None)
     )
 

@@ -12,7 +12,7 @@ import torch
 from models import TOLERANCE, build
 from torch import Tensor, nn
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -31,7 +31,7 @@ from models import (
 from torch import Tensor, nn
 
 import dmattn
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
@@ -321,7 +321,7 @@ def test_a_model_off_the_interface_keeps_its_own_attention(kind: str, config: di
     ours = model_type._from_config(copy.deepcopy(settings), attn_implementation="dmattn").eval()
     ours.load_state_dict(eager.state_dict())
     batch = batch_for(eager, "right")
-    integration.interface._known.pop(model_type.__module__, None)
+    integration.masks._known.pop(model_type.__module__, None)
     with pytest.warns(UserWarning, match=r"modeling_\w+ does not use Transformers' attention interface; .*, until .*patch\(model\) is called"):
         logits = ours(**batch).logits
     assert torch.equal(logits, eager(**batch).logits)

@@ -8,18 +8,24 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from models import VOCABULARY, build
 from torch import Tensor, nn
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
-from transformers.masking_utils import create_causal_mask, eager_mask, sliding_window_causal_mask_function  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    bidirectional_mask_function,
+    create_causal_mask,
+    eager_mask,
+    sliding_window_causal_mask_function,
+)
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 from dmattn.integrations.transformers.described_mask import DescribedMask  # noqa: E402
@@ -210,10 +216,14 @@ def test_a_configuration_takes_after_the_one_it_is_derived_from() -> None:
     assert made(None).dtype == torch.bool
 
 
-def bridgetower_layer() -> nn.Module:
+def bridgetower_layer(own_forward: bool | None = None) -> nn.Module:
+    """Of a class of BridgeTower's, or of one derived from it."""
     from transformers.models.bridgetower import modeling_bridgetower as bridgetower
 
-    return bridgetower.BridgeTowerSelfAttention(transformers.BridgeTowerTextConfig(), is_causal=True)
+    kind = bridgetower.BridgeTowerSelfAttention
+    if own_forward is not None:
+        kind = type("Own", (kind,), dict(forward=lambda self, *states: None) if own_forward else {})
+    return kind(transformers.BridgeTowerTextConfig(), is_causal=True)
 
 
 def llama_layer() -> nn.Module:
@@ -223,31 +233,91 @@ def llama_layer() -> nn.Module:
 class OwnLayer(nn.Module):
     is_causal = True
 
+    def forward(self) -> None:
+        pass
 
-@pytest.mark.parametrize(("make", "causal"), [(bridgetower_layer, False), (llama_layer, True), (OwnLayer, True)])
-def test_without_a_mask_a_layer_is_causal_but_in_files_of_eager_attention(
+
+LAYERS = {
+    "bridgetower": (bridgetower_layer, False),
+    "derived-from-it": (lambda: bridgetower_layer(own_forward=False), False),
+    "llama": (llama_layer, True),
+    "own": (OwnLayer, True),
+}
+
+
+@pytest.mark.parametrize(("make", "causal"), LAYERS.values(), ids=LAYERS)
+def test_without_a_mask_a_layer_is_causal_but_where_its_forward_is_in_a_file_of_eager_attention(
     make: Callable[[], nn.Module], causal: bool, calls: list[dict]
 ) -> None:
-    class Head(transformers.PreTrainedModel):
-        """As of a user: it declares nothing, which says nothing of Llama's layers."""
-
-        config_class = transformers.LlamaModel.config_class
-
     integration.attend(make(), *torch.randn(3, 2, 4, 5, 8).unbind(), None)
     assert calls[-1]["causal"] == causal
-    del Head
+
+
+def test_a_causal_layer_derived_from_one_that_ignores_causality_has_to_say(calls: list[dict]) -> None:
+    """Eager attention gives it every key, SDPA those before: there is no right answer to guess."""
+    layer, states = bridgetower_layer(own_forward=True), torch.randn(3, 2, 4, 5, 8)
+    with pytest.raises(ValueError, match="is_causal: expected True or False as an argument in a call without a mask, as Own derives from"):
+        integration.attend(layer, *states.unbind(), None)
+    for given in (True, False):
+        integration.attend(layer, *states.unbind(), None, is_causal=given)
+        assert calls[-1]["causal"] == given
+    integration.attend(layer, states[0, :, :, -1:], *states[1:].unbind(), None)
+    layer.is_causal = False
+    integration.attend(layer, *states.unbind(), None)
+    assert not calls[-1]["causal"]
+
+
+def test_a_module_that_is_none_of_torchs_is_taken(calls: list[dict]) -> None:
+    integration.attend(SimpleNamespace(is_causal=True, training=False), *torch.randn(3, 2, 4, 5, 8).unbind(), None)
+    assert calls[-1]["causal"]
+
+
+def bidirectional(config: Any, padding: Tensor | None = None) -> Tensor | None:
+    place = dict(mask_function=bidirectional_mask_function, attention_mask=padding, allow_is_bidirectional_skip=True)
+    return integration.make_mask(2, 5, 5, config=config, dtype=torch.float32, **place)
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["itself", "derived"])
+def test_no_mask_is_made_only_where_all_models_of_a_configuration_ignore_causality(derived: bool) -> None:
+    """Where a layer would take its absence for causality, a mask that hides nothing says so."""
+    bridgetower = transformers.BridgeTowerModel.config_class.sub_configs["text_config"]
+    config = type("OwnConfig", (bridgetower,), {})() if derived else bridgetower()
+    assert bidirectional(config) is None
+    assert bidirectional(config, torch.arange(5) < torch.tensor([[3], [5]])) is not None
+    assert bidirectional(transformers.LlamaModel.config_class()) is not None
+    from transformers.models.bridgetower import modeling_bridgetower
+
+    kin = type("Kin", (modeling_bridgetower.BridgeTowerTextModel,), {})
+    assert bidirectional(config) is None
+    silent = type("Silent", (AddsMasks,), {})
+    silent.config_class = None
+    assert bidirectional(config) is None
+    own = type("Own", (transformers.PreTrainedModel,), dict(config_class=bridgetower))
+    mask = bidirectional(config)
+    assert mask is not None
+    assert not (mask + 0).any()
+    del own, kin, silent
     gc.collect()
+    assert bidirectional(config) is None
+    assert bidirectional(OwnConfig()) is not None, "no model is known"
 
 
 class OwnConfig(transformers.PreTrainedConfig):
     pass
 
 
+class OtherConfig(transformers.PreTrainedConfig):
+    pass
+
+
 class AddsMasks(transformers.PreTrainedModel):
     """Declares eager attention alone, as all that say nothing."""
 
+    config_class = OtherConfig  # so that it is no model of the others' configurations
+
 
 class TakesBool(transformers.PreTrainedModel):
+    config_class = OtherConfig
     _supports_sdpa = True
 
 
@@ -262,15 +332,74 @@ def test_a_model_that_is_defined_later_counts(later: Any) -> None:
 
 
 def test_a_model_in_the_place_of_one_that_is_gone_counts() -> None:
+    stays = type("Stays", (TakesBool,), dict(config_class=OwnConfig))
     first = type("First", (TakesBool,), dict(config_class=OwnConfig))
     assert made(OwnConfig()).dtype == torch.bool
     del first
     gc.collect()
     second = type("Second", (AddsMasks,), dict(config_class=OwnConfig))
     assert made(OwnConfig()).dtype == torch.bfloat16
-    del second
+    del second, stays
     gc.collect()
     assert made(OwnConfig()).dtype == torch.bfloat16, "no model is known, which counts as one that adds"
+    silent = type("Silent", (TakesBool,), {})
+    silent.config_class = None
+    assert made(OwnConfig()).dtype == torch.bfloat16, "nor does one count that may run with anything"
+    del silent
+    gc.collect()
+
+
+LATER = {
+    "names-none": dict(),
+    "names-a-base": dict(config_class=transformers.PreTrainedConfig),
+    "names-it-in-a-string": dict(config_class="OwnConfig | None"),
+    "names-it-in-a-union": dict(config_class=OwnConfig | OtherConfig),
+    "names-a-derived-one": dict(config_class=type("DerivedConfig", (OwnConfig,), {})),
+    "names-a-variable": dict(config_class=TypeVar("T", bound=OwnConfig)),
+}
+
+
+@pytest.mark.parametrize("names", LATER.values(), ids=LATER)
+def test_a_model_that_may_run_with_a_configuration_counts_however_it_names_it(names: dict) -> None:
+    first = type("First", (TakesBool,), dict(config_class=OwnConfig))
+    assert made(OwnConfig()).dtype == torch.bool
+    second = type("Second", (AddsMasks,), {})
+    second.config_class = names.get("config_class")
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    del first, second
+    gc.collect()
+
+
+@pytest.mark.parametrize("wrapped", ["DeepseekV4Model", "GitModel"])
+def test_a_model_that_wraps_one_of_transformers_does_not_hide_it(wrapped: str) -> None:
+    config = type("WrappingConfig", (getattr(transformers, wrapped).config_class,), {})
+    head = type("Head", (TakesBool,), dict(config_class=config))
+    assert made(config()).dtype == torch.bfloat16
+    del head
+    gc.collect()
+
+
+def test_models_of_transformers_run_with_their_own_configuration_alone() -> None:
+    """One that derives its configuration from another's takes bool masks, whatever the other's models take."""
+    derived = type("DerivedConfig", (OwnConfig,), {})
+    of_transformers = dict(__module__="transformers.models.own.modeling_own")
+    base = type("Base", (AddsMasks,), of_transformers | dict(config_class=OwnConfig))
+    model = type("Model", (TakesBool,), of_transformers | dict(config_class=derived))
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    assert made(derived()).dtype == torch.bool
+    del base, model
+    gc.collect()
+
+
+def test_what_a_class_declares_is_read_at_each_call() -> None:
+    first = type("First", (TakesBool,), dict(config_class=OwnConfig))
+    assert made(OwnConfig()).dtype == torch.bool
+    first._supports_sdpa = False
+    assert made(OwnConfig()).dtype == torch.bfloat16
+    first._supports_sdpa = property(lambda self: True)
+    assert made(OwnConfig()).dtype == torch.bfloat16, "unknown before there is a model"
+    del first
+    gc.collect()
 
 
 def test_under_tracing_the_float_mask_is_eagers() -> None:

@@ -19,7 +19,7 @@ from test_transformers import SIZES, Family
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

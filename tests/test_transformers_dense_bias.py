@@ -11,7 +11,7 @@ from models import PADDING, assert_equal_steps, batch_for, train_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -13,8 +13,8 @@ from models import LENGTH, PADDED, PADDING, TOLERANCE, assert_equal_steps, batch
 from torch import nn
 
 import dmattn
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
-from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

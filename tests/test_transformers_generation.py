@@ -15,7 +15,7 @@ from models import LENGTH, TOLERANCE, batch_for, build, error, largest
 from torch import Tensor, nn
 
 import dmattn
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
-from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

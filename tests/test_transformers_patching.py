@@ -15,8 +15,8 @@ import torch
 from models import assert_equal_steps, batch_for, train_step
 from torch import nn
 
+from dmattn.execution.backend import interpreting
 from dmattn.masks import IntervalMask
-from dmattn.ops import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
@@ -176,7 +176,7 @@ def test_a_model_loaded_with_the_name_dmattn_is_patched_without_a_warning(calls:
         model = type(eager)._from_config(copy.deepcopy(eager.config), attn_implementation="dmattn").train()
         model.load_state_dict(eager.state_dict())
         integration.patch(model)
-        integration.interface._known.pop(type(model).__module__, None)
+        integration.masks._known.pop(type(model).__module__, None)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             ours = train_step(model, batch)

@@ -12,7 +12,7 @@ from models import LENGTH, PADDING, TOLERANCE, assert_equal_steps, batch_for, er
 from torch import Tensor, nn
 
 from dmattn import attention
-from dmattn.ops import interpreting
+from dmattn.execution.backend import interpreting
 
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
-from dmattn import IntervalMask, attention_varlen, ops, reference, varlen
+from dmattn import IntervalMask, attention_varlen, reference, varlen
+from dmattn.execution.backend import interpreting
 
-compiles = pytest.mark.skipif(ops.interpreting(), reason="torch.compile and Triton's interpreter do not combine")
+compiles = pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1, 4, 2), (5, 2, 6, 3, 0, 2)  # more keys, no queries, more queries, one query, no keys, as many
 
@@ -177,7 +178,7 @@ def test_each_sequence_is_as_it_is_alone(case: Case, device: str) -> None:
 @pytest.mark.parametrize("precision", ["single", "half"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_precisions_of_the_kernels(case: Case, precision: str, device: str, half: torch.dtype, unwritten_shows: None) -> None:
-    if ops.interpreting() and (case.name not in IN_THE_INTERPRETER or (precision == "half" and len(case.lengths_q) < 6)):
+    if interpreting() and (case.name not in IN_THE_INTERPRETER or (precision == "half" and len(case.lengths_q) < 6)):
         pytest.skip("the interpreter is slow; the others differ in what is passed to the kernels alone")
     check(case, torch.float32 if precision == "single" else half, device)
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from conftest import NEEDS_CUDA
 
-from dmattn import attention, ops, replay
+from dmattn import attention
 from dmattn.equivalence import Case, Inputs, results
+from dmattn.execution import replay
+from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 backward = importlib.import_module("dmattn.kernels.backward")  # the package has a function of this name
 windows = importlib.import_module("dmattn.kernels.windows")
-interpreted = pytest.mark.skipif(not ops.interpreting(), reason="the PyTorch path serves a CPU")
+interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 PARTS = Case("parts", 7, 9, batch=5, head_dim=64, bias="1hqk")
 

@@ -1,12 +1,13 @@
-"""Device code. Imports torch and triton, and of our own only what the PyTorch path shares: broadcasting, dropout, epochs, states of masks.
+"""Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
 Which kernels a problem gets is decided in `forward` and `backward`, and for Hopper by each module's `takes`.
 
 Reading order: `layout` (how tensors arrive), `sequence` (which program works where), `lists` (the blocks that it visits), `intervals` and
-`mask_blocks` (which make lists), `walk` (over keys or queries), `scores` (the rules on pairs), `softmax`, `launch` (devices and assemblers),
-`overlap` (launches that begin early), `tiles` (sizes), then `forward`, `backward`, `row_terms`, `key_grad`, `key_sums`, `query_grad`,
-`bias_grad`, `windows` with `window_forward` (short sequences), `rows` (many of medium length), `decoding` (few queries, many keys); apart from
-these `ascending`, `ranks`, `lifetimes` and `best`, which plan a dynamic mask, and `reorder`, which follows the plan.
+`mask_blocks` (which make lists), `walk` (over keys or queries), `scores` (the rules on pairs), `softmax`, `device` (families, processors),
+`launch` (every launch, and its assembler), `overlap` (launches that begin early), `tiles` (sizes), then `forward`, `backward`, `row_terms`,
+`key_grad`, `key_sums`, `query_grad`, `bias_grad`, `windows` with `window_forward` (short sequences), `rows` (many of medium length), `decoding`
+(few queries, many keys); apart from these `ascending`, `ranks`, `lifetimes` and `best`, which plan a dynamic mask, and `reorder`, which follows
+the plan.
 
 For Hopper, in Gluon: `hopper` (what is taken, copies), `hopper_registers` (the rules on pairs: `ruled`), `hopper_walk` (over keys), `lift` and
 `hopper_lift` (a bias of keys and terms of queries, added within the products), `hopper_forward` with its `hopper_forward_tile`,

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from .ascending import ascending
-from .launch import on_its_device
+from .launch import launch, on_its_device
 from .layout import Sequence, Span, inside, load_rows, strided
 from .overlap import follow
 

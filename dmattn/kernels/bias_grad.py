@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from . import hopper_bias_grad
+from .device import processors
 from .intervals import any_live_interval
-from .launch import device_family
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from .mask_blocks import tile_state
 from .overlap import follow
@@ -234,13 +233,3 @@ def _bytes_read(problem: Any) -> int:
     query, value = problem.query, problem.value
     outs = 2 * query[..., 0].numel() * value.shape[3] * query.element_size()
     return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """How many programs of any size a device runs at once, at least."""
-    if device_family(device) == "interpreter":
-        return 4
-    if device.type == "meta":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count

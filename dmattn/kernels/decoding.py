@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .scores import LOG2E, load_bias2, rules_of, scores

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from . import decoding, hopper_forward, hopper_resident_forward, window_forward
-from .launch import on_its_device
+from .launch import launch, on_its_device
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .mask_blocks import scan
 from .overlap import follow

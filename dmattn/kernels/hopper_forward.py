@@ -9,17 +9,16 @@ through forward.py.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -36,10 +35,9 @@ from .hopper import (
     sync_threads,
     tiled,
 )
-from .hopper_forward_tile import BLOCK_M, step_of, tile, tiles_between
+from .hopper_forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .hopper_lift import ones_for_lifts
 from .hopper_registers import (
-    as_factor,
     exponent_factor,
     lane_sums,
     rounded_pairs,
@@ -53,11 +51,11 @@ from .hopper_walk import (
     even_work,
     key_walk,
     listed_keys,
-    open_keys,
     tile_range,
     visits_of,
     work_of,
 )
+from .launch import launch
 from .layout import slice_pointer, strided
 from .lift import COLUMNS
 from .overlap import follow
@@ -65,6 +63,17 @@ from .scores import LOG2E
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+
+
+class Descriptors(NamedTuple):
+    """Tensors as the copy engine takes them, in tiles of these shapes; None where there is none."""
+
+    q: Any  # [1, 1, BLOCK_M, DIM]
+    k: Any  # [1, 1, SUB, PANEL]
+    v: Any  # [1, 1, SUB, PANEL]
+    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
+    intervals: Any  # [1, 1, 1, 2 * SUB]
+    lifts: Any  # [1, 1, SUB, COLUMNS]
 
 
 def takes(problem: Any) -> bool:
@@ -75,7 +84,7 @@ def takes(problem: Any) -> bool:
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
-    batch, heads, len_q, _ = problem.query.shape
+    batch, heads, len_q = problem.query.shape[:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
@@ -130,182 +139,173 @@ def _forward_kernel(
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
-    rules. A tile of BLOCK_N keys is copied by blocks. BIAS_FIRST says that queries are multiplied by the scale, and products added to the bias.
+    rules. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, DIM], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles = k_tiles
-    interval_tiles = k_tiles
-    lift_tiles = k_tiles
-    ones = k_tiles
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if intervals is not None:
-        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
-    if lifts is not None:
-        lift_tiles = gl.allocate_shared_memory(lifts.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], lifts.layout)
-        ones = ones_for_lifts(BLOCK_M)
-    q_full = barriers(1, 1)
-    q_free = barriers(1, CONSUMERS)
-    k_full = barriers(STAGES, 1)
-    k_free = barriers(STAGES, CONSUMERS)
-    v_full = barriers(STAGES, 1)
-    v_free = barriers(STAGES, CONSUMERS)
-    turns = barriers(CONSUMERS, 1)
-    votes = gl.allocate_shared_memory(gl.int8, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    config: gl.constexpr = Config(
+        CONSUMERS=CONSUMERS,
+        QUERIES=CONSUMERS * BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        SUB=SUB,
+        BLOCKS=BLOCK_N // SUB,
+        STAGES=STAGES,
+        DIM=DIM,
+        VALUE_DIM=VALUE_DIM,
+        IN_TURN=IN_TURN,
+        EVEN_N=EVEN_N,
+        OF_PAIRS=bias is not None,
+        BIAS_FIRST=BIAS_FIRST,
+        BACKWARDS=rules.lists is None and bias is None,
+        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
+        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
+    )
+    tiles = Tiles(
+        q=_room(q, CONSUMERS, BLOCK_M, DIM),
+        k=_room(k, STAGES, BLOCK_N, DIM),
+        v=_room(v, STAGES, BLOCK_N, DIM),
+        bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        lifts=None if lifts is None else _room(lifts, STAGES * config.BLOCKS, SUB, COLUMNS),
+        ones=None if lifts is None else ones_for_lifts(BLOCK_M),
+    )
+    barriers = _barriers(config)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
-    ready = (q_full, q_free, k_full, k_free, v_full, v_free, turns, votes)
+    descriptors = Descriptors(q, k, v, bias, intervals, lifts)
     lengths = Lengths(works, heads, len_q, len_k)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
-                (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, ready, rules, lengths, out, lse, 0, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 1, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
-                (_consume, (tiles, ready, rules, lengths, out, lse, 2, VALUE_DIM, SUB, IN_TURN, EVEN_N, BIAS_FIRST)),
-                (_produce, (q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
+    gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
+        [
+            (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
+            if which < CONSUMERS
+            else (_produce, (descriptors, tiles, barriers, rules, lengths, groups, config))
+            for which in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
-def _produce(q, k, v, bias, intervals, lifts, tiles, ready, rules, lengths, groups):
+def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
+    return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
+
+
+@gluon.jit
+def _barriers(config: gl.constexpr):
+    """The barriers of a program, and room for votes."""
+    return Barriers(
+        q_full=barriers(1, 1),
+        q_free=barriers(1, config.CONSUMERS),
+        k_full=barriers(config.STAGES, 1),
+        k_free=barriers(config.STAGES, config.CONSUMERS),
+        v_full=barriers(config.STAGES, 1),
+        v_free=barriers(config.STAGES, config.CONSUMERS),
+        turns=barriers(config.CONSUMERS, 1),
+        votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+
+
+@gluon.jit
+def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
-    q_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, _ = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free, _, _ = ready
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    TILE_BYTES: gl.constexpr = 2 * k_tiles.shape[3] * k_tiles.shape[4]
-    SUB: gl.constexpr = k.block_shape[2]
-    BLOCKS: gl.constexpr = BLOCK_N // SUB
-    INTERVAL_BYTES: gl.constexpr = 0 if intervals is None else BLOCKS * intervals.block_type.nbytes
-    LIFT_BYTES: gl.constexpr = 0 if lifts is None else BLOCKS * lifts.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if bias is None else BLOCKS * CONSUMERS * bias.block_type.nbytes
+    BLOCKS: gl.constexpr = config.BLOCKS
+    TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
+    LIFT_BYTES: gl.constexpr = 0 if descriptors.lifts is None else BLOCKS * descriptors.lifts.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if descriptors.bias is None else BLOCKS * config.CONSUMERS * descriptors.bias.block_type.nbytes
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
+    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
-        mbarrier.wait(q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(q_full.index(0), CONSUMERS * q.block_type.nbytes)
-        for i in gl.static_range(CONSUMERS):
-            copy(q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full.index(0), q_tiles.index(i))
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * descriptors.q.block_type.nbytes)
+        for i in gl.static_range(config.CONSUMERS):
+            copy(descriptors.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
         kv_head = seq.head // groups
-        for step in range(walk.begin, walk.full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, step_of(rules, walk, step, BLOCK_N), walk, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-            stage, phase = stage_of(turn, STAGES)
-            full = k_full.index(stage)
-            mbarrier.wait(k_free.index(stage), phase ^ 1)
+        for step in range(walk.begin, walk.full_end, config.BLOCK_N):
+            starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
+            stage, phase = stage_of(turn, config.STAGES)
+            full = barriers.k_full.index(stage)
+            mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
-            copy_blocks(k, seq.batch, kv_head, starts, full, k_tiles, stage)
-            copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS, SUB)
-            if bias is not None:
-                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
-                head = seq.head // rules.bias.group
-                bias_chunks = bias_tiles._reinterpret(bias.dtype, [STAGES * CONSUMERS * BLOCKS, 1, 1, BLOCK_M, SUB], bias.layout)
-                for block in gl.static_range(BLOCKS):
-                    for i in gl.static_range(CONSUMERS):
-                        chunk = bias_chunks.index((CONSUMERS * stage + i) * BLOCKS + block)
-                        copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
-            mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), TILE_BYTES)
-            copy_blocks(v, seq.batch, kv_head, starts, v_full.index(stage), v_tiles, stage)
+            copy_blocks(descriptors.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            copy_described(
+                descriptors.intervals, descriptors.lifts, rules, seq, starts, full, tiles.intervals, tiles.lifts, stage, BLOCKS, config.SUB
+            )
+            if descriptors.bias is not None:
+                _copy_bias(descriptors.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
+            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
+            copy_blocks(descriptors.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
 
 
 @gluon.jit
-def _consume(
-    tiles, ready, rules, lengths, out, lse,
-    which: gl.constexpr, VALUE_DIM: gl.constexpr, SUB: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
-):  # fmt: skip
+def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: gl.constexpr):
+    """Copy the bias of pairs of a tile, whose blocks begin at `starts`, for each consumer, and tell the barrier."""
+    BLOCKS: gl.constexpr = config.BLOCKS
+    entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+    head = seq.head // rules.bias.group
+    chunks = bias_tiles._reinterpret(bias.dtype, [config.STAGES * config.CONSUMERS * BLOCKS, 1, 1, BLOCK_M, config.SUB], bias.layout)
+    for block in gl.static_range(BLOCKS):
+        for i in gl.static_range(config.CONSUMERS):
+            chunk = chunks.index((config.CONSUMERS * stage + i) * BLOCKS + block)  # [1, 1, BLOCK_M, SUB]
+            copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
+
+
+@gluon.jit
+def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
-    q_tiles, _, v_tiles, _, _, _, _ = tiles
-    STAGES: gl.constexpr = v_tiles.shape[0]
-    BLOCK_N: gl.constexpr = v_tiles.shape[3]
-    DIM: gl.constexpr = v_tiles.shape[4]
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    q_full, q_free, _, _, v_full, v_free, _, _ = ready
-    CONSUMERS: gl.constexpr = q_tiles.shape[0]
-    WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
-    BACKWARDS: gl.constexpr = rules.bias_rows is None or rules.bias_cols is None  # as `step_of` has it
-    FIRST_HIDES: gl.constexpr = WINDOW or not EVEN_N or rules.mask is not None or rules.first is not None
-    HIDES_BEFORE: gl.constexpr = (rules.right if BACKWARDS else rules.left) is not None
-    HIDES_AFTER: gl.constexpr = rules.left is not None if BACKWARDS else (rules.right is not None or not EVEN_N)
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, CONSUMERS * BLOCK_M)
+    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, CONSUMERS * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, CONSUMERS * BLOCK_M)
-        begin, end, full_end = walk.begin, walk.end, walk.full_end
-        fixed = (q_tiles.index(which).reshape([BLOCK_M, DIM]), tiles, ready, rules, seq, row, walk)
-        acc = gl.full([BLOCK_M, DIM], 0.0, gl.float32, OUT)
-        weights = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS), v_tiles.dtype)
-        row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, PAIRS))
-        row_sum = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS))
-        sums = (acc, weights, row_max, row_sum, turn)
-        mbarrier.wait(q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
-        if BIAS_FIRST:
-            _multiply(q_tiles.index(which).reshape([BLOCK_M, DIM]), rules.scale)
-        if begin < full_end:
-            after = begin + BLOCK_N
-            sums = tile(fixed, sums, begin, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, FIRST_HIDES, True, False)
-            if rules.lists is None:
-                open_begin, open_end = open_keys(rules, seq, row + which * BLOCK_M, begin, end, BLOCK_M, BLOCK_N)
-                if BACKWARDS:
-                    open_begin, open_end = (
-                        step_of(rules, walk, open_end, BLOCK_N) + BLOCK_N,
-                        step_of(rules, walk, open_begin, BLOCK_N) + BLOCK_N,
-                    )
-                open_begin = gl.maximum(open_begin, after)
-                open_end = gl.maximum(open_end, after)
-                if HIDES_BEFORE:
-                    for step in range(after, open_begin, BLOCK_N):
-                        sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
-                sums = tiles_between(fixed, sums, open_begin, open_end, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT)
-                if HIDES_AFTER:
-                    for step in range(open_end, full_end, BLOCK_N):
-                        sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
-            else:
-                for step in range(after, end, BLOCK_N):
-                    sums = tile(fixed, sums, step, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT, True, False, False)
-                sums = tiles_between(fixed, sums, end, full_end, which, SUB, IN_TURN, BIAS_FIRST, PAIRS, OUT)
-            acc, weights, row_max, row_sum, turn = sums
-            mbarrier.arrive(q_free.index(0), count=1)
-            last, phase = stage_of(turn - 1, STAGES)
-            mbarrier.wait(v_full.index(last), phase)
-            acc = warpgroup_mma(as_factor(weights, v_tiles.dtype, WEIGHTS), v_tiles.index(last).reshape([BLOCK_N, DIM]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(v_free.index(last), count=1)
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
+        context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
+        sums = _no_sums(turn, tiles.v.dtype, config)
+        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        if config.BIAS_FIRST:
+            _multiply(q_tile, rules.scale)
+        if walk.begin < walk.full_end:
+            sums = add_tiles(context, sums, which, config)
+            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            sums = add_last_values(context, sums, config)
         else:
-            mbarrier.arrive(q_free.index(0), count=1)
-        row_sum = sums_of_lanes(row_sum, PAIRS)
-        divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, OUT))[:, None]
-        row += which * BLOCK_M
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
-        lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max * exponent_factor(rules) + gl.log2(divisor)) / LOG2E)
-        gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-        store_rows(out, seq, row, seq.len_q, acc, VALUE_DIM)
+            mbarrier.arrive(barriers.q_free.index(0), count=1)
+        _store(context, sums, out, lse, which, config)
+        turn = sums.turn
+
+
+@gluon.jit
+def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
+    """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
+    zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
+    return Sums(
+        acc=gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.OUT),
+        weights=rounded_pairs(zeros, DTYPE),
+        row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
+        row_sum=lane_sums(zeros),
+        turn=turn,
+    )
+
+
+@gluon.jit
+def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
+    """Normalise and store out and lse of a consumer's queries."""
+    row_sum = sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
+    divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = sums.acc / gl.convert_layout(divisor, gl.SliceLayout(1, config.OUT))[:, None]
+    seq, row = context.seq, context.row + which * BLOCK_M
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
+    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (sums.row_max * exponent_factor(context.rules) + gl.log2(divisor)) / LOG2E)
+    gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
+    store_rows(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 
 @gluon.jit

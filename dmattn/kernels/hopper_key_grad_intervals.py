@@ -5,7 +5,7 @@ block of keys, of which its two consumers take the tiles of queries in turn, and
 one consumer's size also hold fewer pairs that no interval contains.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -13,12 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
     copy,
     of_pairs,
     padded_dim,
@@ -26,11 +24,37 @@ from .hopper import (
     stage_of,
     tiled,
 )
-from .hopper_key_tile import BLOCK_M, BLOCK_N, allocate_terms, copy_terms, ones_for_terms, open_queries, tile, tiled_terms, uniform_bias_of
+from .hopper import barriers as new_barriers
+from .hopper_key_tile import (
+    BLOCK_M,
+    BLOCK_N,
+    PAIRS,
+    Barriers,
+    Context,
+    Keys,
+    Ones,
+    Results,
+    Sources,
+    Sums,
+    Tiles,
+    add_tile,
+    allocate_terms,
+    copy_pairs,
+    copy_terms,
+    holds_lifts,
+    no_lane_sums,
+    no_sums,
+    open_queries,
+    sums_layout,
+    tiled_terms,
+    turn_of,
+    uniform_bias_of,
+)
 from .hopper_lift import lift_room, ones_for_lifts, store_lifts
-from .hopper_registers import interval_of, lane_sums, places_of, store_rows, sums_of_lanes
+from .hopper_registers import interval_of, places_of, store_rows, sums_of_lanes
 from .intervals import block_bounds
 from .key_sums import by_group, vectors_of
+from .launch import launch
 from .layout import Sequence, Span, Strided, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -38,6 +62,42 @@ from .scores import rules_of
 from .sequence import next_step, place_keys, query_window
 
 STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
+
+
+class Config(NamedTuple):
+    """Options of a launch, the kernel's constexprs."""
+
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    DIM: Any  # both padded
+    ALIKE: Any  # the heads of a group have the same intervals and bias of keys
+    BY_GROUP: Any  # sums over queries are summed over the heads of a group too
+
+
+class Exchange(NamedTuple):
+    """The second consumer gives its sums to the first: one barrier of two says that there is room for them, the other that they are there."""
+
+    gradients: Any  # [2, 1] barriers for dK and dV, whose room is that of the tiles of queries
+    key_sums: Any  # [2, 1] barriers for the sums over queries
+    room: Any  # [BLOCK_N] float32 in shared memory, for the sums over queries
+
+
+class Attending(NamedTuple):
+    """Queries that attend a block of keys: from `begin`, a multiple of BLOCK_M, to `end`."""
+
+    begin: Any
+    end: Any
+    last_to_begin: Any  # the query from which on all keys are alive
+    first_to_end: Any  # the query from which on one of them is not
+
+
+class Steps(NamedTuple):
+    """Tiles of BLOCK_M queries from `begin` to `end`: those from `open_begin` to `open_end` hide no pair."""
+
+    begin: Any
+    end: Any
+    open_begin: Any
+    open_end: Any
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
@@ -111,44 +171,52 @@ def _key_gradients_kernel(
         d_v = _slice(d_v, seq)
     if order is not None:
         order = _slice(order, seq)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)
     k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, DIM], k.layout)
     v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
     terms_tiles = allocate_terms(terms, STAGES)
-    bias_tiles = q_tiles
-    d_bias_tiles = q_tiles
+    bias_tiles, d_bias_tiles = None, None
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
     if _is_dead(rules, bounds, seq, groups, col):
-        _store_zeros((d_k, d_v, key_sums), order, seq, groups, col, HEAD_DIM, VALUE_DIM, DIM, BY_GROUP)
+        _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
-        kv_full = barriers(1, 1)
-        q_full = barriers(STAGES, 1)
-        d_out_full = barriers(STAGES, 1)
-        free = barriers(STAGES, 1)
-        given = barriers(2, 1)
-        sums_given = barriers(2, 1)
-        rooms_and_ones = ((q_tiles, q_tiles), q_tiles)  # as above, nobody's
+        barriers = Barriers(
+            kv_full=new_barriers(1, 1),
+            q_full=new_barriers(STAGES, 1),
+            d_out_full=new_barriers(STAGES, 1),
+            free=new_barriers(STAGES, 1),
+        )
+        gradients_given = new_barriers(2, 1)
+        sums_given = new_barriers(2, 1)
+        lifts, key_ones = (None, None), None
         if rules.bias_by_key is not None:
-            rooms_and_ones = ((lift_room(BLOCK_N), lift_room(BLOCK_N)), ones_for_lifts(BLOCK_M))
-        lowered = ones_for_terms(terms, q_tiles)
-        given_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            lifts = (lift_room(BLOCK_N), lift_room(BLOCK_N))
+            key_ones = ones_for_lifts(BLOCK_M)
+        score_ones, d_p_ones = None, None
+        if holds_lifts(terms.dtype):
+            score_ones = ones_for_lifts(BLOCK_N)
+            d_p_ones = ones_for_lifts(BLOCK_N, FIRST=3)
+        room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
-        mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
-        copy(k, [batch, kv_head, col, 0], kv_full.index(0), k_tile)
-        copy(v, [batch, kv_head, col, 0], kv_full.index(0), v_tile)
-        tiles = (q_tiles, terms_tiles, bias_tiles, q_tiles, d_out_tiles, d_bias_tiles)
-        ready = (q_full, d_out_full, free)
-        own = (k_tile, v_tile, kv_full, rooms_and_ones, lowered, given, given_sums, sums_given)
-        results = (d_k, d_v, key_sums, d_bias, order)
+        kv_full = barriers.kv_full.index(0)
+        mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
+        copy(k, [batch, kv_head, col, 0], kv_full, k_tile)
+        copy(v, [batch, kv_head, col, 0], kv_full, v_tile)
+        sources = Sources(q, terms, d_out, bias=bias)
+        tiles = Tiles(k_tile, v_tile, lifts, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
+        ones = Ones(key_ones, score_ones, d_p_ones)
+        exchange = Exchange(gradients_given, sums_given, room)
+        results = Results(d_k, d_v, key_sums, d_bias)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 0, HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)),
-                (_consume, (tiles, ready, own, rules, bounds, results, seq, groups, col, 1, HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)),
-                (_produce, (q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 0, config)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 1, config)),
+                (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -166,31 +234,30 @@ def _is_dead(rules, bounds, seq, groups, col):
     """Whether no query of any head attends a block of keys."""
     live = False
     for head in range(seq.head, seq.head + groups):
-        begin, end, _last_to_begin, _first_to_end = _range(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
-        live = live | (begin < end)
+        attending = _attending(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
+        live = live | (attending.begin < attending.end)
     return not live
 
 
 @gluon.jit
-def _store_zeros(results, order, seq, groups, col, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, BY_GROUP: gl.constexpr):
+def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    d_k, d_v, key_sums = results
-    zeros = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    SUMS: gl.constexpr = sums_layout(config.DIM)
+    zeros = gl.full([BLOCK_N, config.DIM], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, zeros, HEAD_DIM, order)
+        store_rows(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, zeros, VALUE_DIM, order)
+        store_rows(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
     if key_sums is not None:
-        no_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
-        for head in range(seq.head, seq.head + (1 if BY_GROUP else groups)):
-            _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_sums, SUMS)
+        no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
+        for head in range(seq.head, seq.head + (1 if config.BY_GROUP else groups)):
+            _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
 
 
 @gluon.jit
-def _store_sums(key_sums, order, seq, col, sums, LAYOUT: gl.constexpr):
+def _store_sums(key_sums, order, seq, col, sums):
     """The sums over the queries for a block of keys."""
-    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, BLOCK_N, sums.type.layout)
     places = cols.to(gl.int64)
     if order is not None:
         places = places_of(order, seq, cols, seq.len_k)
@@ -198,137 +265,126 @@ def _store_sums(key_sums, order, seq, col, sums, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_both_sums(key_sums, order, seq, col, sums, own, turn, which: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same of what each consumer has summed: the second gives its sums to the first, the `turn`-th time."""
-    _, _, _, _, _, _, given_sums, sums_given = own
+def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.constexpr):
+    """The same of both consumers' sums: the second gives its own to the first, the `turn`-th time."""
     if which == 0:
-        mbarrier.wait(sums_given.index(1), turn & 1)
-        sums += given_sums.load(gl.SliceLayout(1, LAYOUT))
-        mbarrier.arrive(sums_given.index(0), count=1)
-        _store_sums(key_sums, order, seq, col, sums, LAYOUT)
+        mbarrier.wait(exchange.key_sums.index(1), turn & 1)
+        sums += exchange.room.load(gl.SliceLayout(1, PAIRS))
+        mbarrier.arrive(exchange.key_sums.index(0), count=1)
+        _store_sums(key_sums, order, seq, col, sums)
     else:
-        mbarrier.wait(sums_given.index(0), (turn & 1) ^ 1)
-        given_sums.store(sums)
-        mbarrier.arrive(sums_given.index(1), count=1)
+        mbarrier.wait(exchange.key_sums.index(0), (turn & 1) ^ 1)
+        exchange.room.store(sums)
+        mbarrier.arrive(exchange.key_sums.index(1), count=1)
 
 
 @gluon.jit
-def _produce(q, terms, bias, d_out, tiles, ready, rules, bounds, seq, groups, col):
+def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
-    q_tiles, terms_tiles, bias_tiles, _, d_out_tiles, _ = tiles
-    BIAS_BYTES: gl.constexpr = 0 if bias is None else bias.block_type.nbytes
-    q_full, d_out_full, free = ready
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
+    Q_BYTES: gl.constexpr = sources.q.block_type.nbytes + sources.terms.block_type.nbytes + BIAS_BYTES
     step = 0
     for head in range(seq.head, seq.head + groups):
-        begin, end, _to_begin, _to_end = _range(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
-        for start in range(begin, end, BLOCK_M):
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        attending = _attending(rules, bounds, this, col)
+        for start in range(attending.begin, attending.end, BLOCK_M):
             stage, phase = stage_of(step, STAGES)
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + terms.block_type.nbytes + BIAS_BYTES)
-            copy(q, [seq.batch, head, start, 0], q_full.index(stage), q_tiles.index(stage))
-            copy_terms(terms, seq.batch, head, start, q_full.index(stage), terms_tiles.index(stage))
-            if bias is not None:
-                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
-                copy(bias, [entry, head // rules.bias.group, start, col], q_full.index(stage), bias_tiles.index(stage))
-            mbarrier.expect(d_out_full.index(stage), d_out.block_type.nbytes)
-            copy(d_out, [seq.batch, head, start, 0], d_out_full.index(stage), d_out_tiles.index(stage))
+            mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+            q_full = barriers.q_full.index(stage)
+            mbarrier.expect(q_full, Q_BYTES)
+            copy(sources.q, [seq.batch, head, start, 0], q_full, tiles.q.index(stage))
+            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            if sources.bias is not None:
+                copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
+            d_out_full = barriers.d_out_full.index(stage)
+            mbarrier.expect(d_out_full, sources.d_out.block_type.nbytes)
+            copy(sources.d_out, [seq.batch, head, start, 0], d_out_full, tiles.d_out.index(stage))
             step += 1
 
 
 @gluon.jit
 def _consume(
-    tiles, ready, own, rules, bounds, results, seq, groups, col,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
+    tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
-    """What every second tile of queries gives to the gradients of the program's keys, and from the first consumer, the gradients."""
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # keys down
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    k_tile, v_tile, kv_full, rooms_and_ones, lowered, given, _, _ = own
-    d_k, d_v, key_sums, d_bias, order = results
-    dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    rooms, ones = rooms_and_ones
-    lifts = rooms[which]
-    lifting = (lifts, ones, lowered)
-    fixed = (k_tile.reshape([BLOCK_N, DIM]), v_tile.reshape([BLOCK_N, DIM]), lifting, tiles, ready, rules, (d_k, d_v, key_sums, d_bias))
+    """Gradients of the program's keys from every second tile of queries; the first consumer stores the sum of both consumers'."""
+    SUMS: gl.constexpr = sums_layout(config.DIM)
+    k_tile, v_tile = tiles.k.reshape([BLOCK_N, config.DIM]), tiles.v.reshape([BLOCK_N, config.DIM])
+    context = Context(k_tile, v_tile, tiles.lifts[which], ones, tiles, barriers, rules, results, col, which)
     of_group = 0
-    if ALIKE:
-        of_group = _describe_block(rules, bounds, seq, col, lifts, PAIRS)
-    mbarrier.wait(kv_full.index(0), 0)
-    sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+    if config.ALIKE:
+        of_group = _describe_block(context, bounds, seq)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    sums = no_sums(config.DIM)
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        if not BY_GROUP:
-            sums = lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
-        per_key, steps = of_group if ALIKE else _describe_block(rules, bounds, this, col, lifts, PAIRS)
-        begin, end, open_begin, open_end = steps
+        if not config.BY_GROUP:
+            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+        keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
+        begin, end = steps.begin, steps.end
         mine = begin + ((before + which) % 2) * BLOCK_M
-        open_begin = next_step(mine, open_begin, 2 * BLOCK_M)
-        open_end = gl.maximum(next_step(mine, open_end, 2 * BLOCK_M), open_begin)
+        open_begin = next_step(mine, steps.open_begin, 2 * BLOCK_M)
+        open_end = gl.maximum(next_step(mine, steps.open_end, 2 * BLOCK_M), open_begin)
         for start in range(mine, gl.minimum(open_begin, end), 2 * BLOCK_M):
-            step = before + (start - begin) // BLOCK_M
-            turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
         for start in range(open_begin, gl.minimum(open_end, end), 2 * BLOCK_M):
-            step = before + (start - begin) // BLOCK_M
-            turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, False)
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=False)
         for start in range(open_end, end, 2 * BLOCK_M):
-            step = before + (start - begin) // BLOCK_M
-            turn = stage_of(step, STAGES)
-            dk, dv, sums = tile(fixed, this, per_key, dk, dv, sums, turn, (turn[0], which), start, col, PAIRS, FACTOR, DIM, True)
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
         before += gl.cdiv(end - begin, BLOCK_M)
-        if key_sums is not None and not BY_GROUP:
-            _store_both_sums(key_sums, order, this, col, sums_of_lanes(sums, PAIRS), own, head - seq.head, which, PAIRS)
-    if key_sums is not None and BY_GROUP:
-        _store_both_sums(key_sums, order, seq, col, sums_of_lanes(sums, PAIRS), own, 0, which, PAIRS)
-    if d_bias is not None:
+        if results.key_sums is not None and not config.BY_GROUP:
+            _store_both_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
+    if results.key_sums is not None and config.BY_GROUP:
+        _store_both_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+    if results.d_bias is not None:
         tma.store_wait(0)
-    exchange = _exchange(tiles, DIM)
+    given = _room_for_gradients(tiles, config.DIM)
     if which == 0:
-        mbarrier.arrive(given.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
-        mbarrier.wait(given.index(1), 0)
-        if d_k is not None:
-            store_rows(d_k, seq, col, seq.len_k, (dk + exchange.index(0).load(SUMS)) * rules.scale, HEAD_DIM, order)
-        if d_v is not None:
-            store_rows(d_v, seq, col, seq.len_k, dv + exchange.index(1).load(SUMS), VALUE_DIM, order)
+        mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
+        mbarrier.wait(exchange.gradients.index(1), 0)
+        if results.d_k is not None:
+            store_rows(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+        if results.d_v is not None:
+            store_rows(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
-        mbarrier.wait(given.index(0), 0)
-        if d_k is not None:
-            exchange.index(0).store(dk)
-        if d_v is not None:
-            exchange.index(1).store(dv)
-        mbarrier.arrive(given.index(1), count=1)
+        mbarrier.wait(exchange.gradients.index(0), 0)
+        if results.d_k is not None:
+            given.index(0).store(sums.d_k)
+        if results.d_v is not None:
+            given.index(1).store(sums.d_v)
+        mbarrier.arrive(exchange.gradients.index(1), count=1)
 
 
 @gluon.jit
-def _describe_block(rules, bounds, seq, col, lifts, PAIRS: gl.constexpr):
-    """Store the lifts of a block of keys: (what else `tile` has to know of it, (begin, end, begin and end of the tiles that hide no pair))."""
+def _describe_block(context, bounds, seq):
+    """Store the lifts of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
+    rules, col = context.rules, context.col
     middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
     if rules.bias_by_key is not None:
-        store_lifts(lifts, rules, seq, col)
-    begin, end, last_to_begin, first_to_end = _range(rules, bounds, seq, col)
+        store_lifts(context.lifts, rules, seq, col)
+    attending = _attending(rules, bounds, seq, col)
+    begin, end = attending.begin, attending.end
     open_begin, open_end = open_queries(rules, seq, col, begin, end)
-    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(last_to_begin, seq.len_q), BLOCK_M))
-    open_end = gl.minimum(open_end, next_step(begin, first_to_end - BLOCK_M + 1, BLOCK_M))
-    return (uniform_bias_of(rules, seq), middle2, length), (begin, end, open_begin, open_end)
+    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(attending.last_to_begin, seq.len_q), BLOCK_M))
+    open_end = gl.minimum(open_end, next_step(begin, attending.first_to_end - BLOCK_M + 1, BLOCK_M))
+    return Keys(uniform_bias_of(rules, seq), middle2, length), Steps(begin, end, open_begin, open_end)
 
 
 @gluon.jit
-def _exchange(tiles, DIM: gl.constexpr):
-    """The memory of the tiles of queries as two float32 tiles of sums."""
+def _room_for_gradients(tiles, DIM: gl.constexpr):
+    """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, DIM]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_tiles, _, _, _, _, _ = tiles
-    return q_tiles._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
+    return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
 
 
 @gluon.jit
-def _range(rules, bounds, seq, col):
-    """(begin, end, last_to_begin, first_to_end) of the queries that attend a block of keys; from the last to begin on all keys are alive."""
+def _attending(rules, bounds, seq, col):
+    """The :class:`Attending` of a block of keys; from the last to begin on all keys are alive."""
     begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), BLOCK_N)
     pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
     end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
     begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)
-    return begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3)
+    return Attending(begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3))

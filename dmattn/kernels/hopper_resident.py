@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .bias_grad import processors
+from .device import processors
 from .hopper import copy, of_pairs, serves, store, sync_threads
 from .hopper_registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
 from .lift import bounded

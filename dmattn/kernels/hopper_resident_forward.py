@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -27,6 +26,7 @@ from .hopper import (
 )
 from .hopper_registers import as_factor, lane_sums, rounded_pairs, sums_of_lanes
 from .hopper_resident import DIM, KEYS, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of, store_sums
+from .launch import launch
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .scores import LOG2E, rules_of

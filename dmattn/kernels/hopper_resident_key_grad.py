@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -27,6 +26,7 @@ from .hopper import (
 )
 from .hopper_registers import as_factor, rounded_pairs, store_rows
 from .hopper_resident import DIM, allocate_bias, bias_of, keep_bias, part_of, parts_of
+from .launch import launch
 from .layout import Sequence, strided
 from .overlap import follow
 from .row_terms import Incoming

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
-from .bias_grad import Sharing, processors
+from .bias_grad import Sharing
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -30,6 +30,7 @@ from .hopper import (
 )
 from .hopper_registers import as_factor, by_rows, by_threads, order_of, rounded_pairs
 from .hopper_resident import DIM, KEYS, allocate_bias, bias_of, keep_bias, store_sums
+from .launch import launch
 from .layout import Sequence, slice_pointer, strided
 from .overlap import follow
 from .row_terms import Incoming

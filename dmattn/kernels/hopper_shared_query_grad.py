@@ -10,7 +10,7 @@ Consumers share the work by queries as long as one has registers for dQ of all m
 queries, each has dQ of every other member, and one gives its part of each tile of dBias to the other, which stores the sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -18,13 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .hopper import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
     padded_dim,
     serves,
     stage_of,
@@ -32,9 +30,26 @@ from .hopper import (
     tiled,
     tiled_vectors,
 )
-from .hopper_members import BLOCK_M, member_full, member_stage, own_count, own_member, produce
-from .hopper_registers import Hiding, as_factor, by_rows, by_threads, exponent_factor, order_of, rounded_pairs, ruled, store_rows
+from .hopper import barriers as new_barriers
+from .hopper_members import (
+    BLOCK_M,
+    Barriers,
+    Config,
+    Context,
+    Given,
+    Sharing,
+    Sources,
+    Tiles,
+    member_full,
+    member_stage,
+    own_count,
+    own_member,
+    produce,
+    store_total,
+)
+from .hopper_registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
 from .hopper_walk import open_keys
+from .launch import launch
 from .layout import Sequence, Span, strided
 from .overlap import follow
 from .row_terms import Incoming
@@ -46,6 +61,45 @@ from .walk import key_range
 # some for each member; a round that is not full takes as long as a full one.
 LEAST_FILL = {1: 0.7, 2: 0.5}
 MOST_SUMS = 256  # columns of dQ, of all its members, that a consumer has registers for
+
+
+class State(NamedTuple):
+    """Registers of a consumer between tiles."""
+
+    dqs: Any  # dQ of each of its members so far, [BLOCK_M, DIM] float32
+    s: Any  # [BLOCK_M, BLOCK_N] float32, as the next of the first of its members in the tile that comes: Q K^T
+    d_p: Any  # [BLOCK_M, BLOCK_N], dP
+
+
+class Keys(NamedTuple):
+    """A tile of keys that a consumer is at, and its bias."""
+
+    turn: Any  # tiles before it
+    next_turn: Any  # tiles before the one that follows, or before this one if it is the last
+    zeroth: Any  # 0, which the compiler does not know: else it keeps addresses of all members' tiles in registers, of which there are too few
+    rows: Any  # [BLOCK_M, 1]
+    cols: Any  # [1, BLOCK_N]
+    bias_tile: Any  # [1, 1, BLOCK_M, BLOCK_N] in shared memory
+    bias: Any  # [BLOCK_M, BLOCK_N] in registers, or None for want of them
+
+
+class Running(NamedTuple):
+    """Registers of a consumer between members of a tile; products of the last one are under way."""
+
+    dqs: Any  # dQ of the members before the last one, [BLOCK_M, DIM] float32
+    dq: Any  # [BLOCK_M, DIM], of the last one
+    s: Any  # [BLOCK_M, BLOCK_N] float32, as the next of the member that comes: Q K^T
+    d_p: Any  # [BLOCK_M, BLOCK_N], dP
+    total: Any  # [BLOCK_M, BLOCK_N] float32, dS of all members so far
+
+
+class Next(NamedTuple):
+    """The member whose products come next: where its queries and its keys are, and the barrier and parity of the keys."""
+
+    queries: Any
+    keys: Any
+    full: Any
+    phase: Any
 
 
 def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
@@ -126,8 +180,10 @@ def _query_gradients_kernel(
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
     STAGES: gl.constexpr = 2 if BLOCKS == 2 else min(MEMBERS + 1, 8)
     BIAS_TILES: gl.constexpr = 3 if BLOCKS == 2 else 2
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    config: gl.constexpr = Config(HEAD_DIM, DIM, MEMBERS, BLOCKS, BLOCK_N, EVEN_N, GROUP, STAGES, BIAS_TILES, PAIRS, SUMS)
     block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
-    sharing = (sharing_heads, groups)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
     row = block * (BLOCKS * BLOCK_M)
     q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], q.layout)
@@ -136,22 +192,24 @@ def _query_gradients_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    q_full = barriers(1, 1)
-    full = barriers(2 * MEMBERS // GROUP, 1)
-    free = barriers(STAGES, BLOCKS)
-    bias_full, bias_free, part = full, free, ()  # nobody's, unless consumers share the members
+    q_full = new_barriers(1, 1)
+    full = new_barriers(2 * MEMBERS // GROUP, 1)
+    free = new_barriers(STAGES, BLOCKS)
+    bias_full, bias_free, given = None, None, None
     if BLOCKS == 1:
-        bias_full, bias_free = barriers(BIAS_TILES, 1), barriers(1, 1)
-        given = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        part = (given, barriers(1, 1), barriers(1, 1))
+        bias_full, bias_free = new_barriers(BIAS_TILES, 1), new_barriers(1, 1)
+        part = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+        given = Given(part, new_barriers(1, 1), new_barriers(1, 1))
     fence_async_shared()
-    tiles = (q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
-    ready = (q_full, full, free, bias_full, bias_free)
+    sharing = Sharing(sharing_heads, groups)
+    sources = Sources(q, k, v, bias, d_out, terms)
+    tiles = Tiles(q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
+    barriers = Barriers(q_full, full, free, bias_full, bias_free)
     gl.warp_specialize(
         [
-            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 0, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (_consume, (tiles, ready, part, rules, seq, sharing, row, d_bias, d_q, 1, HEAD_DIM, MEMBERS, BLOCKS, EVEN_N)),
-            (produce, (q, k, v, bias, d_out, terms, tiles, ready, rules, seq, sharing, row, MEMBERS, BLOCKS)),
+            (_consume, (tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, 0, config)),
+            (_consume, (tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, 1, config)),
+            (produce, (sources, tiles, barriers, rules, seq, sharing, row, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -159,60 +217,54 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _consume(
-    tiles, ready, part, rules, seq, sharing, row, d_bias, d_q,
-    which: gl.constexpr, HEAD_DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EVEN_N: gl.constexpr,
-):  # fmt: skip
-    """What a consumer does: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
-    q_tiles, d_out_tiles, _, k_tiles, v_tiles, bias_tiles = tiles
+def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, which: gl.constexpr, config: gl.constexpr):
+    """One consumer: all members of the first or the second BLOCK_M queries, or every other member of the only ones."""
+    BLOCKS: gl.constexpr = config.BLOCKS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    PAIRS: gl.constexpr = config.PAIRS
     FIRST: gl.constexpr = own_member(0, which, BLOCKS)
-    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    DIM: gl.constexpr = k_tiles.shape[4]
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_full, full, _, _, _ = ready
-    sharing_heads, _ = sharing
-    begin, end, _ = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
+    begin, end = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)[:2]
     if BLOCKS == 2:
         row += which * BLOCK_M
     open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
-    fixed = (tiles, ready, part, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
-    state = ()  # dQ of each member; then Q K^T and dP of the first one in the tile that comes
-    for _sum in gl.static_range(OWN):
-        state += (gl.full([BLOCK_M, DIM], 0.0, gl.float32, SUMS),)
+    context = Context(tiles, barriers, given, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
+    dqs = ()
+    for _member in gl.static_range(OWN):
+        dqs += (gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.SUMS),)
     s = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     d_p = s
     if begin < end:
-        mbarrier.wait(q_full.index(0), 0)
-        mbarrier.wait(full.index(FIRST), 0)
-        s = _pairs(q_tiles.index(which), k_tiles.index(FIRST), PAIRS)
-        d_p = _pairs(d_out_tiles.index(which), v_tiles.index(FIRST), PAIRS)
+        mbarrier.wait(barriers.q_full.index(0), 0)
+        mbarrier.wait(barriers.full.index(FIRST), 0)
+        s = _pairs(tiles.q.index(which), tiles.k.index(FIRST), config)
+        d_p = _pairs(tiles.d_out.index(which), tiles.v.index(FIRST), config)
         s, d_p = warpgroup_mma_wait(0, [s, d_p])
-    state += (s, d_p)
+    state = State(dqs, s, d_p)
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
+            state = _tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, False)
+        state = _tile(context, state, turn, start, which, config, EDGE=False)
         turn += 1
-    if rules.right is not None or not EVEN_N:
+    if rules.right is not None or not config.EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(fixed, state, turn, start, which, MEMBERS, BLOCKS, True)
+            state = _tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     if BLOCKS == 2 or which == 1:
         tma.store_wait(0)
         if rules.left is not None or rules.right is not None:
-            _store_zeros(d_bias, bias_tiles.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
+            _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        store_rows(d_q, member_of(seq, own_member(i, which, BLOCKS), sharing_heads), row, seq.len_q, state[i] * rules.scale, HEAD_DIM)
+        this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads)
+        store_rows(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit
 def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
-    """What of the rows of dBias lies before and behind the tiles that are visited; the buffer is that of a tile."""
+    """Zeros to the rows of dBias before and behind the tiles that are visited, by way of the memory of a tile."""
     BLOCK_N: gl.constexpr = buffer.shape[3]
     buffer.reshape([BLOCK_M, BLOCK_N]).store(gl.full([BLOCK_M, BLOCK_N], 0.0, d_bias.dtype, PAIRS))
     fence_async_shared()
@@ -224,139 +276,112 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(
-    fixed, state, turn, start, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, EDGE: gl.constexpr
-):  # fmt: skip
-    """One tile of keys: `state` after it, and its tile of dBias stored in the memory of its bias and copied from there.
+def _tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there."""
+    tiles, barriers = context.tiles, context.barriers
+    BLOCKS: gl.constexpr = config.BLOCKS
+    PAIRS: gl.constexpr = config.PAIRS
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
+    rows = context.row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
+    cols = start + gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    bias_tile = tiles.bias.index(turn % config.BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
+    zeroth = turn >> 30
+    next_turn = gl.minimum(turn + 1, context.last)
+    if BLOCKS == 1:
+        bias_stage, bias_phase = stage_of(turn, config.BIAS_TILES)
+        mbarrier.wait(barriers.bias_full.index(bias_stage), bias_phase)
+    bias = None
+    if OWN <= 2:
+        bias = bias_tile.reshape([BLOCK_M, config.BLOCK_N]).load(PAIRS)
+    keys = Keys(turn, next_turn, zeroth, rows, cols, bias_tile, bias)
+    running = Running((), state.dqs[0], state.s, state.d_p, gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, PAIRS))
+    for i in gl.static_range(OWN):
+        running = _member(context, keys, state.dqs[i], running, i, which, config, EDGE)
+    store_total(context, running.total, bias_tile, turn, start, which, config)
+    dq, s, d_p = warpgroup_mma_wait(0, [running.dq, running.s, running.d_p])
+    if BLOCKS == 2:
+        tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
+    mbarrier.arrive(barriers.free.index(member_stage(turn, own_member(OWN - 1, which, BLOCKS), config).number), count=1)
+    dqs = running.dqs
+    dqs += (dq,)
+    return State(dqs, s, d_p)
+
+
+@gluon.jit
+def _member(context, keys, dq, running, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """:class:`Running` after a consumer's i-th member, whose dQ so far is given.
 
     Beside the probabilities of a member, the tensor cores have dS K of the member before, dP, and the next member's Q K^T to do. The last of
     these comes behind the probabilities for tiles of 64 keys, for want of registers, and where a consumer has two members, whose
     next keys are not there earlier. The next of the last member is the first one in the tile that follows, or, where none does, in the
     last tile once more, for nothing.
     """
-    tiles, ready, _, rules, seq, row, last, _ = fixed
-    q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles = tiles
-    _, _, free, bias_full, bias_free = ready
-    OWN: gl.constexpr = own_count(which, MEMBERS, BLOCKS)
-    GROUP: gl.constexpr = k_tiles.shape[0] // free.shape[0]
-    BIAS_TILES: gl.constexpr = bias_tiles.shape[0] // BLOCKS
-    BLOCK_N: gl.constexpr = k_tiles.shape[3]
-    DIM: gl.constexpr = k_tiles.shape[4]
+    tiles, barriers, rules, zeroth = context.tiles, context.barriers, context.rules, keys.zeroth
+    BLOCKS: gl.constexpr = config.BLOCKS
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, config.SUMS, 2)
+    OWN: gl.constexpr = own_count(which, config.MEMBERS, BLOCKS)
     EARLY: gl.constexpr = 1 if BLOCK_N == 32 and (BLOCKS == 2 or OWN > 2) else 0  # products ahead of the probabilities
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]), 2)
-    vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]
-    cols = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]
-    bias_tile = bias_tiles.index(turn % BIAS_TILES * BLOCKS + (which if BLOCKS == 2 else 0))
-    bias_pairs = bias_tile.reshape([BLOCK_M, BLOCK_N])
-    # 0, which the compiler does not know: it would keep the addresses of all members' tiles in registers, of which there are too few.
-    zeroth = turn >> 30
-    next_turn = gl.minimum(turn + 1, last)
-    sums = ()
-    total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    dq = state[0]
-    next_s = state[OWN]
-    d_p = state[OWN + 1]
-    if BLOCKS == 1:
-        bias_stage, bias_phase = stage_of(turn, BIAS_TILES)
-        mbarrier.wait(bias_full.index(bias_stage), bias_phase)
-    HOLDS: gl.constexpr = OWN <= 2  # the bias, for there are registers left
-    if HOLDS:
-        bias = bias_pairs.load(PAIRS)
-    for i in gl.static_range(OWN):
-        at = 2 * i + which + zeroth  # where the member's queries are
-        stage, _, keys = member_stage(tiles, ready, turn, own_member(i, which, BLOCKS), MEMBERS)
-        s = next_s
-        divisor_rows = vectors.index(2 * at).load(ROWS)
-        delta_rows = vectors.index(2 * at + 1).load(ROWS)
-        next_at = at + 2 if i + 1 < OWN else which + zeroth
-        next_keys, full, phase = _next_keys(tiles, ready, turn, next_turn, i, which, MEMBERS, BLOCKS)
-        if EARLY:
-            if GROUP == 1 or i + 1 == OWN:
-                mbarrier.wait(full, phase)
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
-        if i > 0:
-            s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
-        if not HOLDS:
-            bias = bias_pairs.load(PAIRS)
-        s = ruled(s, bias, Hiding(), rules, seq, rows, cols, EDGE)
-        p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
-        if i > 0:
-            dq, d_p = warpgroup_mma_wait(EARLY, [dq, d_p])
-            sums += (dq,)
-            if GROUP == 1:
-                before, _, _ = member_stage(tiles, ready, turn, own_member(i - 1, which, BLOCKS), MEMBERS)
-                mbarrier.arrive(free.index(before), count=1)
-        elif BLOCKS == 1 and which == 1:
-            tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
-            mbarrier.arrive(bias_free.index(0), count=1)
-        d_s = p * (d_p - delta_rows[:, None])
-        total = d_s if i == 0 else total + d_s
-        ds = as_factor(rounded_pairs(d_s, k_tiles.dtype), k_tiles.dtype, FACTOR)
-        dq = warpgroup_mma(ds, k_tiles.index(keys + zeroth).reshape([BLOCK_N, DIM]), state[i], is_async=True)
-        if not EARLY:
-            if GROUP == 1 or i + 1 == OWN:
-                mbarrier.wait(full, phase)
-            next_s = _pairs(q_tiles.index(next_at), k_tiles.index(next_keys + zeroth), PAIRS)
-        d_p = _pairs(d_out_tiles.index(next_at), v_tiles.index(next_keys + zeroth), PAIRS)
-    _store_total(fixed, total, bias_tile, turn, start, which, BLOCKS, PAIRS)
-    dq, next_s, d_p = warpgroup_mma_wait(0, [dq, next_s, d_p])
-    if BLOCKS == 2:
-        tma.store_wait(1)  # the copy engine has read the tile of dBias before: there is room for the bias of the tile after the next
-    mbarrier.arrive(free.index(stage), count=1)
-    sums += (dq, next_s, d_p)
-    return sums
+    WAITS: gl.constexpr = config.GROUP == 1 or i + 1 == OWN  # for the next member's keys, which else are there
+    vectors = tiles.terms._reinterpret(gl.float32, [2 * tiles.terms.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    at = 2 * i + which + zeroth  # where the member's queries are
+    place = member_stage(keys.turn, own_member(i, which, BLOCKS), config).place
+    divisor_rows = vectors.index(2 * at).load(ROWS)  # [BLOCK_M]
+    delta_rows = vectors.index(2 * at + 1).load(ROWS)  # [BLOCK_M]
+    after = _next_member(barriers, keys, at, i, which, config)
+    s, d_p, next_s, dqs, bias = running.s, running.d_p, running.s, running.dqs, keys.bias
+    if EARLY:
+        next_s = _next_scores(tiles, after, zeroth, config, WAITS)
+    if i > 0:
+        s = warpgroup_mma_wait(1 + 2 * EARLY, [s])
+    if bias is None:
+        bias = keys.bias_tile.reshape([BLOCK_M, BLOCK_N]).load(config.PAIRS)
+    s = ruled(s, bias, Hiding(), rules, context.seq, keys.rows, keys.cols, EDGE)
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
+    if i > 0:
+        before_dq, d_p = warpgroup_mma_wait(EARLY, [running.dq, d_p])
+        dqs += (before_dq,)
+        if config.GROUP == 1:
+            mbarrier.arrive(barriers.free.index(member_stage(keys.turn, own_member(i - 1, which, BLOCKS), config).number), count=1)
+    elif BLOCKS == 1 and which == 1:
+        tma.store_wait(0)  # the copy engine has read the tile of dBias before: there is room for the bias of the next tile
+        mbarrier.arrive(barriers.bias_free.index(0), count=1)
+    d_s = p * (d_p - delta_rows[:, None])
+    total = d_s if i == 0 else running.total + d_s
+    ds = as_factor(rounded_pairs(d_s, tiles.k.dtype), tiles.k.dtype, FACTOR)
+    dq = warpgroup_mma(ds, tiles.k.index(place + zeroth).reshape([BLOCK_N, config.DIM]), dq, is_async=True)
+    if not EARLY:
+        next_s = _next_scores(tiles, after, zeroth, config, WAITS)
+    d_p = _pairs(tiles.d_out.index(after.queries), tiles.v.index(after.keys + zeroth), config)
+    return Running(dqs, dq, next_s, d_p, total)
 
 
 @gluon.jit
-def _next_keys(
-    tiles, ready, turn, next_turn, i: gl.constexpr, which: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr
-):  # fmt: skip
-    """(place, barrier, parity) of the keys of what comes after a consumer's i-th member: the next one, or in the next turn the first."""
-    if i + 1 < own_count(which, MEMBERS, BLOCKS):
-        _, _, keys = member_stage(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
-        full, phase = member_full(tiles, ready, turn, own_member(i + 1, which, BLOCKS), MEMBERS)
+def _next_member(barriers, keys, at, i: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+    """The :class:`Next` of a consumer's i-th member, whose queries are `at`: the next one, or in the next turn the first."""
+    LAST: gl.constexpr = i + 1 == own_count(which, config.MEMBERS, config.BLOCKS)
+    member: gl.constexpr = own_member(0 if LAST else i + 1, which, config.BLOCKS)
+    if LAST:
+        queries, turn = which + keys.zeroth, keys.next_turn
     else:
-        _, _, keys = member_stage(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
-        full, phase = member_full(tiles, ready, next_turn, own_member(0, which, BLOCKS), MEMBERS)
-    return keys, full, phase
+        queries, turn = at + 2, keys.turn
+    place = member_stage(turn, member, config).place
+    full, phase = member_full(barriers, turn, member, config)
+    return Next(queries, place, full, phase)
 
 
 @gluon.jit
-def _store_total(fixed, total, bias_tile, turn, start, which: gl.constexpr, BLOCKS: gl.constexpr, PAIRS: gl.constexpr):
-    """Sums of dS to their place in dBias, by way of the memory of their bias; of consumers that share the members, by the second."""
-    _, _, part, _, seq, row, _, d_bias = fixed
-    if BLOCKS == 1:
-        total = _joined(total, part, turn, which, PAIRS)
-    if BLOCKS == 2 or which == 1:
-        bias_tile.reshape(total.shape).store(total.to(d_bias.dtype))
-        fence_async_shared()
-        store(d_bias, [seq.batch, seq.head, row, start], bias_tile)
-        if BLOCKS == 1:
-            mbarrier.arrive(part[2].index(0), count=1)  # only now is what was given certainly read
+def _next_scores(tiles, after, zeroth, config: gl.constexpr, WAITS: gl.constexpr):
+    """Q K^T of the :class:`Next` member, under way."""
+    if WAITS:
+        mbarrier.wait(after.full, after.phase)
+    return _pairs(tiles.q.index(after.queries), tiles.k.index(after.keys + zeroth), config)
 
 
 @gluon.jit
-def _joined(total, part, turn, which: gl.constexpr, PAIRS: gl.constexpr):
-    """The sum of dS over all members, for the second consumer, to which the first one gives its part of it."""
-    given, given_full, given_free = part
-    if which == 0:
-        mbarrier.wait(given_free.index(0), (turn & 1) ^ 1)
-        given.store(by_threads(total))
-        mbarrier.arrive(given_full.index(0), count=1)
-    else:
-        mbarrier.wait(given_full.index(0), turn & 1)
-        total += by_rows(given.load(order_of(given.shape[0])), PAIRS)
-    return total
-
-
-@gluon.jit
-def _pairs(left, right, PAIRS: gl.constexpr):
+def _pairs(left, right, config: gl.constexpr):
     """The product of tiles of queries and of keys, or dO and values, under way."""
-    BLOCK_N: gl.constexpr = right.shape[2]
-    DIM: gl.constexpr = right.shape[3]
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    transposed = right.reshape([BLOCK_N, DIM]).permute((1, 0))
-    return warpgroup_mma(left.reshape([BLOCK_M, DIM]), transposed, zero, use_acc=False, is_async=True)
+    zero = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)
+    transposed = right.reshape([config.BLOCK_N, config.DIM]).permute((1, 0))
+    return warpgroup_mma(left.reshape([BLOCK_M, config.DIM]), transposed, zero, use_acc=False, is_async=True)

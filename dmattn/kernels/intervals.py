@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
+from .launch import launch
 from .layout import Sequence, Span, load_rows, slice_pointer, strided
 from .lift import COLUMNS, lift_columns
 from .lists import append, close, empty_lists, list_pointer, room

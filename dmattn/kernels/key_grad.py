@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from . import hopper_key_grad, hopper_key_grad_intervals
 from .intervals import of_keys
 from .key_sums import by_group, vectors_of
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
 from .overlap import follow
 from .row_terms import Incoming

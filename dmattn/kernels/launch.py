@@ -1,4 +1,7 @@
-"""Around every launch: the tensors' own device is current, and on Hopper the assembler is one that gets matrix products right."""
+"""Launches. Around each the tensors' own device is current, and on Hopper the assembler is one that gets matrix products right.
+
+A recorder that sits in the thread's slot is told of each (:mod:`dmattn.recording`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+
+from ..recording import recorder
+from .device import device_family
+from .overlap import launch_options
 
 _one_at_a_time = RLock()  # the assembler is a setting of the process, and every device has its own backward thread
 
@@ -38,6 +45,20 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def launch(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
+    compiled = kernel[(programs,)](**arguments, **launch_options())
+    writer = recorder()
+    if writer is None:
+        return
+    if hasattr(compiled, "result"):  # it is compiled in the background, and was waited for to be launched
+        compiled = compiled.result()
+    if compiled is None:  # Triton's interpreter has run the kernel, or a hook of Triton's has taken it over
+        writer.complete = False
+    else:
+        writer.launched(compiled, programs, tuple(arguments[name] for name in kernel.arg_names))
+
+
 def hooked() -> bool:
     """Whether something is to be told of every launch (`triton.knobs.runtime`)."""
     entering, leaving = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
@@ -57,20 +78,6 @@ def _assembling_with(path: str) -> Iterator[None]:
             tools.pop("ptxas")
             if "ptxas" in before:
                 tools["ptxas"] = before["ptxas"]
-
-
-@cache
-def device_family(device: torch.device) -> str:
-    """What a device is to a compiler: sm_NN, hip, or interpreter."""
-    if device.type == "cpu":
-        return "interpreter"
-    target = triton.runtime.driver.active.get_current_target() if device.type == "meta" else None
-    if torch.version.hip is not None or (target is not None and target.backend == "hip"):
-        return "hip"
-    if target is not None:
-        return f"sm_{target.arch}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 @cache

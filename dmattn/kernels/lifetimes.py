@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from ..selection import EPOCHS, log_scale
-from .launch import on_its_device
+from .launch import launch, on_its_device
 from .layout import Span, inside
 from .overlap import follow
 from .ranks import is_valid, position_of, ranked

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import states as states_of_a_mask
-from ..replay import launch
+from .launch import launch
 from .layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 from .overlap import follow

@@ -2,7 +2,7 @@
 
 Every kernel begins with :func:`follow`, and waits there until all that the one before has written is visible. What is gained is the time
 between two kernels, a microsecond or two: some passes are a dozen short ones. The next one is launched as the programs of this one end; asking
-for it as they begin was slower (benchmarks/NOTES.md).
+for it as they begin was slower (docs/history.md).
 """
 
 from typing import Any

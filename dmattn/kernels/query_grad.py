@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from .overlap import follow
 from .row_terms import Incoming

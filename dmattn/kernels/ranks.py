@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from .ascending import ascending
+from .launch import launch
 from .layout import Sequence, Span, inside, load_rows, strided
 from .overlap import follow
 from .sequence import place

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .sequence import place

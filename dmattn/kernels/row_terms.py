@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
 from .lift import three_parts
 from .overlap import follow

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
-from .bias_grad import processors
+from .device import processors
 from .key_sums import vectors_of
+from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .row_terms import Incoming

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..precision import dot_precision
-from .launch import device_family
+from .device import device_family
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,7 @@ _TABLE = {
     # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
     # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
     # lives, so that smaller ones waste less. Of "windows" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "rows"
-    # (evoformer_row, benchmarks/NOTES.md); with two stages ptxas serialises the matrix products of "rows".
+    # (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "rows".
     "sm_90": {
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),

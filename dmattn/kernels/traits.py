@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bias_grad import processors
+from .device import device_family, processors
 from .hopper import GLUON
-from .launch import device_family
 
 # Kinds of a bias or mask, by the axes along which its entries differ.
 PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..replay import launch
 from .bias_grad import Sharing
+from .launch import launch
 from .layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from .overlap import follow
 from .pairs_kept import kept_factor

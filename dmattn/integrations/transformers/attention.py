@@ -12,7 +12,7 @@ from ...functional import attention
 from ...masks import IntervalMask
 from .dense_bias import dense_bias
 from .described_mask import DescribedMask, arguments
-from .interface import ignores_is_causal
+from .interface import is_causal_without_mask
 from .packed import documents, join
 from .selected_keys import select, select_blocks
 
@@ -54,8 +54,8 @@ def attend(
         attention_mask: 4 axes broadcastable to (B, H, Q, K). Bool: True attends. Float: a bias, with gradient. It is complete: causality
             and `sliding_window` are already inside. None: the model asked for no mask, and the two arguments below decide.
         is_causal: without a mask, hide later keys. None reads ``module.is_causal``, except where the layer's forward method is from a file of
-            Transformers whose models declare no attention but eager's, which does not read it (BridgeTower). Ignored with a mask, and for a
-            single query.
+            Transformers whose models declare no attention but eager's, which does not read it (BridgeTower). A causal layer that derives from
+            such a one with a forward method of its own has to say. Ignored with a mask, and for a single query.
         sliding_window: without a mask, a causal query sees its own and the ``sliding_window - 1`` keys before it. Ignored with a mask.
         dropout: probability with which a weight is dropped while ``module.training``; ignored otherwise, as in Transformers' eager attention.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
@@ -154,13 +154,11 @@ def _rules_without_mask(
 ) -> tuple[bool, tuple[int | None, int | None] | None]:
     """`causal` and `window` of a call whose model asked for no mask; raises where Transformers' own integrations disagree."""
     len_q, len_k = query.shape[2], key.shape[2]
-    if is_causal is None:
-        is_causal = False if ignores_is_causal(module) else getattr(module, "is_causal", None)
-    if is_causal is None:
-        if len_q > 1 or sliding_window is not None:
+    if is_causal is None and (len_q > 1 or sliding_window is not None):
+        is_causal = is_causal_without_mask(module)
+        if is_causal is None:
             expected = f"True or False in a call without a mask (as an argument or an attribute of {type(module).__name__})"
             raise ValueError(f"dmattn: is_causal: expected {expected}, received neither")
-        is_causal = False
     if is_causal and len_q > 1 and len_q != len_k and not packed:
         expected = f"a mask, as the causal alignment of {len_q} queries to {len_k} keys is not defined without one"
         raise ValueError(f"dmattn: attention_mask: expected {expected}, received None")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...ops import nothing_watches
+from ...execution.watching import nothing_watches
 
 __all__ = ["dense_bias"]
 

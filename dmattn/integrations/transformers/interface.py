@@ -6,23 +6,21 @@ import inspect
 import re
 import sys
 import typing
-import warnings
 import weakref
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["class_uses_interface", "file_uses_interface", "ignores_is_causal", "layers_may_add_masks", "takes_no_mask_for_all"]
+__all__ = ["class_uses_interface", "code_uses_interface", "is_causal_without_mask", "layers_may_add_masks", "takes_no_mask_for_all"]
 
 _LOOK_UP = re.compile(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)")  # the second in older and in others' code
 _OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
-_known: dict[str, bool] = {}  # by modelling file
 _Models = list[weakref.ref[Any]]  # a reference to a class that is gone equals none
-_models: tuple[_Models, dict[tuple[str, ...], _Models]] = ([], {})  # all, and of them those of a configuration's classes
+_models: tuple[_Models, dict[tuple[str, ...], tuple[_Models, _Models]]] = ([], {})  # all, and of them those of a configuration's classes
 _eager_only_files: dict[str, bool] = {}
 
 
@@ -31,35 +29,9 @@ def class_uses_interface(kind: Any) -> bool:
     return any(_LOOK_UP.search(_source(each)) for each in kind.__mro__ if issubclass(each, nn.Module) and each is not PreTrainedModel)
 
 
-def file_uses_interface(config: Any) -> bool:
-    """Whether the models of a configuration's file do, or define no attention of their own. If not, it is said once."""
-    return _file_uses_interface(_modelling_file(type(config)))
-
-
-def _modelling_file(config_class: type) -> str:
-    return config_class.__module__.replace(".configuration_", ".modeling_")
-
-
-@torch.compiler.assume_constant_result  # a source file cannot be read inside a traced graph
-def _file_uses_interface(modelling_file: str) -> bool:
-    known = _known.get(modelling_file)
-    if known is not None:
-        return known
-    try:
-        code = inspect.getsource(sys.modules[modelling_file])
-    except (KeyError, OSError, TypeError):  # a configuration without such a file: the model is made of others
-        return True
-    known = _known[modelling_file] = _OWN_ATTENTION.search(code) is None or _LOOK_UP.search(code) is not None
-    if not known:
-        from .families import FAMILIES
-
-        served = any(f"transformers.models.{name}".startswith(f"{modelling_file}.") for name in FAMILIES)
-        until = ", until dmattn.integrations.transformers.patch(model) is called" if served else ""
-        warnings.warn(
-            f"dmattn: {modelling_file} does not use Transformers' attention interface; its models keep their own eager attention{until}.",
-            stacklevel=2,
-        )
-    return known
+def code_uses_interface(code: str) -> bool:
+    """Whether the code of a modelling file does, or defines no attention of its own."""
+    return _OWN_ATTENTION.search(code) is None or _LOOK_UP.search(code) is not None
 
 
 def layers_may_add_masks(config: Any) -> bool:
@@ -67,7 +39,8 @@ def layers_may_add_masks(config: Any) -> bool:
 
     No layer of the other models adds its mask to anything, nor joins it with one that is added. A layer of these may do so before it calls the
     attention interface (DeepSeek-V4), or beside layers that call it (GIT, Informer, BigBird-Pegasus). One such model makes it so for all of its
-    configuration, whoever defines it: which model asks for a mask is not known. A configuration of which no model is known counts as one.
+    configuration: which model asks for a mask is not known. So does one that does not say which configurations it takes. A configuration that
+    no model names counts as one of such a model.
     """
     return _a_model_is_eager_only(_classes(config))
 
@@ -75,42 +48,64 @@ def layers_may_add_masks(config: Any) -> bool:
 def takes_no_mask_for_all(config: Any) -> bool:
     """Whether all known models of a configuration are, or derive from, models of a file of Transformers whose models all are such.
 
-    Without a mask their layers attend everything, as eager attention has it (:func:`ignores_is_causal`).
+    Without a mask their layers attend everything, as eager attention has it (:func:`is_causal_without_mask`). A model that does not say which
+    configurations it takes is not asked: Informer needs the absence, whoever else there is.
     """
     return _models_are_of_eager_only_files(_classes(config))
 
 
-def ignores_is_causal(layer: nn.Module) -> bool:
-    """Whether a layer runs a forward method from such a file: eager attention does not read `is_causal`."""
-    return _runs_an_eager_only_file(type(layer))
+def is_causal_without_mask(layer: Any) -> bool | None:
+    """Whether a layer hides later keys in a call without a mask; None if it does not say.
+
+    Eager attention does not read the attribute `is_causal`: a layer whose forward method is from such a file attends everything.
+
+    Raises:
+        ValueError: the layer has a forward method of its own, but derives from one of such a file, and is marked causal. Its eager attention
+            attends everything, its SDPA would be causal.
+    """
+    marked = getattr(layer, "is_causal", None)
+    if not marked:
+        return marked
+    own = _runs_own_forward(type(layer))
+    if own:
+        expected = (
+            f"True or False as an argument in a call without a mask, as {type(layer).__name__} derives from a layer that ignores its attribute"
+        )
+        raise ValueError(f"dmattn: is_causal: expected {expected}, received neither")
+    return own is None
 
 
 def _classes(config: Any) -> tuple[str, ...]:
     """The qualified names of a configuration's class and its bases, whose models run with it too."""
-    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(config).__mro__)
+    return tuple(_qualified(type(config).__mro__))
 
 
 @torch.compiler.assume_constant_result
 def _a_model_is_eager_only(config_classes: tuple[str, ...]) -> bool:
-    found = _models_of(config_classes)
-    return not found or any(map(_is_eager_only, found))
+    named, silent = _models_of(config_classes)
+    return not named or any(map(_is_eager_only, named + silent))
 
 
 @torch.compiler.assume_constant_result
 def _models_are_of_eager_only_files(config_classes: tuple[str, ...]) -> bool:
-    found = _models_of(config_classes)
-    return bool(found) and all(any(_file_is_eager_only(each.__module__) for each in kind.__mro__) for kind in found)
+    named, _ = _models_of(config_classes)
+    return bool(named) and all(any(_file_is_eager_only(each.__module__) for each in kind.__mro__) for kind in named)
 
 
 @torch.compiler.assume_constant_result
-def _runs_an_eager_only_file(layer_class: type) -> bool:
-    return _file_is_eager_only(next(kind.__module__ for kind in layer_class.__mro__ if "forward" in vars(kind)))
+def _runs_own_forward(layer_class: type) -> bool | None:
+    """For a class that is, or derives from, one of a file of eager attention: whether it has a forward method from elsewhere. Else None."""
+    eager_only = [_file_is_eager_only(kind.__module__) for kind in layer_class.__mro__]
+    if not any(eager_only):
+        return None
+    return not next((of_file for kind, of_file in zip(layer_class.__mro__, eager_only, strict=True) if "forward" in vars(kind)), False)
 
 
-def _models_of(config_classes: tuple[str, ...]) -> list[Any]:
-    """The models that may run with a configuration of these classes, searched again whenever there are other models than at the last time.
+def _models_of(config_classes: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """Models that name a configuration of these classes, and others that do not say which they take.
 
-    Those of Transformers are the models of the first class that has any. Another one may also name any of the bases, or no class at all.
+    Those of Transformers are the ones of the first class that has any. Another one may name any of them, or a class derived from the first.
+    Searched again whenever there are other models than at the last time.
     """
     global _models  # replaced, not changed, as another thread may read it
     every = _subclasses(PreTrainedModel)
@@ -121,20 +116,27 @@ def _models_of(config_classes: tuple[str, ...]) -> list[Any]:
         _models = now, found_before
     found = found_before.get(config_classes)
     if found is None:
-        by_class = [[kind for kind in every if _runs_with(kind, name)] for name in config_classes]
-        of_any = [kind for kind in every if kind.config_class is None or any(kind in of_one for of_one in by_class)]
-        others = [kind for kind in of_any if not kind.__module__.startswith("transformers.")]
-        found = found_before[config_classes] = [weakref.ref(kind) for kind in (*next(filter(None, by_class), ()), *others)]
-    return [kind for each in found if (kind := each()) is not None]
+        stock = [kind for kind in every if kind.__module__.startswith("transformers.")]
+        by_class = ([kind for kind in stock if name in _qualified(_named_by(kind))] for name in config_classes)
+        named, silent = list(next(filter(None, by_class), ())), []
+        for kind in (kind for kind in every if kind not in stock):
+            kinds = _named_by(kind)
+            if not all(isinstance(each, type) and issubclass(each, PreTrainedConfig) for each in kinds):
+                silent.append(kind)
+            elif any(name in config_classes or config_classes[0] in _qualified(each.__mro__) for each in kinds for name in _qualified((each,))):
+                named.append(kind)
+        found = found_before[config_classes] = ([weakref.ref(kind) for kind in named], [weakref.ref(kind) for kind in silent])
+    named, silent = ([kind for each in part if (kind := each()) is not None] for part in found)
+    return named, silent
 
 
-def _runs_with(model: Any, config_class: str) -> bool:
-    """Whether a model names a class of configurations, in a union too, or by its bare name where its annotations are strings."""
-    named = model.config_class
-    if isinstance(named, str):
-        return config_class.rpartition(".")[2] in re.findall(r"\w+", named)
-    kinds = typing.get_args(named) or (named,)
-    return any(isinstance(kind, type) and f"{kind.__module__}.{kind.__qualname__}" == config_class for kind in kinds)
+def _named_by(model: Any) -> tuple[Any, ...]:
+    """The classes of configurations that a model names, more than one in a union. Annotations may put anything there: strings, variables."""
+    return typing.get_args(model.config_class) or (model.config_class,)
+
+
+def _qualified(kinds: tuple[Any, ...]) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if isinstance(kind, type)]
 
 
 def _is_eager_only(model: Any) -> bool:

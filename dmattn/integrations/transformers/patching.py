@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from ...module import DynamicMaskAttention
 from .attention import attend
 from .class_tables import tables_of
-from .families import Family, family_of, mask_for_patched
+from .families import Family, family_of
+from .families.shared import standing_for
 from .interface import class_uses_interface
+from .masks import make_mask
 
 __all__ = ["Coverage", "patch", "patched", "report", "unpatch"]
 
@@ -162,7 +165,8 @@ def _state(module: Any) -> State | None:
         return None
     if _family(module) is not None:
         return "patchable"
-    return None if any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module) else "not covered"
+    inner = (type(each) for each in module.modules() if each is not module)
+    return None if any("Attention" in kind.__name__ or class_uses_interface(kind) for kind in inner) else "not covered"
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -226,6 +230,16 @@ def _set_class(layer: Any, kind: Any) -> None:
     layer.__class__ = kind
     if hooked:
         layer._old_forward = kind.forward.__get__(layer)
+
+
+def mask_for_patched(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Transformers' mask function: the float mask (B, 1, Q, K) of its eager attention, which carries the bool mask that it stands for.
+
+    A patched layer reads the bool mask, and so neither adds a float mask to its bias nor asks a GPU whether the entries are only two. To any
+    other layer of a model with the same configuration the mask is what it expects.
+    """
+    mask = eager_mask(*args, **kwargs)
+    return None if mask is None else standing_for(mask, make_mask(*args, **(kwargs | dict(config=None))))
 
 
 # With the module, which unpickling a patched model imports.

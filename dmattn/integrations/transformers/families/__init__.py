@@ -13,9 +13,9 @@ from __future__ import annotations
 from torch import nn
 
 from . import bart, bert, biased, decoders, vision
-from .shared import Family, mask_for_patched
+from .shared import Family
 
-__all__ = ["FAMILIES", "Family", "family_of", "mask_for_patched"]
+__all__ = ["FAMILIES", "Family", "family_of"]
 
 # By the module and the name of the class, as importing the models takes seconds.
 FAMILIES: dict[str, Family] = decoders.FAMILIES | bert.FAMILIES | bart.FAMILIES | biased.FAMILIES | vision.FAMILIES

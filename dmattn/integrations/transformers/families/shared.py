@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.masking_utils import eager_mask
 
 from ..attention import attend
-from ..masks import make_mask
 
 __all__ = [
     "Family",
     "attended",
     "heads",
-    "mask_for_patched",
     "own_keys",
     "projected",
     "refusing_weights",
     "self_or_cross",
+    "standing_for",
     "stands_for",
 ]
 
@@ -44,22 +42,16 @@ class Family:
     covers: Callable[[Any], bool] = lambda layer: True
 
 
-def mask_for_patched(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask function: the float mask (B, 1, Q, K) of its eager attention, which carries the bool mask that it stands for.
-
-    A patched layer reads the bool mask, and so neither adds a float mask to its bias nor asks a GPU whether the entries are only two. To any
-    other layer of a model with the same configuration the mask is what it expects.
-    """
-    mask = eager_mask(*args, **kwargs)
-    if mask is not None:
-        setattr(mask, _STANDS_FOR, make_mask(*args, **(kwargs | dict(config=None))))
-        if not torch.compiler.is_compiling():
-            setattr(mask, _AS_OF, -1 if mask.is_inference() else mask._version)
+def standing_for(mask: Tensor, read: Any) -> Tensor:
+    """`mask` with the one that patched layers are to read instead, as long as nothing is written into it: :func:`stands_for`."""
+    setattr(mask, _STANDS_FOR, read)
+    if not torch.compiler.is_compiling():
+        setattr(mask, _AS_OF, -1 if mask.is_inference() else mask._version)
     return mask
 
 
 def stands_for(mask: Any) -> Any:
-    """What a mask made for patched layers stands for, where it is certain that nothing was written into it since; else the mask."""
+    """The mask that one made for patched layers stands for, where it is certain that nothing was written into it since; else the mask."""
     if torch.compiler.is_compiling():
         certain = not hasattr(mask, _AS_OF)  # then it was made inside the graph
     else:

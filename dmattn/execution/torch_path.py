@@ -3,7 +3,7 @@
 Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
 is computed in float32 and rounded once, as the kernels do. A chunk has only the keys that a window leaves one of its rows, and beside intervals
 on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Forward, a
-chunk is PyTorch's own kernel's wherever that is exact (:mod:`dmattn.torch_kernel`).
+chunk is PyTorch's own kernel's wherever that is exact (:mod:`.torch_kernel`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from . import reference, torch_kernel
-from .broadcast import per_query_gradient, sum_to
-from .problem import Problem
-from .reference import fold_groups, kept_factor, masked_scores
+from .. import reference
+from ..broadcast import per_query_gradient, sum_to
+from ..problem import Problem
+from ..reference import fold_groups, kept_factor, masked_scores
+from . import torch_kernel
 
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .broadcast import per_query_head
-from .problem import Problem
-from .reference import hidden_pairs, masking_bias
+from ..broadcast import per_query_head
+from ..problem import Problem
+from ..reference import hidden_pairs, masking_bias
 
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty

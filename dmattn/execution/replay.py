@@ -1,4 +1,4 @@
-"""Launches, and their repetition: a call that looks like an earlier one launches what that one did, with its own pointers.
+"""Launches are repeated: a call that looks like an earlier one launches what that one did, with its own pointers.
 
 What a function of this package checks, allocates, launches and asks of PyTorch follows from the shapes, strides, dtypes and alignments of its
 tensors, from its numbers and from the device, never from what the tensors hold. Finding it out again, and Triton's own search for a compiled
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache, wraps
-from threading import local
 from types import CodeType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .precision import dot_precision
+from ..precision import dot_precision
+from ..recording import recorded_by, recorder
 
 MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each
 
@@ -33,31 +33,7 @@ _ALLOCATING = (
     _aten.empty_strided.default,
     _aten.new_empty.default,
 )
-_thread = local()  # its `recorder`, while there is one, writes down what the thread does
 _forgetting: list[Callable[[], None]] = []
-
-
-def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
-    from .kernels.overlap import launch_options
-
-    compiled = kernel[(programs,)](**arguments, **launch_options())
-    recorder = getattr(_thread, "recorder", None)
-    if recorder is None:
-        return
-    if hasattr(compiled, "result"):  # it is compiled in the background, and was waited for to be launched
-        compiled = compiled.result()
-    if compiled is None:  # Triton's interpreter has run the kernel, or a hook of Triton's has taken it over
-        recorder.complete = False
-    else:
-        recorder.launched(compiled, programs, tuple(arguments[name] for name in kernel.arg_names))
-
-
-def not_to_be_repeated() -> None:
-    """Say that what the thread does is no matter of launches, and is to be done anew in every call."""
-    recorder = getattr(_thread, "recorder", None)
-    if recorder is not None:
-        recorder.complete = False
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +41,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Arguments are tensors, None, values of other types that can be hashed, and tuples of these; the first is a tensor or begins with one. The
     result is a tensor, a tuple of tensors and such values (a named one becomes a plain one), or None. What the function does follows from
-    :func:`_look`, and it launches by :func:`launch`.
+    :func:`_look`, and it launches by :func:`dmattn.kernels.launch.launch`.
     """
     records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
 
@@ -75,7 +51,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_autocast_enabled(first.device.type):
             with torch.autocast(first.device.type, enabled=False):
                 return call(*arguments)
-        if not _repeatable(first) or getattr(_thread, "recorder", None) is not None:
+        if not _repeatable(first) or recorder() is not None:
             return function(*arguments)
         try:
             key = (*map(_look, arguments), dot_precision(first))
@@ -120,15 +96,11 @@ def _look(x: Any) -> Any:
 
 def _recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Callable[..., Any] | None]:
     """The result of a call, and the record of what it did; None where that cannot be repeated."""
-    recorder = _Recorder(function)
-    taken = recorder.take(arguments)
-    _thread.recorder = recorder
-    try:
-        with recorder:
-            result = function(*taken)
-    finally:
-        del _thread.recorder
-    return result, recorder.record(result)
+    writer = _Recorder(function)
+    taken = writer.take(arguments)
+    with recorded_by(writer), writer:
+        result = function(*taken)
+    return result, writer.record(result)
 
 
 def _launcher_past_python(compiled: Any) -> Any:
@@ -276,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         if any(step.by_address for step, _ in steps):
             from triton.runtime import driver
 
-            from .kernels.launch import hooked
+            from ..kernels.launch import hooked
 
             self.names.update(hooked=hooked, current_stream=driver.active.get_current_stream)
             lines = [f"if hooked(): return function({passed})", *lines, f"stream = current_stream({device})"]

@@ -1,0 +1,117 @@
+"""Which code computes a problem, and where it writes: the Triton kernels or the PyTorch path, and uninitialised results.
+
+Results are allocated the same way for real and for fake tensors. The kernels take CUDA tensors, and CPU tensors under ``TRITON_INTERPRET=1``;
+the PyTorch path takes CPU tensors, and float64 anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem
+from ..recording import not_to_be_repeated
+from ..states import states_shape
+from . import torch_path
+
+
+class Backend(Protocol):
+    """A module that computes: :mod:`dmattn.kernels` or :mod:`.torch_path`. It writes the results that are not None."""
+
+    def forward(self, problem: Problem, out: Tensor, lse: Tensor) -> None: ...
+
+    def backward(
+        self,
+        problem: Problem,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        d_query: Tensor | None,
+        d_key: Tensor | None,
+        d_value: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> None: ...
+
+
+def path(problem: Problem) -> Backend:
+    """The module that serves `problem`."""
+    query, bias = problem.query, problem.bias
+    if not by_kernels(query):
+        not_to_be_repeated()
+        return torch_path
+    interpreted = interpreting()
+    if interpreted and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):
+        raise RuntimeError("dmattn: Triton's interpreter (TRITON_INTERPRET=1) computes bfloat16 wrongly; use float16 or float32 there.")
+    return kernels(query.device, interpreted)
+
+
+def by_kernels(query: Tensor) -> bool:
+    """Whether the Triton kernels serve a query; "meta" stands for a GPU."""
+    return query.dtype != torch.float64 and (not query.is_cpu or interpreting())
+
+
+def interpreting() -> bool:
+    """Whether TRITON_INTERPRET asks for Triton's interpreter, which runs the kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@cache
+def kernels(device: torch.device, interpreted: bool = False) -> ModuleType:
+    """The kernels, imported on first use so that the CPU path needs neither Triton nor a GPU."""
+    try:
+        import triton
+    except ImportError as error:
+        raise RuntimeError(
+            "dmattn: tensors on a GPU need Triton, which is not installed; `pip install triton` (Linux), or move the tensors to the CPU."
+        ) from error
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(
+            f"dmattn: expected a GPU of compute capability 8.0 (Ampere) or newer, received {name} with {major}.{minor}; "
+            "move the tensors to the CPU."
+        )
+    if isinstance(triton.language.sum, triton.JITFunction) == interpreted:  # which Triton decided when it was imported
+        now, then = ("on", "off") if interpreted else ("off", "on")
+        raise RuntimeError(f"dmattn: TRITON_INTERPRET is {now} but was {then} when triton was imported; set it before Python starts.")
+    from .. import kernels
+
+    return kernels
+
+
+def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Uninitialised (out, lse, states). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view.
+
+    `states` are None without a mask, and on the PyTorch path.
+    """
+    query = problem.query
+    batch, heads, len_q, _ = query.shape
+    shape = (batch, heads, len_q, problem.value.shape[3])
+    # not a transposed view, which the caller could not change in place
+    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+    lse = query.new_empty((batch, heads, len_q), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    if problem.mask is None or not by_kernels(query):
+        return out, lse, None
+    return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
+
+
+def allocate_backward(problem: Problem, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Uninitialised gradients: strides like the inputs, the bias's contiguous; None where none is needed."""
+    learned = (problem.query, problem.key, problem.value, problem.bias)
+    query, key, value, bias = (x if need else None for x, need in zip(learned, needs, strict=True))
+    gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
+    return (*gradients, None if bias is None else bias.new_empty(bias.shape))
+
+
+def allocate_best(key_bias: Tensor, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised (order, first, last)."""
+    sizes = ((*key_bias.shape[:2], keep), (0,) if len_q is None else (1, 1, 1), (0,) if len_q is None else key_bias.shape)
+    order, first, last = (key_bias.new_empty(size, dtype=torch.int32) for size in sizes)
+    return order, first, last

@@ -1,0 +1,80 @@
+"""The door of the public functions: to the operators, or past the dispatcher, where a profiler shows no operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..masks import IntervalMask
+from ..problem import Intervals, Problem, autocast
+from . import operators, passes
+from .passes import Forward, fixed_of, learned_of
+from .watching import nothing_watches
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | IntervalMask | Intervals | None, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of the arguments of :meth:`Problem.canonical`, which may be wrong; differentiable.
+
+    By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
+    long as several small problems on a GPU.
+    """
+    masks: tuple[Any, ...] = (mask, None, None)
+    if type(mask) is IntervalMask:
+        mask = Intervals(mask.first, mask.last, mask.len_q)
+        masks = (None, mask.first, mask.last)
+    missing = query is None or key is None or value is None
+    if missing or not nothing_watches((query, key, value, bias, *masks)) or forward_ad._current_level >= 0:
+        return operators.by_operator(Problem.canonical(query, key, value, mask, bias, *options))
+    query, key, value = autocast(query, key, value)
+    return _directly(passes.checked_forward, (query, key, value, mask, bias, *options), (query, key, value, bias), (*masks, None))
+
+
+def call(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same of a problem."""
+    # a compiler cannot trace the itemgetter
+    if torch.compiler.is_compiling() or not nothing_watches((*learned_of(problem), *fixed_of(problem))) or forward_ad._current_level >= 0:
+        return operators.by_operator(problem)
+    return _directly(passes.forward, (problem,), learned_of(problem), fixed_of(problem))
+
+
+def _directly(
+    function: Callable[..., Forward], arguments: tuple, learned: tuple[Any, ...], fixed: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of a pass; of its arguments, `learned` are those that may require a gradient, `fixed` the other tensors."""
+    query, key, value, bias = learned
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_directly(function, arguments, fixed, *learned)
+    return function(*arguments)[:2]
+
+
+def plan(name: str, key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator ``dmattn::best`` or ``dmattn::lifetimes`` returns, likewise by it or by its function alone."""
+    if not nothing_watches((key_bias, valid)):
+        return getattr(torch.ops.dmattn, name)(key_bias, valid, keep, len_q)
+    directly: dict[str, Any] = {"best": passes.best, "lifetimes": passes.lifetimes}
+    return directly[name](key_bias, valid, keep, len_q)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's own functions, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Forward], arguments: tuple, fixed: tuple, *learned: Any) -> tuple[Tensor, Tensor]:
+        results = function(*arguments)
+        operators.save(ctx, learned, fixed, results)
+        return results[:2]
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *operators.gradients(ctx, d_out, d_lse, ctx.needs_input_grad[3:])
+
+
+_apply_directly = super(torch.autograd.Function, _Direct).apply  # without what torch.autograd.Function.apply does for torch.func

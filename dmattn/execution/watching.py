@@ -1,0 +1,27 @@
+"""Who has to be shown an operator: a compiler, a mode, torch.func, or a subclass of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+
+def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._len_torch_function_stack() and not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
+        return False  # a DeviceContext is that of torch.set_default_device
+    return all(map(_is_plain, tensors))
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
+    return x is None or (type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor())
