@@ -1,0 +1,195 @@
+"""All that decides which kernels serve a call, as plain data: its sizes, its features, the kind of its bias, the tensors that cannot be copied.
+
+A :class:`Traits` holds no tensor, so that a test or a report makes one without a device. :meth:`Traits.of` computes it once for a call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .device import device_family, processors
+from .hopper import GLUON
+
+# Kinds of a bias or mask, by the axes along which its entries differ.
+PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
+
+# Results of the two passes. A gradient of the bias is made in four ways, which its shape decides.
+OUT, D_QUERY, D_KEY, D_VALUE = "out", "d_query", "d_key", "d_value"
+D_BIAS_OF_PAIRS = "d_bias of pairs"  # (B, H, Sq, Sk): dS itself
+D_BIAS_SHARED = "d_bias of pairs, shared"  # batch or heads broadcast: dS summed over the members, (batch, head) pairs that share a slice
+D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
+D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
+QUERY_TERMS = "query terms"  # of each query, besides its scores (row_terms.py)
+TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (lift.py)
+
+_PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
+_FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_INPUTS = ("query", "key", "value", "mask", "first", "last", "bias")
+_AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
+_AXES["d_bias"] = _AXES["bias"]
+
+
+class Bias(NamedTuple):
+    """A bias: its type, and its entries on the axes of batch and heads."""
+
+    dtype: torch.dtype
+    batch: int
+    heads: int
+
+
+class Traits(NamedTuple):
+    """One call. Of a problem with an order of its keys they are the traits of the copies in that order (reorder.py).
+
+    `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with the reason; `wide` the names of tensors in which an
+    offset within a tile may need more than 32 bits. `wanted` are the results of a backward pass.
+    """
+
+    family: str
+    gluon: bool
+    processors: int
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int
+    len_k: int
+    head_dim: int
+    value_dim: int
+    features: frozenset[str] = frozenset()
+    bias: Bias | None = None
+    left: int | None = None
+    right: int | None = None
+    scale: float = 1.0
+    uncopyable: tuple[tuple[str, str], ...] = ()
+    wide: frozenset[str] = frozenset()
+    wanted: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        problem: Any,
+        out: Tensor,
+        d_out: Tensor | None = None,
+        d_query: Tensor | None = None,
+        d_key: Tensor | None = None,
+        d_value: Tensor | None = None,
+        d_bias: Tensor | None = None,
+    ) -> Traits:
+        """Those of a canonical problem (`dmattn.problem.Problem`) and the results of a pass, of which a backward pass wants some."""
+        query, bias, device = problem.query, problem.bias, problem.query.device
+        batch, heads, len_q, head_dim = query.shape
+        kv_heads, len_k, value_dim = problem.value.shape[1:]
+        given = {name: _Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
+        if problem.order is not None:
+            len_k = problem.order.shape[2]
+            sizes = dict(key=(len_k, head_dim), value=(len_k, value_dim), first=(len_k,), last=(len_k,), bias=(1, len_k))
+            copies = sizes.keys() & given.keys()
+            given |= {name: _Placed.contiguous(given[name].dtype, (batch, kv_heads, *sizes[name])) for name in copies}
+        kinds = {name: kind_of(given[name].shape) for name in ("mask", "bias") if name in given}
+        results = dict(out=out, d_out=d_out, d_query=d_query, d_bias=d_bias)
+        copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
+        copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
+        pointed = {name: x for name, x in given.items() if name in ("mask", "first", "last") or (name == "bias" and kinds[name] != PAIRS)}
+        gradients = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value}
+        if bias is not None:
+            gradients[_d_bias_of(bias.shape, (batch, heads))] = d_bias
+        return cls(
+            family=device_family(device),
+            gluon=GLUON,
+            processors=processors(device),
+            dtype=query.dtype,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            len_q=len_q,
+            len_k=len_k,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            features=_features(problem, kinds),
+            bias=None if bias is None else Bias(bias.dtype, *given["bias"].shape[:2]),
+            left=problem.left,
+            right=problem.right,
+            scale=problem.scale,
+            uncopyable=tuple((name, why) for name, x in copied.items() if (why := _why_not_copied(name, *x)) is not None),
+            # Of an axis of 1, too, whose stride nobody uses.
+            wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),
+            wanted=frozenset(name for name, x in gradients.items() if x is not None),
+        )
+
+    @property
+    def members(self) -> int:
+        """How many (batch, head) share one slice of the bias."""
+        return self.batch // self.bias.batch * (self.heads // self.bias.heads)
+
+
+def kind_of(shape: tuple[int, ...]) -> str:
+    """The kind of a bias or mask with four axes, each full or 1."""
+    if shape[3] > 1:
+        return PAIRS if shape[2] > 1 else KEYS
+    return QUERIES if shape[2] > 1 else HEADS
+
+
+def _features(problem: Any, kinds: dict[str, str]) -> frozenset[str]:
+    """Which rules and inputs a problem has beyond queries, keys and values: a word for each field that is not None.
+
+    A field that this file has never heard of is a feature of its own name, and so is a dtype: a kernel that does not name it does not serve it.
+    """
+    present = [name for name, x in zip(problem._fields, problem, strict=True) if x is not None and name not in _PARAMETERS]
+    found = {f"{name} of {kinds[name]}" if name in kinds else _FEATURES.get(name, name) for name in present}
+    heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
+    if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (problem.first, problem.last)):
+        found.add("intervals by head")  # which differ among heads that share keys
+    return frozenset(found | {str(x.dtype) for x in (problem.query, problem.bias) if x is not None and x.dtype not in _DTYPES})
+
+
+def _d_bias_of(sizes: tuple[int, ...], members: tuple[int, int]) -> str:
+    """Which result the gradient of a bias is, in a problem of so many (batch entries, heads)."""
+    kind = kind_of(sizes)
+    if kind != PAIRS:
+        return D_BIAS_OF_KEYS if kind == KEYS else D_BIAS_OF_QUERIES
+    return D_BIAS_OF_PAIRS if sizes[:2] == members else D_BIAS_SHARED
+
+
+class _Placed(NamedTuple):
+    """Where the elements of a tensor lie: `address` is that of the first, modulo 16."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Placed:
+        return cls(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() % 16)
+
+    @classmethod
+    def contiguous(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> _Placed:
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        return cls(dtype, shape, tuple(reversed(strides)), 0)
+
+
+@lru_cache(maxsize=4096)
+def _why_not_copied(name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], address: int) -> str | None:
+    """Why the copy engine cannot address a tensor, None if it can: 16-bit or bool, last axis dense, all else at multiples of 16 bytes."""
+    axes = _AXES.get(name, ("batch", "head", "length", "dim"))
+    if dtype.itemsize > 2:
+        return f"{name}: {str(dtype).removeprefix('torch.')} elements have more than 16 bits"
+    if address:
+        return f"{name}: begins {address} bytes past a multiple of 16: copy it"
+    if strides[3] != 1:
+        return f"{axes[3]} axis of {name}: stride {strides[3]} is not 1: {'copy it' if strides[3] else 'it is expanded, give it a length of 1'}"
+    unit = 16 // dtype.itemsize
+    for axis, size, stride in reversed(list(zip(axes, shape, strides, strict=True))[:3]):  # rows first, whose length others follow from
+        if size > 1 and not 0 < stride < 1 << 38:
+            return f"{axis} axis of {name}: stride {stride}: {'copy it' if stride else 'it is expanded, give that axis a length of 1'}"
+        if size > 1 and stride % unit:
+            where = f"rows of {name}" if axis == axes[2] else f"{axis} axis of {name}"
+            return f"{where}: stride {stride} is no multiple of {unit}: pad the {axes[3] if axis == axes[2] else axis} axis"
+    return None

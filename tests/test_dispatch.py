@@ -1,0 +1,408 @@
+"""Which kernels serve a call: the table's answer, and that what runs launches the same."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import re
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn.equivalence import Case
+from dmattn.execution import backend
+from dmattn.problem import Problem
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from cases import CASES, HOPPER, LARGE
+from compile_report import DYNAMIC, FORWARD, LAUNCHES, NoDevice, dynamic, gpu_target, meta
+from drawn_problems import Drawn, drawn
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from dmattn import kernels
+from dmattn.kernels import device, dispatch, launch
+from dmattn.kernels.traits import (
+    D_BIAS_OF_KEYS,
+    D_BIAS_OF_PAIRS,
+    D_BIAS_SHARED,
+    D_KEY,
+    D_QUERY,
+    D_VALUE,
+    QUERY_TERMS,
+    TERM_COLUMNS,
+    Bias,
+    Traits,
+)
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+DRAWN = 5000 if os.environ.get("DMATTN_FULL") else 500  # problems of each target
+not_interpreted = pytest.mark.skipif(
+    backend.interpreting(), reason="watches compiled launches, which a process with TRITON_INTERPRET=1 has none of"
+)
+
+FORWARD_KERNELS = {
+    "window_forward._window_forward_kernel": "one tile",
+    "decoding._split_kernel": "split keys",
+    "hopper_forward._forward_kernel": "Hopper",
+    "hopper_resident_forward._resident_forward_kernel": "Hopper, bias on chip",
+    "forward._forward_kernel": "portable",
+}
+
+
+# Kernel -> its row, or rows, and where its arguments have results that it makes: those that are not None.
+BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
+    "windows._window_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
+    "rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
+    "row_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["lifts"]}),
+    "key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
+    "hopper_key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
+    "hopper_key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
+    "query_grad._query_gradients_kernel": lambda given: (
+        ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
+        if given["STORED"]
+        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"]})
+    ),
+    "hopper_query_grad._query_gradients_kernel": lambda given: (
+        "Hopper: d_query",
+        {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["query_lifts"]},
+    ),
+    "hopper_shared_query_grad._query_gradients_kernel": lambda given: (
+        "Hopper: d_query, d_bias",
+        {D_QUERY: given["d_q"], D_BIAS_SHARED: given["d_bias"]},
+    ),
+    "hopper_resident_query_grad._resident_query_gradients_kernel": lambda given: (
+        "Hopper, bias on chip: d_query, d_bias",
+        {D_QUERY: given["d_q"], D_BIAS_SHARED: given["parts"]},
+    ),
+    "hopper_resident_key_grad._resident_key_gradients_kernel": lambda given: (
+        "Hopper, bias on chip: d_key, d_value",
+        {D_KEY: given["d_k"], D_VALUE: given["d_v"]},
+    ),
+    "hopper_bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["parts"]}),
+    "bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
+}
+
+
+def five(given: dict[str, Any], is_summed: bool) -> dict[str, Any]:
+    return dict(zip((D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED if is_summed else D_BIAS_OF_PAIRS, D_BIAS_OF_KEYS), given["wanted"], strict=True))
+
+
+def on_hopper(given: dict[str, Any]) -> list[Any]:
+    return [given[name] for name in ("d_k", "d_v", "key_sums", "d_bias")]
+
+
+def of_keys(row: str, d_key: Any, d_value: Any, sums: Any, d_bias: Any, suffix: str = "") -> tuple[str, dict[str, Any]]:
+    results = {D_KEY: d_key, D_VALUE: d_value, D_BIAS_OF_KEYS: sums, D_BIAS_OF_PAIRS: d_bias}
+    return f"{row}{'' if d_bias is None else ', d_bias'}{suffix}", results
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def launches(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """The kernels that are launched on tensors without storage, which stand for a GPU, with their arguments; nothing is compiled."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def run(function: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        found.append((f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}", named))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    with on_gpu(target):
+        yield found
+
+
+@contextmanager
+def on_gpu(target: str) -> Iterator[None]:
+    """Tensors without storage stand for a GPU."""
+    active = driver._active
+
+    def forget() -> None:
+        for cached in (device.device_family, launch._assembler, device.processors):
+            cached.cache_clear()
+
+    forget()
+    driver.set_active(NoDevice(gpu_target(target)))
+    try:
+        yield
+    finally:
+        driver._active = active
+        forget()
+
+
+def named_problems() -> Iterator[tuple[str, Problem]]:
+    """Those of the equivalence tests, in three dtypes, and of the compile report."""
+    for case in (*CASES, *LARGE, *HOPPER):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            yield f"{case.name} {dtype}", placed(case, dtype)
+    for case, dtype in (*LAUNCHES, *FORWARD):
+        yield case.name, meta(case, dtype)
+    yield DYNAMIC.name, dynamic(DYNAMIC, torch.bfloat16)
+
+
+def placed(case: Case, dtype: torch.dtype) -> Problem:
+    """The problem of a case, its tensors in the layout of models where the case says so."""
+    problem = meta(case, dtype)
+    if not case.transposed:
+        return problem
+    swapped = {name: getattr(problem, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("query", "key", "value")}
+    return problem._replace(**swapped)
+
+
+def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
+    for name, problem in named_problems():
+        needs = (True, True, True, problem.bias is not None)
+        yield (
+            name,
+            Drawn(
+                problem, torch.empty(problem.query.shape[:3] + problem.value.shape[3:], dtype=problem.query.dtype, device="meta"), None, needs
+            ),
+        )
+    chance = random.Random(0)
+    for number in range(count):
+        yield f"drawn {number}", drawn(chance)
+
+
+@not_interpreted
+def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
+    chosen: set[str] = set()
+    for name, (problem, d_out, d_lse, needs) in every_problem(DRAWN):
+        out, lse, states = backend.allocate_forward(problem)
+        problem = problem._replace(states=states)
+        launches.clear()
+        kernels.forward(problem, out, lse)
+        row = dispatch.choose_forward(Traits.of(problem, out)).row.name
+        assert [FORWARD_KERNELS[kernel] for kernel, _ in launches if kernel in FORWARD_KERNELS] == [row], f"{name}: {problem}"
+
+        gradients = [x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)]
+        launches.clear()
+        kernels.backward(problem, out, lse, d_out, d_lse, *gradients)
+        seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in launches if kernel in BACKWARD_KERNELS]
+        choices = dispatch.choose_backward(Traits.of(problem, out, d_out, *gradients))
+        wanted = [(choice.row.name, choice.makes) for choice in choices if choice.row.name != "sums of d_lse"]  # PyTorch makes these
+        assert [(row, {result for result, x in made.items() if x is not None}) for row, made in seen] == wanted, f"{name}: {problem}"
+        chosen |= {f"forward: {row}"} | {f"backward: {choice.row.name}" for choice in choices}
+    tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
+    reached = {f"{which}: {row.name}" for which, table in tables.items() for row in table if row.targets is None or target in row.targets}
+    assert chosen == (reached if target == "sm_90" else reached - {"backward: whole rows"})  # for which no other GPU has a tile
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PLAIN = Traits("sm_90", True, 132, BF16, batch=2, heads=4, kv_heads=4, len_q=1024, len_k=1024, head_dim=128, value_dim=128, scale=0.1)
+NARROW = PLAIN._replace(batch=300, len_q=256, len_k=256, head_dim=32, value_dim=32)
+SHARED = dict(features=frozenset({"bias of pairs"}), bias=Bias(BF16, 1, 4))
+DENSE = PLAIN._replace(
+    features=frozenset({"bias of pairs"}), bias=Bias(BF16, 2, 4), wanted=frozenset({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS})
+)
+FOUR = PLAIN._replace(batch=4, heads=16, kv_heads=16, head_dim=64, value_dim=64, **SHARED | dict(bias=Bias(BF16, 1, 16)))
+INTERVALS = frozenset({"intervals"})
+FORWARD_SERVED = {
+    "one tile": NARROW._replace(len_q=49, len_k=49),
+    "split keys": PLAIN._replace(batch=1, heads=32, kv_heads=8, len_q=1, len_k=8192),
+    "Hopper": PLAIN,
+    "Hopper, bias on chip": NARROW._replace(**SHARED),
+    "portable": PLAIN._replace(family="sm_80"),
+}
+BACKWARD_SERVED = {
+    "one tile": NARROW._replace(len_q=49, len_k=49),
+    "Hopper, bias on chip: d_query, d_bias": NARROW._replace(**SHARED),
+    "Hopper, bias on chip: d_key, d_value": NARROW._replace(**SHARED),
+    "whole rows": NARROW,
+    "Hopper: d_query, d_bias": FOUR,
+    "Hopper: d_key, d_value, d_bias": DENSE,
+    "Hopper: d_key, d_value, d_bias by intervals": DENSE._replace(features=DENSE.features | INTERVALS),
+    "portable: d_key, d_value, d_bias": DENSE,
+    "portable: d_query of d_bias": DENSE,
+    "Hopper: d_query": PLAIN,
+    "Hopper: d_key, d_value": PLAIN,
+    "Hopper: d_key, d_value by intervals": PLAIN._replace(features=INTERVALS),
+    "portable: d_key, d_value": PLAIN,
+    "portable: d_query, d_bias": PLAIN,
+    "Hopper: d_bias": FOUR,
+    "portable: d_bias": FOUR,
+    "sums of d_lse": PLAIN,
+    "query terms": PLAIN,
+}
+
+# A row, one change to what it serves, and the reason for which it refuses that.
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("forward: one tile", dict(kv_heads=2), "heads share keys"),
+    ("forward: one tile", dict(len_k=0), "there is no key"),
+    ("forward: one tile", dict(len_q=65), "65 x 49 pairs are more than one tile of 64 x 64"),
+    ("forward: one tile", dict(len_k=65), "49 x 65 pairs are more than one tile of 64 x 64"),
+    ("forward: one tile", dict(dtype=FP32), "49 x 49 pairs are more than one tile of 32 x 32"),
+    ("forward: split keys", dict(features=frozenset({"dropout", "bias of keys"})), "does not serve dropout"),
+    ("forward: split keys", dict(features=frozenset({"intervals by head"})), "does not serve intervals by head"),
+    ("forward: split keys", dict(len_k=511), "511 visible keys are fewer than two splits of 256"),
+    ("forward: split keys", dict(left=500), "501 visible keys are fewer than two splits of 256"),
+    ("forward: split keys", dict(right=-7700), "492 visible keys are fewer than two splits of 256"),
+    ("forward: split keys", dict(right=-9000), "0 visible keys are fewer than two splits of 256"),
+    ("forward: split keys", dict(heads=8 * 65, len_k=1 << 20), "65 heads share keys, more than the 64 rows of a tile"),
+    ("forward: split keys", dict(heads=8, batch=9), "72 programs keep 132 processors busy with whole keys"),
+    ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
+    ("forward: Hopper", dict(features=frozenset({"softcap"})), "does not serve softcap"),
+    ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
+    ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 128 here, not 64 of queries and 128 of values"),
+    ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=2047), "serves head dims padded to 128 here, not 64 of queries and 64 of values"),
+    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims padded to 64 or 128 here, not 32 of queries and 20 of values"),
+    ("forward: Hopper", dict(len_q=64), "64 queries are no more than one consumer has"),
+    ("forward: Hopper", dict(len_k=0), "there is no key"),
+    ("forward: Hopper", dict(len_q=(1 << 22) + 1, features=INTERVALS), "4194305 queries under intervals are more than 4194304"),
+    ("forward: Hopper", dict(scale=-0.1), "scale -0.1 is not from 2**-64 to 2**64"),
+    ("forward: Hopper", dict(wide=frozenset({"mask", "bias"})), "bias, mask: a stride of 2**22 or more"),
+    ("forward: Hopper", dict(features=frozenset({"bias of keys"}), bias=Bias(FP64, 1, 1)), "bias of float64 takes too many registers"),
+    ("forward: Hopper", dict(uncopyable=(("d_out", "rows of d_out"), ("value", "rows of value"))), "rows of value"),
+    ("forward: Hopper, bias on chip", dict(features=frozenset(), bias=None), "there is no bias to keep on chip"),
+    ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
+    ("forward: Hopper, bias on chip", dict(bias=Bias(BF16, 300, 1)), "batch entries do not share the bias"),
+    ("forward: Hopper, bias on chip", dict(len_k=385), "385 keys are more than fit on chip, 384"),
+    ("forward: Hopper, bias on chip", dict(head_dim=33), "serves head dims padded to 16 or 32 here"),
+    ("forward: Hopper, bias on chip", dict(bias=Bias(FP32, 1, 4)), "bias of torch.float32 beside queries of torch.bfloat16"),
+    ("forward: Hopper, bias on chip", dict(batch=7, len_q=20000), "7 (batch, head) share a slice of the bias, fewer than 8"),
+    ("forward: Hopper, bias on chip", dict(batch=131), "1048 blocks of queries are fewer than 8 for each of 132 processors"),
+    ("forward: Hopper, bias on chip", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(len_q=385), "385 queries are more than fit on chip, 384"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(kv_heads=2), "heads share keys"),
+    ("backward: Hopper, bias on chip: d_key, d_value", dict(uncopyable=(("d_query", "rows of d_query"),)), "rows of d_query"),
+    ("backward: whole rows", dict(kv_heads=2), "heads share keys"),
+    ("backward: whole rows", dict(family="sm_100"), "has no tile for torch.bfloat16 with head dims 32 and 32 on sm_100"),
+    ("backward: whole rows", dict(head_dim=64), "has no tile for torch.bfloat16 with head dims 64 and 32 on sm_90"),
+    ("backward: whole rows", dict(len_k=0), "256 x 0 pairs are no whole tiles of 64 x 64"),
+    ("backward: whole rows", dict(len_q=255), "255 x 256 pairs are no whole tiles"),
+    ("backward: whole rows", dict(len_k=255), "256 x 255 pairs are no whole tiles"),
+    ("backward: whole rows", dict(head_dim=24), "head dims 24 and 32 are not both powers of 2"),
+    ("backward: whole rows", dict(value_dim=24), "head dims 32 and 24 are not both powers of 2"),
+    ("backward: whole rows", dict(len_q=448), "448 queries are more than registers hold, 384"),
+    ("backward: whole rows", dict(batch=65), "260 (batch, head) are fewer than 2 for each of 132 processors"),
+    ("backward: Hopper: d_query, d_bias", dict(uncopyable=(("d_bias", "rows of d_bias"),)), "rows of d_bias"),
+    ("backward: Hopper: d_query, d_bias", dict(batch=9), "9 (batch, head) share a slice of the bias, and registers are for few"),
+    ("backward: Hopper: d_query, d_bias", dict(batch=1), "1 (batch, head) share a slice of the bias, and registers are for few"),
+    ("backward: Hopper: d_query, d_bias", dict(len_q=512), "64 programs leave many of 132 processors idle"),
+    ("backward: Hopper: d_key, d_value, d_bias", dict(wanted=frozenset({D_QUERY, D_BIAS_OF_PAIRS})), "neither d_key nor d_value is wanted"),
+    ("backward: Hopper: d_key, d_value, d_bias", dict(bias=Bias(FP16, 2, 4)), "d_bias of torch.float16 rounds dS more than products do"),
+    ("backward: Hopper: d_key, d_value, d_bias", dict(uncopyable=(("d_bias", "rows of d_bias"),)), "rows of d_bias"),
+    ("backward: Hopper: d_key, d_value, d_bias", dict(uncopyable=(("mask", "rows of mask"),)), "rows of mask"),
+    ("backward: Hopper: d_key, d_value, d_bias by intervals", dict(features=DENSE.features), "is for intervals, of which there are none"),
+    ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
+    ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "d_bias of pairs is wanted, too"),
+    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64), "serves head dims padded to 128 here"),
+    ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
+    ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
+    ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
+    ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
+    ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),
+    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
+)  # fmt: skip
+
+
+def test_rows_refuse_one_change_with_a_reason() -> None:
+    rows = {f"forward: {row.name}": row for row in dispatch.FORWARD} | {f"backward: {row.name}": row for row in dispatch.BACKWARD}
+    served = {f"forward: {name}": traits for name, traits in FORWARD_SERVED.items()}
+    served |= {f"backward: {name}": traits for name, traits in BACKWARD_SERVED.items()}
+    assert rows.keys() == served.keys()
+    assert {name: row.refusal(served[name]) for name, row in rows.items()} == dict.fromkeys(rows)
+    found = {(name, reason): rows[name].refusal(served[name]._replace(**change)) or "" for name, change, reason in REFUSED}
+    assert {key: reason for key, reason in found.items() if not reason.startswith(key[1])} == {}
+    unheard = [pattern for pattern in reasons_in(dispatch) if not any(re.fullmatch(pattern, reason) for reason in found.values())]
+    assert not unheard, "reasons that no change above gives"
+
+
+def reasons_in(module: ModuleType) -> list[str]:
+    """A regular expression for each reason that functions of a module return."""
+    functions = [node for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text())) if isinstance(node, ast.FunctionDef)]
+    returned = [
+        node.value for function in functions if function.name != "_nobody" for node in ast.walk(function) if isinstance(node, ast.Return)
+    ]
+    found = []
+    for value in filter(None, returned):
+        texts = [node for node in ast.walk(value) if isinstance(node, ast.JoinedStr)]
+        within = {id(part) for text in texts for part in ast.walk(text)}
+        found += ["".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in text.values) for text in texts]
+        plain = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and id(node) not in within]
+        found += [re.escape(text) for text in plain if isinstance(text, str) and " " in text]
+    return found
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = FP16) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+@not_interpreted
+@pytest.mark.parametrize("target", ["sm_90"])
+@pytest.mark.parametrize(
+    ("placed", "reason"),
+    [
+        (dict(), None),
+        (dict(query=strided((2, 4, 100, 128), (51200, 128, 512, 1))), None),
+        (dict(key=strided((2, 4, 100, 128), (51200, 12800, 1, 100))), "dim axis of key: stride 100 is not 1: copy it"),
+        (
+            dict(value=strided((2, 4, 100, 128), (51200, 0, 128, 1))),
+            "head axis of value: stride 0: it is expanded, give that axis a length of 1",
+        ),
+        (dict(value=strided((2, 4, 100, 128), (1 << 40, 12800, 128, 1))), "batch axis of value: stride 1099511627776: copy it"),
+        (dict(query=strided((2, 4, 100, 129), (51600, 12900, 129, 1))[..., 1:]), "query: begins 2 bytes past a multiple of 16: copy it"),
+        (dict(bias=strided((2, 4, 100, 100), (40000, 10000, 100, 1))), "rows of bias: stride 100 is no multiple of 8: pad the key axis"),
+        (
+            dict(bias=strided((2, 4, 100, 100), (40004, 10400, 104, 1))),
+            "batch axis of bias: stride 40004 is no multiple of 8: pad the batch axis",
+        ),
+        (dict(bias=strided((2, 4, 100, 100), (4, 1, 0, 0))), "key axis of bias: stride 0 is not 1: it is expanded, give it a length of 1"),
+        (dict(bias=strided((2, 4, 100, 100), (41600, 10400, 104, 1), FP32)), "bias: float32 elements have more than 16 bits"),
+        (dict(bias=strided((1, 1, 1, 100), (1, 1, 1, 3), FP32)), None),
+        (dict(mask=strided((1, 1, 100, 100), (1, 1, 104, 1), torch.bool)), "rows of mask: stride 104 is no multiple of 16: pad the key axis"),
+        (dict(mask=strided((1, 1, 100, 100), (1, 1, 112, 1), torch.bool)), None),
+        (dict(mask=strided((2, 1, 1, 100), (100, 1, 1, 1), torch.bool)), None),
+    ],
+)
+def test_how_a_tensor_lies_keeps_it_from_being_copied(launches: list, placed: dict[str, Tensor], reason: str | None) -> None:
+    plain = dict.fromkeys(("query", "key", "value"), strided((2, 4, 100, 128), (51200, 12800, 128, 1))) | dict(mask=None, bias=None)
+    problem = Problem.canonical(**plain | placed, causal=False, window=None, scale=None, softcap=None)
+    assert Traits.of(problem, plain["query"]).uncopyable == (() if reason is None else ((next(iter(placed)), reason),))
+
+
+@not_interpreted
+@pytest.mark.parametrize("target", ["sm_90"])
+def test_a_padded_bias_has_a_gradient_that_is_not(launches: list) -> None:
+    """Its forward pass is Hopper's, and d_query; d_key and d_value are not, beside which d_bias would be stored."""
+    query = torch.empty(2, 4, 251, 128, dtype=BF16, device="meta")
+    bias = torch.empty(2, 4, 251, 256, dtype=BF16, device="meta")[..., :251]
+    problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
+    out, _lse, _states = backend.allocate_forward(problem)
+    assert dispatch.choose_forward(Traits.of(problem, out)).row.name == "Hopper"
+    gradients = backend.allocate_backward(problem, (True,) * 4)
+    terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *gradients))
+    assert (keys.row.name, queries.row.name) == ("portable: d_key, d_value, d_bias", "portable: d_query of d_bias")
+    assert (
+        dispatch.Refusal("Hopper: d_key, d_value, d_bias", "rows of d_bias: stride 251 is no multiple of 8: pad the key axis") in keys.refusals
+    )
+    assert terms.makes == {QUERY_TERMS, TERM_COLUMNS}  # for the row that refused
+    keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *gradients[:3]))[::-1]
+    assert (keys.row.name, queries.row.name) == ("Hopper: d_key, d_value", "Hopper: d_query")
+
+
+def test_a_field_that_no_row_names_refuses_every_row() -> None:
+    query = torch.empty(2, 4, 100, 32, dtype=torch.float16)
+    problem = Problem.canonical(query, query, query, mask=None, bias=None, causal=True, window=None, scale=None, softcap=None)
+    further = namedtuple("Further", [*Problem._fields, "slopes"])
+    for slopes, refused in ((None, False), (torch.ones(4), True), (0.5, True)):
+        for family in ("interpreter", "sm_80", "sm_90", "sm_100", "hip"):
+            traits = Traits.of(further(*problem, slopes=slopes), query)._replace(family=family)
+            reasons = [row._replace(targets=None).refusal(traits) or "" for row in (*dispatch.FORWARD, *dispatch.BACKWARD)]
+            assert ["slopes" in reason for reason in reasons] == [refused] * len(reasons)
+            assert refused or dispatch.choose_forward(traits).row.name == "portable"
+    with pytest.raises(NotImplementedError, match="portable does not serve slopes"):
+        dispatch.choose_forward(traits)
+    with pytest.raises(NotImplementedError, match="portable: d_key, d_value does not serve slopes"):
+        dispatch.choose_backward(traits._replace(wanted=frozenset({D_KEY})))
