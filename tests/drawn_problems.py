@@ -55,8 +55,7 @@ def drawn(chance: random.Random) -> Drawn:
         listed = chance.choice((len_k, len_k, chance.randint(min(1, len_k), len_k)))
         order = torch.empty((batch, kv_heads, listed), dtype=torch.int32, device="meta")
         if bias is not None:
-            whole = listed < len_k  # sums over queries have the length of the list, and then no axis may be left to sum over
-            bias = torch.empty(((batch, kv_heads) if whole else entries[2]) + (1, len_k), dtype=bias.dtype, device="meta")
+            bias = torch.empty((*entries[2], 1, len_k), dtype=bias.dtype, device="meta")
     elif hiding == "intervals":
         leading = [(chance.choice((1, batch)), chance.choice((1, kv_heads, heads))) for _ in range(2)]
         mask = Intervals(*(torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading), None)

@@ -245,15 +245,16 @@ def test_any_problem(device: str, kv_heads: int, group: int, dtype: torch.dtype,
     assert not failures(device, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=8, **problem)
 
 
-def test_vmap_over_queries_shares_one_selection(device: str) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "the-best-keys-alone"])
+def test_vmap_over_queries_shares_one_selection(causal: bool, device: str) -> None:
     """Scores without the mapped axis are selected from once; their gradient is the sum over it."""
     random = torch.Generator().manual_seed(0)
     queries, key, value, bias = (
         torch.randn(size, generator=random).to(device) for size in ((3, 1, 2, 60, 16), *2 * [(1, 2, 60, 16)], (1, 2, 60))
     )
     leaves = tuple(x.requires_grad_() for x in (queries, key, value, bias))
-    together = torch.func.vmap(lambda query: dynamic_mask_attention(query, key, value, bias, keep=9))(queries)
-    apart = torch.stack([dynamic_mask_attention(query, key, value, bias, keep=9) for query in queries])
+    together = torch.func.vmap(lambda query: dynamic_mask_attention(query, key, value, bias, keep=9, causal=causal))(queries)
+    apart = torch.stack([dynamic_mask_attention(query, key, value, bias, keep=9, causal=causal) for query in queries])
     torch.testing.assert_close(together, apart)
     d_out = torch.randn(apart.shape, generator=random).to(device)
     for got, want in zip(torch.autograd.grad(together, leaves, d_out), torch.autograd.grad(apart, leaves, d_out), strict=True):

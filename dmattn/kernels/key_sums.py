@@ -9,12 +9,13 @@ from torch import Tensor
 def empty_key_sums(d_bias: Tensor, problem: Any, by_heads: bool) -> Tensor:
     """Uninitialised (B, H, 1, Sk) in float32, or the gradient itself where it is of each key-value head: kernels sum over a group's heads.
 
-    But not where they have programs `by_heads` of queries, as those of windows do.
+    But not where they have programs `by_heads` of queries, as those of windows do. Sk is that of the bias: of keys in an order the problem has
+    only those that the order names.
     """
     batch, heads = problem.query.shape[:2]
     if d_bias.shape[:2] == problem.key.shape[:2] and (d_bias.shape[1] == heads or not by_heads):
         return d_bias
-    return torch.empty((batch, heads, 1, problem.key.shape[2]), dtype=torch.float32, device=d_bias.device)
+    return torch.empty((batch, heads, 1, d_bias.shape[3]), dtype=torch.float32, device=d_bias.device)
 
 
 def by_group(problem: Any, key_sums: Tensor | None) -> bool:
