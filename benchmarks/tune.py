@@ -1,4 +1,4 @@
-"""Time the tiles of one kernel at a time on the speed workloads, and print them as rows for dmattn/kernels/tiles.py.
+"""Time the tiles of one kernel at a time on the speed workloads, and print them as rows for dmattn/kernels/base/tiles.py.
 
 The kernels of hopper*.py have tiles of their own and are left out: those of every GPU are timed in their place.
 
@@ -22,18 +22,22 @@ from benchmarks.harness import describe, environment, measure, names, reason, wr
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn.execution import backend
 from dmattn.execution.replay import forget
-from dmattn.kernels import decoding, hopper_bias_grad, hopper_forward, hopper_key_grad, tiles
-from dmattn.kernels.bias_grad import BiasGradient, shared_gradient
-from dmattn.kernels.device import device_family
-from dmattn.kernels.forward import forward
-from dmattn.kernels.key_grad import key_gradients, takes_lifts
-from dmattn.kernels.key_sums import empty_key_sums
-from dmattn.kernels.launch import launching
-from dmattn.kernels.lifetimes import lifetimes
-from dmattn.kernels.query_grad import query_gradients
-from dmattn.kernels.reorder import reordered
-from dmattn.kernels.row_terms import Incoming, fill_terms
-from dmattn.kernels.tiles import Tile
+from dmattn.kernels.base import tiles
+from dmattn.kernels.base.device import device_family
+from dmattn.kernels.base.key_sums import empty_key_sums
+from dmattn.kernels.base.launch import launching
+from dmattn.kernels.base.query_terms import Incoming, fill_terms
+from dmattn.kernels.base.tiles import Tile
+from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
+from dmattn.kernels.hopper import forward as hopper_forward
+from dmattn.kernels.hopper import key_grad as hopper_key_grad
+from dmattn.kernels.portable import split_keys as decoding
+from dmattn.kernels.portable.bias_grad import BiasGradient, shared_gradient
+from dmattn.kernels.portable.forward import forward
+from dmattn.kernels.portable.key_grad import key_gradients, takes_lifts
+from dmattn.kernels.portable.query_grad import query_gradients
+from dmattn.kernels.selection.lifetimes import lifetimes
+from dmattn.kernels.selection.reorder import reordered
 from dmattn.problem import Problem
 
 CANDIDATES = {

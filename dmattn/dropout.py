@@ -2,7 +2,7 @@
 
 The random numbers are Philox4x32 with 7 rounds, the fewest that pass the tests of its authors (Salmon et al., Parallel random numbers: as
 easy as 1, 2, 3, 2011). Its counter is (query, key // 4, head, batch entry), its key the seed; the four words it gives serve four keys in a
-row. The kernels compute the same numbers (dmattn/kernels/pairs_kept.py).
+row. The kernels compute the same numbers (dmattn/kernels/base/dropout.py).
 """
 
 from __future__ import annotations

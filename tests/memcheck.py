@@ -16,7 +16,10 @@ import cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
-from dmattn.kernels import decoding, hopper, hopper_resident, hopper_shared_query_grad
+from dmattn.kernels.hopper import copies as hopper
+from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
+from dmattn.kernels.hopper.resident import bias as hopper_resident
+from dmattn.kernels.portable import split_keys as decoding
 
 CASES = (
     Case("dense-bias-causal", 65, 37, heads=2, bias="bhqk", causal=True),

@@ -76,7 +76,7 @@ def tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
 def best_on(device, monkeypatch):
     """The device on which the operator runs; in the interpreter with tiles so small that short sequences have many, and several in a program."""
     if interpreting():
-        module = importlib.import_module("dmattn.kernels.best")
+        module = importlib.import_module("dmattn.kernels.selection.top_keys")
         for name, small in (("TILE", 16), ("MOST_TILES", 5), ("PROGRAMS", 9), ("TILES_AT_ONCE", 2)):
             monkeypatch.setattr(module, name, small)
     return device

@@ -16,7 +16,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-bias_grad = importlib.import_module("dmattn.kernels.bias_grad")
+bias_grad = importlib.import_module("dmattn.kernels.portable.bias_grad")
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 PARTS = Case("parts", 33, 37, batch=6, heads=1, head_dim=128, bias="1hqk")  # by blocks: a side of 33 is more than one tile of the interpreter

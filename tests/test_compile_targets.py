@@ -14,7 +14,7 @@ import compile_report
 import pytest
 
 from dmattn.execution.backend import interpreting
-from dmattn.kernels import hopper
+from dmattn.kernels.hopper import copies as hopper
 
 pytestmark = [
     pytest.mark.compile_only,
@@ -69,11 +69,11 @@ def test_kernels_compile_without_excess(target):
     if target == "sm_90" and hopper.GLUON:
         expected |= {"_resident_forward_kernel", "_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
     assert kernels == expected | {"_count_epochs_kernel", "_order_kernel", "_interval_lists_kernel", "_scan_kernel", "_mask_lists_kernel"}
-    modules = {row["module"].rpartition(".")[2] for row in rows}
-    for_hopper = {"hopper_forward", "hopper_key_grad", "hopper_key_grad_intervals", "hopper_query_grad", "hopper_bias_grad"}
-    for_hopper |= {"hopper_resident_forward", "hopper_resident_query_grad", "hopper_resident_key_grad"}
-    for_hopper |= {"hopper_shared_query_grad"}
-    assert modules & for_hopper == (for_hopper if target == "sm_90" and hopper.GLUON else set())
+    modules = {row["module"] for row in rows if ".hopper." in row["module"]}
+    for_hopper = {"forward", "key_grad", "key_grad_intervals", "query_grad", "bias_grad", "shared_query_grad"}
+    for_hopper |= {"resident.forward", "resident.query_grad", "resident.key_grad"}
+    expected = {f"dmattn.kernels.hopper.{name}" for name in for_hopper}
+    assert modules == (expected if target == "sm_90" and hopper.GLUON else set())
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row
         assert row["spilled"] <= SPILLED_IN.get(row["case"], MOST_SPILLED), row

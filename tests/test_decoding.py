@@ -17,7 +17,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-decoding = importlib.import_module("dmattn.kernels.decoding")
+decoding = importlib.import_module("dmattn.kernels.portable.split_keys")
 
 GQA = dict(heads=4, kv_heads=2)
 CASES = (

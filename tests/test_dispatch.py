@@ -30,7 +30,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
-from dmattn.kernels import device, dispatch, launch
+from dmattn.kernels import dispatch
+from dmattn.kernels.base import device, launch
 from dmattn.kernels.traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -51,45 +52,45 @@ not_interpreted = pytest.mark.skipif(
 )
 
 FORWARD_KERNELS = {
-    "window_forward._window_forward_kernel": "one tile",
-    "decoding._split_kernel": "split keys",
-    "hopper_forward._forward_kernel": "Hopper",
-    "hopper_resident_forward._resident_forward_kernel": "Hopper, bias on chip",
-    "forward._forward_kernel": "portable",
+    "portable.one_tile_forward._window_forward_kernel": "one tile",
+    "portable.split_keys._split_kernel": "split keys",
+    "hopper.forward._forward_kernel": "Hopper",
+    "hopper.resident.forward._resident_forward_kernel": "Hopper, bias on chip",
+    "portable.forward._forward_kernel": "portable",
 }
 
 
 # Kernel -> its row, or rows, and where its arguments have results that it makes: those that are not None.
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
-    "windows._window_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
-    "rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
-    "row_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["lifts"]}),
-    "key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
-    "hopper_key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
-    "hopper_key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
-    "query_grad._query_gradients_kernel": lambda given: (
+    "portable.one_tile._window_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
+    "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
+    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["lifts"]}),
+    "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
+    "hopper.key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
+    "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
+    "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
         if given["STORED"]
         else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"]})
     ),
-    "hopper_query_grad._query_gradients_kernel": lambda given: (
+    "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
         {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["query_lifts"]},
     ),
-    "hopper_shared_query_grad._query_gradients_kernel": lambda given: (
+    "hopper.shared_query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query, d_bias",
         {D_QUERY: given["d_q"], D_BIAS_SHARED: given["d_bias"]},
     ),
-    "hopper_resident_query_grad._resident_query_gradients_kernel": lambda given: (
+    "hopper.resident.query_grad._resident_query_gradients_kernel": lambda given: (
         "Hopper, bias on chip: d_query, d_bias",
         {D_QUERY: given["d_q"], D_BIAS_SHARED: given["parts"]},
     ),
-    "hopper_resident_key_grad._resident_key_gradients_kernel": lambda given: (
+    "hopper.resident.key_grad._resident_key_gradients_kernel": lambda given: (
         "Hopper, bias on chip: d_key, d_value",
         {D_KEY: given["d_k"], D_VALUE: given["d_v"]},
     ),
-    "hopper_bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["parts"]}),
-    "bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
+    "hopper.bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["parts"]}),
+    "portable.bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
 }
 
 
@@ -117,7 +118,7 @@ def launches(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tupl
     found: list[tuple[str, dict[str, Any]]] = []
 
     def run(function: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        found.append((f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}", named))
+        found.append((f"{function.fn.__module__.removeprefix('dmattn.kernels.')}.{function.fn.__name__}", named))
 
     monkeypatch.setattr(JITFunction, "run", run)
     with on_gpu(target):

@@ -18,7 +18,7 @@ from dmattn import dynamic_mask_attention, reference, topk_mask
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
 from dmattn.execution import eager
 from dmattn.execution.backend import interpreting
-from dmattn.kernels import lists
+from dmattn.kernels.visits import lists
 from dmattn.problem import Problem
 from dmattn.selection import lifetimes, ranks, running_threshold
 
@@ -153,7 +153,11 @@ def test_blocks_past_those_that_a_list_names_are_attended(monkeypatch: pytest.Mo
 
 
 def test_no_tile_of_keys_is_larger_than_what_is_copied_together() -> None:
-    from dmattn.kernels import hopper, hopper_key_tile, hopper_walk, reorder, tiles
+    from dmattn.kernels.base import tiles
+    from dmattn.kernels.hopper import copies as hopper
+    from dmattn.kernels.hopper import key_tile as hopper_key_tile
+    from dmattn.kernels.hopper import walk as hopper_walk
+    from dmattn.kernels.selection import reorder
 
     of_tables = [tile.block_n for table in (tiles._DEFAULT, *tiles._TABLE.values()) for rows in table.values() for _, tile in rows]
     on_hopper = [hopper.PANEL, hopper_walk.KEYS_TOGETHER, hopper_key_tile.BLOCK_N]

@@ -16,15 +16,13 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import (
-    hopper,
-    hopper_bias_grad,
-    hopper_forward,
-    hopper_key_grad,
-    hopper_key_grad_intervals,
-    hopper_query_grad,
-    hopper_shared_query_grad,
-)
+from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
+from dmattn.kernels.hopper import copies as hopper
+from dmattn.kernels.hopper import forward as hopper_forward
+from dmattn.kernels.hopper import key_grad as hopper_key_grad
+from dmattn.kernels.hopper import key_grad_intervals as hopper_key_grad_intervals
+from dmattn.kernels.hopper import query_grad as hopper_query_grad
+from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 
 LENGTH = 128
 

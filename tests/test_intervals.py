@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
-from dmattn.kernels import intervals, lists, mask_blocks
+from dmattn.kernels.visits import intervals, lists, mask_blocks
 from dmattn.problem import Problem
 
 LISTED, CHUNK = 3, 2

@@ -12,7 +12,7 @@ from dmattn.execution.backend import interpreting
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import launch  # noqa: E402
+from dmattn.kernels.base import launch  # noqa: E402
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_kernels_plan_what_pytorch_plans_for_random_cases(seed, kernels_on):
 )
 def test_kernels_plan_with_sets_of_several_words(case, device, half, monkeypatch):
     """Blocks of 128, as those of 16384 keys are, and 16-bit scores; the counters of a tile are wide ones."""
-    module = importlib.import_module("dmattn.kernels.lifetimes")
+    module = importlib.import_module("dmattn.kernels.selection.lifetimes")
     monkeypatch.setattr(module, "SMALLEST_BLOCK", 128)
     monkeypatch.setattr(module, "SMALLEST_TILE", 512)
     check_kernels(case, device, half)
@@ -199,7 +199,7 @@ def test_planning_takes_memory_in_proportion_to_the_keys(len_k, device):
 
 def test_there_are_at_most_twice_as_many_blocks_as_a_block_has_members():
     """The kernel that counts the members of every block of positions has room for that many blocks."""
-    module = importlib.import_module("dmattn.kernels.lifetimes")
+    module = importlib.import_module("dmattn.kernels.selection.lifetimes")
     for len_k in [*range(1, 300), *(side * side + step for side in (64, 128, 181, 256, 1024, 4096) for step in (-1, 0, 1))]:
         block = module.block_size(len_k)
         assert block & (block - 1) == 0

@@ -71,7 +71,7 @@ MASKS = {
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("name", MASKS)
 def test_states_are_those_of_the_mask(name: str, device: str) -> None:
-    from dmattn.kernels.mask_blocks import scan
+    from dmattn.kernels.visits.mask_blocks import scan
 
     mask = MASKS[name]()
     strides = mask.stride()
@@ -88,7 +88,7 @@ def test_states_are_those_of_the_mask(name: str, device: str) -> None:
 @pytest.mark.parametrize("axes", ["1hqk", "b11k", "11q1", "1111"])
 def test_lists_name_the_blocks_with_something_to_attend(axes: str, tile: tuple[int, int], window: tuple | None, device: str) -> None:
     """By window and mask; and say of which neither these nor the keys' end hide anything."""
-    from dmattn.kernels.mask_blocks import mask_lists, scan
+    from dmattn.kernels.visits.mask_blocks import mask_lists, scan
 
     sizes = {"b": 2, "h": 2, "q": 300, "k": 389, "1": 1}
     mask = blocky(*(sizes[axis] for axis in axes)).to(device)
@@ -159,7 +159,7 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
     case = Case("full", 37, 96, bias=bias)  # whole tiles of keys: what passes their end has something to hide
     inputs = case.inputs(torch.float32, device)
     expected = results(attention, inputs, case.options)
-    monkeypatch.setattr(importlib.import_module("dmattn.kernels.forward"), "scan", lambda mask, states: states.fill_(ATTENDED))
+    monkeypatch.setattr(importlib.import_module("dmattn.kernels.portable.forward"), "scan", lambda mask, states: states.fill_(ATTENDED))
     inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)

@@ -111,7 +111,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     from triton.runtime import driver, jit
 
     from dmattn import kernels
-    from dmattn.kernels import hopper
+    from dmattn.kernels.hopper import copies as hopper
 
     seen = Launches()
     monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
@@ -264,7 +264,7 @@ def test_who_watches_launches_sees_those_that_were_recorded(launches: Launches, 
 @on_a_cpu
 def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     """Where its launcher allocates nothing: with what it would have passed on."""
-    from dmattn.kernels.launch import launch
+    from dmattn.kernels.base.launch import launch
 
     passed: list[tuple] = []
 
@@ -501,8 +501,8 @@ def test_operators_are_repeated_on_what_they_changed(launches: Launches) -> None
 
 @on_a_cpu
 def test_views_begin_where_they_began(launches: Launches) -> None:
-    from dmattn.kernels.launch import launch
-    from dmattn.kernels.layout import strided
+    from dmattn.kernels.base.launch import launch
+    from dmattn.kernels.base.layout import strided
 
     addresses: list[tuple] = []
 

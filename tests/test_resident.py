@@ -13,7 +13,11 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import hopper, hopper_resident, hopper_resident_forward, hopper_resident_key_grad, hopper_resident_query_grad
+from dmattn.kernels.hopper import copies as hopper
+from dmattn.kernels.hopper.resident import bias as hopper_resident
+from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
+from dmattn.kernels.hopper.resident import key_grad as hopper_resident_key_grad
+from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
 
 LARGE = Case("resident", 384, batch=136, heads=4, head_dim=32, bias="1hqk")  # 1088 blocks of 192 queries, 8 for each of 132 processors
 ODD = Case("resident-odd", 200, 264, batch=150, heads=4, head_dim=24, bias="1hqk")  # stored by two bytes: loads wait long behind that

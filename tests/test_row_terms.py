@@ -7,7 +7,7 @@ import torch
 
 from dmattn.equivalence import Case
 from dmattn.execution.backend import interpreting
-from dmattn.kernels.row_terms import Incoming, fill_terms
+from dmattn.kernels.base.query_terms import Incoming, fill_terms
 from dmattn.problem import Problem
 
 

@@ -16,8 +16,8 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-rows = importlib.import_module("dmattn.kernels.rows")
-hopper_resident = importlib.import_module("dmattn.kernels.hopper_resident")
+rows = importlib.import_module("dmattn.kernels.portable.rows")
+hopper_resident = importlib.import_module("dmattn.kernels.hopper.resident.bias")
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 # On a GPU tiles have 64 rows and 64 columns, in the interpreter 32, and `many` heads fill it.
 DEVICES = [pytest.param(("cpu", 32, 4), marks=interpreted), pytest.param(("cuda", 64, 300), marks=NEEDS_CUDA)]

@@ -18,7 +18,7 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 backward = importlib.import_module("dmattn.kernels.backward")  # the package has a function of this name
-windows = importlib.import_module("dmattn.kernels.windows")
+windows = importlib.import_module("dmattn.kernels.portable.one_tile")
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 PARTS = Case("parts", 7, 9, batch=5, head_dim=64, bias="1hqk")

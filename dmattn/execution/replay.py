@@ -41,7 +41,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Arguments are tensors, None, values of other types that can be hashed, and tuples of these; the first is a tensor or begins with one. The
     result is a tensor, a tuple of tensors and such values (a named one becomes a plain one), or None. What the function does follows from
-    :func:`_look`, and it launches by :func:`dmattn.kernels.launch.launch`.
+    :func:`_look`, and it launches by :func:`dmattn.kernels.base.launch.launch`.
     """
     records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
 
@@ -248,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         if any(step.by_address for step, _ in steps):
             from triton.runtime import driver
 
-            from ..kernels.launch import hooked
+            from ..kernels.base.launch import hooked
 
             self.names.update(hooked=hooked, current_stream=driver.active.get_current_stream)
             lines = [f"if hooked(): return function({passed})", *lines, f"stream = current_stream({device})"]

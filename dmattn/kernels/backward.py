@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from . import hopper_query_grad, hopper_resident, hopper_resident_key_grad, hopper_resident_query_grad, hopper_shared_query_grad, rows
-from .bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
-from .key_grad import key_gradients, takes_lifts
-from .key_sums import empty_key_sums
-from .launch import on_its_device
-from .query_grad import query_gradients
-from .reorder import reordered
-from .row_terms import Incoming, fill_terms
-from .windows import fits, window_gradients
+from .base.key_sums import empty_key_sums
+from .base.launch import on_its_device
+from .base.query_terms import Incoming, fill_terms
+from .hopper import query_grad as hopper_query_grad
+from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.resident import bias as hopper_resident
+from .hopper.resident import key_grad as hopper_resident_key_grad
+from .hopper.resident import query_grad as hopper_resident_query_grad
+from .portable import rows
+from .portable.bias_grad import BiasGradient, shared_gradient, sum_of_key_sums
+from .portable.key_grad import key_gradients, takes_lifts
+from .portable.one_tile import fits, window_gradients
+from .portable.query_grad import query_gradients
+from .selection.reorder import reordered
 
 
 @on_its_device

@@ -12,10 +12,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from . import decoding, hopper_resident, hopper_resident_forward, hopper_shared_query_grad, rows, tiles
-from .hopper import consumers_of
-from .hopper_members import BLOCK_M
-from .tiles import Tile, block_dim
+from .base import tiles
+from .base.tiles import Tile, block_dim
+from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.copies import consumers_of
+from .hopper.resident import bias as hopper_resident
+from .hopper.resident import forward as hopper_resident_forward
+from .hopper.shared_members import BLOCK_M
+from .portable import rows
+from .portable import split_keys as decoding
 from .traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,

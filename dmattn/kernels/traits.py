@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .device import device_family, processors
-from .hopper import GLUON
+from .base.device import device_family, processors
+from .hopper.copies import GLUON
 
 # Kinds of a bias or mask, by the axes along which its entries differ.
 PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
@@ -23,8 +23,8 @@ D_BIAS_OF_PAIRS = "d_bias of pairs"  # (B, H, Sq, Sk): dS itself
 D_BIAS_SHARED = "d_bias of pairs, shared"  # batch or heads broadcast: dS summed over the members, (batch, head) pairs that share a slice
 D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
 D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
-QUERY_TERMS = "query terms"  # of each query, besides its scores (row_terms.py)
-TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (lift.py)
+QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
+TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
 
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name

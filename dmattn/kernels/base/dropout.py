@@ -1,0 +1,34 @@
+"""Dropout: the pairs of a tile that are kept, the same numbers in every kernel and in dmattn/dropout.py, which says how they are made."""
+
+import triton
+import triton.language as tl
+
+from ... import dropout
+from .rules import by_key, by_query
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+
+
+@triton.jit
+def kept_factor(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """What dropout multiplies the weights of a tile by, 1 / (1 - p) or 0: [BLOCK_M, BLOCK_N], with KEYS_DOWN [BLOCK_N, BLOCK_M].
+
+    A block of keys begins at a multiple of 4, as the four words of a counter are those of four keys in a row.
+    """
+    BLOCK_M: tl.constexpr = rows.index.shape[0]
+    BLOCK_N: tl.constexpr = cols.index.shape[0]
+    query = by_query(tl.cast(rows.start, tl.int32) + tl.cast(rows.index, tl.int32), KEYS_DOWN)
+    fours = by_key(tl.cast(cols.start, tl.int32) // 4 + tl.arange(0, BLOCK_N // 4), KEYS_DOWN)
+    a, b, c, d = tl.philox(tl.load(rules.seed), query, fours, tl.cast(seq.head, tl.int32), tl.cast(seq.batch, tl.int32), ROUNDS)
+    kept = tl.join(tl.join(_kept(a, rules), _kept(c, rules)), tl.join(_kept(b, rules), _kept(d, rules)))
+    if KEYS_DOWN:
+        kept = tl.reshape(tl.permute(kept, (0, 2, 3, 1)), [BLOCK_N, BLOCK_M])
+    else:
+        kept = tl.reshape(kept, [BLOCK_M, BLOCK_N])
+    return tl.where(kept, rules.kept_scale, 0.0)
+
+
+@triton.jit
+def _kept(word, rules):
+    """Whether the pair of a random word is kept."""
+    return word.to(tl.int32, bitcast=True) >= rules.threshold

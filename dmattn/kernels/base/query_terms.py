@@ -1,0 +1,115 @@
+"""What the backward pass has to know of each query besides its row of scores: delta, and what its scores are lessened by."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .bias_columns import three_parts
+from .launch import launch
+from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
+from .overlap import follow
+from .place import place
+from .rules import LOG2E
+from .softmax import divisor2
+from .tiles import block_dim
+
+BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
+ROWS = 32  # queries of a program
+LIFT_COLUMNS = tl.constexpr(8)  # of lifts in memory; the copy engine fills up with 0
+FINITE = tl.constexpr(3e38)  # in bfloat16, too
+
+
+class Incoming(NamedTuple):
+    """What comes from the output: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
+
+    They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
+    an empty row, whose dLSE may be anything. Queries past the end have no probabilities. Where there are `lifts` (B, H, Sq in whole BLOCKs,
+    LIFT_COLUMNS) bfloat16, they hold both, too, for products to add (base/bias_columns.py).
+    """
+
+    d_out: Tensor
+    lse: Tensor
+    terms: Tensor
+    lifts: Tensor | None
+
+    @classmethod
+    def without_terms(cls, d_out: Tensor, lse: Tensor, lifted: bool) -> "Incoming":
+        """The terms are not made yet, which a kernel does."""
+        batch, heads, len_q = lse.shape
+        padded = triton.cdiv(len_q, BLOCK) * BLOCK
+        lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
+        return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), lifts)
+
+    def strided(self, heads: int) -> tuple[Any, Any, Any]:
+        """dO, lse and delta as a kernel argument."""
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
+
+
+def fill_terms(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
+    """Make the terms of all queries of a `dmattn.problem.Problem`."""
+    batch, heads, len_q, value_dim = out.shape
+    launch(
+        _terms_kernel,
+        incoming.terms.shape[3] // ROWS * heads * batch,
+        out=strided(out, heads),
+        d_out=strided(incoming.d_out, heads),
+        lse=strided(incoming.lse, heads),
+        d_lse=strided(d_lse, heads),
+        terms=strided(incoming.terms, heads),
+        lifts=strided(incoming.lifts, heads),
+        scale=problem.scale,
+        heads=heads,
+        len_q=len_q,
+        padded_len_q=incoming.terms.shape[3],
+        VALUE_DIM=value_dim,
+        BLOCK_M=ROWS,
+        BLOCK_DV=block_dim(value_dim),
+        enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
+    )
+
+
+@triton.jit
+def _terms_kernel(
+    out, d_out, lse, d_lse, terms, lifts, scale, heads, len_q, padded_len_q,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
+    follow()
+    block, head, batch = place(padded_len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, 0)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
+    d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
+    delta = tl.sum(out_tile * d_out_tile, 1)
+    lse_rows = load_rows(lse, seq, rows, float("-inf"))
+    if d_lse is not None:
+        delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
+    store_terms((terms, lifts, scale), seq, rows.start, rows.index, tl.arange(0, LIFT_COLUMNS), lse_rows, delta)
+
+
+@triton.jit
+def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
+    """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
+
+    `column` are the numbers of the lifts' columns. Those from 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
+    products, those from 3 to 5 -delta, which lowers dP, and the others 0. Each is finite for a row without probabilities, too, and for an
+    infinite delta, as the other product meets it with 0; the three of such a row together are not, and leave no score. A NaN, of dLSE too,
+    reaches dV so, as it reaches dQ and dK.
+    """
+    terms, lifts, scale = places
+    pointers = slice_pointer(terms, seq) + start + index
+    divisor_rows = divisor2(lse_rows)
+    tl.store(pointers, divisor_rows)
+    tl.store(pointers + terms.row, delta_rows)
+    if lifts is not None:
+        column = column[None, :]
+        none_left = divisor_rows == float("inf")
+        lowered = three_parts(-tl.div_rn(tl.where(none_left, 0.0, divisor_rows), scale * LOG2E)[:, None], column)
+        lowered = tl.where(none_left[:, None] & (column < 3), -FINITE, lowered.to(tl.float32)).to(tl.bfloat16)
+        d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
+        parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
+        tl.store(slice_pointer(lifts, seq) + (tl.cast(start, tl.int64) + index)[:, None] * lifts.row + column, parts)

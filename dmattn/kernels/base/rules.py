@@ -1,0 +1,195 @@
+"""Attention scores of one tile: scale, softcap, bias, mask, intervals and window. Rules on pairs live here; for Hopper, in `ruled`.
+
+`ruled` is that of hopper/registers.py.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dropout import kept_scale, threshold
+from .layout import Span, inside, load_rows, load_tile, strided
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Rules(NamedTuple):
+    """What happens to q . k. Tensors are Strided or None.
+
+    `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1; `bias_by_key` is 1 where a bias is so on that of
+    queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
+    a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
+    queries. `states` are the mask's, where it walks neither. Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where
+    None is no bound. `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where
+    batch entries share a bias or mask of pairs, else None.
+
+    The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
+    when a constant of its own is set after theirs, and is passed on wrongly otherwise.
+    """
+
+    first: Any
+    last: Any
+    lists: Any
+    states: Any
+    mask: Any
+    bias: Any
+    left: Any
+    right: Any
+    scale: Any
+    softcap: Any
+    seed: Any
+    threshold: Any
+    kept_scale: Any
+    mask_rows: Any
+    mask_cols: Any
+    bias_rows: Any
+    bias_cols: Any
+    bias_by_key: Any
+    shared: Any
+
+
+def rules_of(problem: Any, lists: Tensor | None = None, states: Tensor | None = None) -> Rules:
+    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
+    heads = problem.query.shape[1]
+    drops = problem.seed is not None
+    return Rules(
+        mask=strided(problem.mask, heads),
+        mask_rows=_varies(problem.mask, 2),
+        mask_cols=_varies(problem.mask, 3),
+        bias=strided(problem.bias, heads),
+        bias_rows=_varies(problem.bias, 2),
+        bias_cols=_varies(problem.bias, 3),
+        bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
+        first=strided(problem.first, heads),
+        last=strided(problem.last, heads),
+        lists=strided(lists, heads),
+        states=strided(states, heads),
+        left=problem.left,
+        right=problem.right,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        seed=problem.seed,
+        threshold=threshold(problem.dropout_p) if drops else None,
+        kept_scale=kept_scale(problem.dropout_p) if drops else None,
+        shared=_shared(problem),
+    )
+
+
+def _varies(x: Tensor | None, axis: int) -> int | None:
+    return None if x is None or x.shape[axis] == 1 else 1
+
+
+def _shared(problem: Any) -> int | None:
+    pairs = [x for x in (problem.bias, problem.mask) if x is not None and x.shape[2] > 1 and x.shape[3] > 1]
+    return 1 if any(x.shape[0] < problem.query.shape[0] for x in pairs) else None
+
+
+@triton.jit
+def scores(q_tile, k_tile, rules, seq, rows, cols, HIDES: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+    """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
+
+    Without HIDES no pair of the tile is hidden, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
+    queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
+    """
+    if KEYS_DOWN:
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    else:
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    tanh = 0.0
+    if rules.softcap is None:
+        s *= rules.scale * LOG2E
+    else:
+        tanh = _tanh(s * (rules.scale / rules.softcap))
+        s = tanh * (rules.softcap * LOG2E)
+    if bias2 is not None:
+        s += bias2
+    elif rules.bias is not None:
+        s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
+    if HIDES:
+        s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
+    return s, tanh
+
+
+@triton.jit
+def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """Scores of a tile, -inf where the keys' end, the mask, intervals or the window hide the pair."""
+    i = by_query(rows.start + rows.index, KEYS_DOWN)
+    j = by_key(cols.start + cols.index, KEYS_DOWN)
+    if cols.length is not None:
+        s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
+    if rules.mask is not None:
+        attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
+        s = tl.where(attended, s, float("-inf"))
+    if rules.first is not None:
+        first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
+        last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
+        s = tl.where((first <= i) & (i < last), s, float("-inf"))
+    offset = seq.len_k - seq.len_q
+    if rules.right is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other is not
+        if cols.start + cols.index.shape[0] > rows.start + offset + rules.right + 1:  # the edge of the window crosses the tile
+            s = tl.where(j - i <= rules.right + offset, s, float("-inf"))
+    if rules.left is not None:  # noqa: SIM102
+        if rows.start + rows.index.shape[0] + offset > cols.start + rules.left + 1:
+            s = tl.where(j - i >= offset - rules.left, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def load_bias2(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """The bias of a tile of pairs times LOG2E, in float32, with an axis of 1 where it is broadcast."""
+    return _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def by_query(x, KEYS_DOWN: tl.constexpr):
+    """A value per query, spread over a tile of pairs."""
+    if KEYS_DOWN:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def by_key(x, KEYS_DOWN: tl.constexpr):
+    """A value per key, spread over a tile of pairs."""
+    if KEYS_DOWN:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def through_softcap(d_scores, tanh, rules):
+    """The gradient of the scaled product, from that of the capped one."""
+    if rules.softcap is None:
+        return d_scores
+    else:
+        return d_scores * (1.0 - tanh * tanh)
+
+
+@triton.jit
+def _load_pairs(t, by_row, by_col, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """A tile of the mask or bias, with an axis of 1 where it is broadcast: loaded once, and broadcast on chip."""
+    one = Span(0, tl.arange(0, 1), None)
+    if by_row is None and by_col is None:
+        tile = load_tile(t, seq, one, one)
+    elif by_row is None:
+        tile = load_tile(t, seq, one, cols)
+    elif by_col is None:
+        tile = load_tile(t, seq, rows, one)
+    else:
+        tile = load_tile(t, seq, rows, cols)
+    if KEYS_DOWN:
+        tile = tl.trans(tile)
+    return tile
+
+
+@triton.jit
+def _tanh(x):
+    """tanh from exp2, which every backend and the interpreter have; its Taylor series near 0, where the quotient would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    quotient = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
+    return tl.where(square < 0.04, series, quotient)

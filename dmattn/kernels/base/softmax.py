@@ -1,0 +1,110 @@
+"""The online softmax in base 2, and what becomes of rows with nothing to attend."""
+
+import triton
+import triton.language as tl
+
+from .dropout import kept_factor
+from .rules import LOG2E, by_query, scores
+
+FARTHEST = tl.constexpr(2.0**26)  # lse of a row that has gradients
+
+
+@triton.jit
+def softmax_start(BLOCK_M: tl.constexpr):
+    """(running maximum, running sum) of no scores yet."""
+    return tl.full([BLOCK_M], float("-inf"), tl.float32), tl.full([BLOCK_M], 0.0, tl.float32)
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum):
+    """(unnormalised probabilities of a tile of base-2 scores, factor for what was accumulated before, new maximum, new sum)."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    p, alpha = weights_of(s, row_max, new_max, 1.0, False)
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
+    """(unnormalised probabilities of a tile, factor for what was accumulated before) for the maximum until then, and with it.
+
+    Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
+
+    Product and difference are one operation on GPUs, which leaves the maximum the rounding of its own product for an exponent, the same for its
+    whole row. From 2 ** 27 on that may be more than 8, and grows past what 16 bits hold; there the next smaller score is as far away, which
+    rounds the exponents of others to as much whatever multiplies them, and a power of 2 rounds nothing. FAR as scores may be from 0, a row
+    whose maximum is beyond has the power of 2 below the factor. All is decided by one product, for whatever comes between the maximum and the
+    exponents is waited for.
+    """
+    p = weights_at(s, new_max, factor, FAR, 0.0)
+    return p, tl.exp2((row_max - tl.where(new_max * factor == float("-inf"), 0.0, new_max)) * factor)
+
+
+@triton.jit
+def weights_at(s, row_max, factor, FAR: tl.constexpr, OF_NONE: tl.constexpr):
+    """The probabilities of :func:`weights_of` with a given maximum. Where that is -inf, exponents are lowered by OF_NONE instead.
+
+    With 0.0, rows without scores have probabilities of 0. With the lowest float32, scores of -inf still have 0, and finite ones infinity, which
+    tells the caller that their row has no maximum yet.
+    """
+    highest = row_max * factor
+    hidden = highest == float("-inf")
+    if FAR:
+        power = (tl.cast(factor, tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        far = tl.abs(highest) > 2.0**27
+        rate = tl.where(far, power, factor)
+        return tl.exp2(s * rate[:, None] - tl.where(far, tl.where(hidden, OF_NONE, row_max * power), highest)[:, None])
+    else:
+        return tl.exp2(s * factor - tl.where(hidden, OF_NONE, highest)[:, None])
+
+
+@triton.jit
+def softmax_finish(acc, row_max, row_sum):
+    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row."""
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) / LOG2E)
+    return acc / divisor[:, None], lse
+
+
+@triton.jit
+def divisor2(lse_rows):
+    """What base-2 scores are lessened by to give probabilities: lse times LOG2E, infinite for an empty row.
+
+    And for one so far from 0 that the roundings of its exponents, which would be 8 and more, may not fit 16 bits.
+    """
+    return tl.where(tl.abs(lse_rows) > FARTHEST, float("inf"), lse_rows * LOG2E)
+
+
+@triton.jit
+def score_gradient(
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols,
+    HIDES: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+
+    dS = p * (dp - delta), the gradient of the scores and so of the bias; p, dp and the weights are those of :func:`probabilities`.
+    """
+    p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, HIDES, KEYS_DOWN, PRECISION)
+    return weights, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+
+
+@triton.jit
+def probabilities(
+    q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols,
+    HIDES: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None,
+):  # fmt: skip
+    """(p, weights, dp, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+
+    p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dp = z * dO V^T, the
+    gradient of p as that of a number by itself. HIDES and `bias2` as for `scores`.
+    """
+    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, HIDES, KEYS_DOWN, PRECISION, bias2)
+    p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
+    if KEYS_DOWN:
+        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+    else:
+        d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
+    if rules.seed is None:
+        return p, p, d_p, tanh
+    else:
+        factor = kept_factor(rules, seq, rows, cols, KEYS_DOWN)
+        return p, p * factor, d_p * factor, tanh

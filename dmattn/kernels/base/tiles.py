@@ -1,0 +1,125 @@
+"""Tile sizes: a frozen table, a rule to pick from it, and the launch options that follow."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...precision import dot_precision
+from .device import device_family
+
+
+class Tile(NamedTuple):
+    """Queries and keys per tile, warps per program, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows" and "rows", which keep whole lengths on chip
+_NO_ROWS = ((256, _NOTHING_FITS),)
+
+# Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
+# 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/test_compile_targets.py), not by time.
+_DEFAULT = {
+    "forward": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    "keys": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "windows": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
+    "decoding": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
+    "rows": _NO_ROWS,
+}
+_TABLE = {
+    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
+    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
+    # lives, so that smaller ones waste less. Of "windows" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "rows"
+    # (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "rows".
+    "sm_90": {
+        "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
+        "keys": ((64, Tile(32, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
+        "keys with pairs": ((64, Tile(32, 64, 4, 3)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
+        "keys by intervals": ((128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
+        "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
+        "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
+        "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
+        "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
+        "windows": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
+        "decoding": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+        "rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
+    },
+    "hip": {"rows": _NO_ROWS}
+    | {
+        kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
+        for kernel in ("forward", "keys", "queries", "products", "bias", "windows", "decoding")
+    },
+}
+_WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
+_WIDE_WINDOWS = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "windows", which spills where heads are wider
+_INTERPRETED = Tile(32, 32, 4, 1)
+
+
+def pick(kernel: str, problem: Any) -> Tile:
+    """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
+    query = problem.query
+    family = device_family(query.device)
+    if family == "interpreter":
+        return _INTERPRETED
+    dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
+    table = _TABLE.get(family, _DEFAULT)
+    kinds = [f"{kernel} by intervals"] if problem.first is not None else []
+    if any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (problem.bias, problem.mask)):
+        kinds.append(f"{kernel} with pairs")
+    rows = table[next((kind for kind in kinds if kind in table), kernel)]
+    if query.dtype == torch.float32:
+        rows = {"windows": _WIDE_WINDOWS, "rows": _NO_ROWS}.get(kernel, _WIDE_FLOATS)
+    tile = next(tile for largest, tile in rows if dim <= largest)
+    few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
+    crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout
+    if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
+        tile = Tile(64, tile.block_n, 4, tile.stages)
+    return tile
+
+
+def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
+    """Keyword arguments that every attention kernel takes, from the problem's lengths and head dims and the tile."""
+    query, key, value = problem.query, problem.key, problem.value
+    (_, heads, len_q, head_dim), len_k, value_dim = query.shape, key.shape[2], value.shape[3]
+    return dict(
+        heads=heads,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=block_dim(head_dim),
+        BLOCK_DV=block_dim(value_dim),
+        EVEN_M=len_q % tile.block_m == 0,
+        EVEN_N=len_k % tile.block_n == 0,
+        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, problem.first, problem.last, *outputs) else tl.int32,
+        PRECISION=dot_precision(query),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@cache
+def block_dim(dim: int) -> int:
+    """A head dim padded to what a matrix product takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _needs_wide_index(*tensors: Tensor | None) -> bool:
+    """Whether an offset inside one tile may pass 2**31 elements, so that indices must be 64-bit."""
+    return any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in tensors)

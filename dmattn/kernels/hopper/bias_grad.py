@@ -1,0 +1,254 @@
+"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: portable/bias_grad.py says what and how it is split.
+
+A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
+copies the members' queries, keys, dO and values to shared memory ahead of them. Tiles are as large as registers allow, since what bounds
+the kernel is how often members are read.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, slice_pointer, strided
+from ..base.overlap import follow
+from ..base.place import in_window, member_of
+from ..base.query_terms import Incoming
+from ..base.rules import rules_of
+from ..base.softmax import divisor2
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, serves, stage_of, tiled
+from .copies import barriers as new_barriers
+from .registers import Hiding, exponent_factor, load_vector, ruled
+
+BLOCK_M = gl.constexpr(64)  # queries of a consumer
+BLOCK_N = gl.constexpr(128)
+ROWS, COLS = 2 * BLOCK_M.value, BLOCK_N.value  # of a program's tile
+
+
+class Config(NamedTuple):
+    """Constexprs of a launch, and the layout in registers of tiles of pairs."""
+
+    DIM: Any  # padded
+    STAGES: Any  # of queries and keys
+    LATE_STAGES: Any  # of dO and values
+    PAIRS: Any  # of [BLOCK_M, BLOCK_N]
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory, of a member in each stage; those of queries by twos, one for each consumer."""
+
+    q: Any  # [2 STAGES, 1, 1, BLOCK_M, DIM]
+    k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    d_out: Any  # [2 LATE_STAGES, 1, 1, BLOCK_M, DIM]
+    v: Any  # [LATE_STAGES, 1, 1, BLOCK_N, DIM]
+    bias: Any  # [2, 1, 1, BLOCK_M, BLOCK_N], of all members
+
+
+class Barriers(NamedTuple):
+    """Barriers: full when a copy has come, free when both consumers have used it."""
+
+    bias_full: Any  # [1, 1]
+    full: Any  # [STAGES, 1], of queries and keys
+    free: Any  # [STAGES, 1]
+    late_full: Any  # [LATE_STAGES, 1], of dO and values
+    late_free: Any  # [LATE_STAGES, 1]
+
+
+class Context(NamedTuple):
+    """Everything that members of a program's tile share; they are those from `begin` to `end`."""
+
+    tiles: Any
+    barriers: Any
+    seq: Any  # of the slice of the bias
+    sharing_heads: Any  # heads of a batch entry that share the slice
+    row: Any  # the first query of both consumers
+    col: Any
+    begin: Any
+    end: Any
+
+
+class Vectors(NamedTuple):
+    """Vectors by query in memory (`layout.Strided`)."""
+
+    lse: Any
+    delta: Any
+
+
+def takes(problem: Any, d_out: Tensor) -> bool:
+    """Whether `shared_gradient` takes a problem with this d_out."""
+    return problem.mask is None and problem.first is None and serves(problem, (64, 128), d_out)
+
+
+def shared_gradient(problem: Any, incoming: Incoming, parts: Tensor, programs: int, sharing: tuple[int, int, int, int]) -> None:
+    """Fill `parts` (parts * B or 1, H or Hk or 1, Sq, Sk), each tile by one of the programs, which share the members as `sharing` says."""
+    heads, len_q = problem.query.shape[1:3]
+    lse, delta = incoming.strided(heads)[1:]
+    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    launch(
+        _shared_gradient_kernel,
+        programs,
+        q=tiled(problem.query, block_m, dim),
+        k=tiled(problem.key, block_n, dim),
+        v=tiled(problem.value, block_n, dim),
+        bias=tiled(problem.bias, block_m, block_n),
+        d_out=tiled(incoming.d_out, block_m, dim),
+        rules=rules_of(problem),
+        lse=lse,
+        delta=delta,
+        parts=strided(parts, parts.shape[1]),
+        sharing=sharing,
+        heads=heads,
+        groups=heads // problem.key.shape[1],
+        len_q=len_q,
+        len_k=problem.key.shape[2],
+        DIM=dim,
+        STAGES=2,
+        LATE_STAGES=2 if dim == 64 else 1,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
+@gluon.jit
+def _shared_gradient_kernel(
+    q, k, v, bias, d_out, rules, lse, delta, parts, sharing, heads, groups, len_q, len_k,
+    DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
+
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES tiles of queries and keys
+    are in shared memory, and LATE_STAGES of dO and values, which are needed later.
+    """
+    follow()
+    slice_batch, sharing_heads, members, members_per_part = sharing
+    program = gl.program_id(0)
+    blocks_m = gl.cdiv(len_q, 2 * BLOCK_M)
+    blocks_n = gl.cdiv(len_k, BLOCK_N)
+    bias_heads = heads // sharing_heads
+    row = program % blocks_m * (2 * BLOCK_M)
+    col = program // blocks_m % blocks_n * BLOCK_N
+    bias_head = program // (blocks_m * blocks_n) % bias_heads
+    part_entry = program // (blocks_m * blocks_n) // bias_heads
+    entry = part_entry % slice_batch
+    begin = part_entry // slice_batch * members_per_part
+    end = gl.minimum(begin + members_per_part, members)
+    seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
+    if not in_window(rules, seq, Span(row, 0, None), Span(col, 0, None), 2 * BLOCK_M, BLOCK_N):
+        end = begin
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
+    tiles = Tiles(
+        q=gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 1, BLOCK_M, DIM], q.layout),
+        k=gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout),
+        d_out=gl.allocate_shared_memory(d_out.dtype, [LATE_STAGES * 2, 1, 1, BLOCK_M, DIM], d_out.layout),
+        v=gl.allocate_shared_memory(v.dtype, [LATE_STAGES, 1, 1, BLOCK_N, DIM], v.layout),
+        bias=gl.allocate_shared_memory(bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], bias.layout),
+    )
+    barriers = Barriers(
+        bias_full=new_barriers(1, 1),
+        full=new_barriers(STAGES, 1),
+        free=new_barriers(STAGES, 2),
+        late_full=new_barriers(LATE_STAGES, 1),
+        late_free=new_barriers(LATE_STAGES, 2),
+    )
+    fence_async_shared()
+    mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
+    for i in gl.static_range(2):
+        copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
+    context = Context(tiles, barriers, seq, sharing_heads, row, col, begin, end)
+    vectors = Vectors(lse, delta)
+    gl.warp_specialize(
+        [
+            (_consume, (context, rules, vectors, parts, part_entry, 0, config)),
+            (_consume, (context, rules, vectors, parts, part_entry, 1, config)),
+            (_produce, (q, k, d_out, v, context, groups, config)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _produce(q, k, d_out, v, context, groups, config: gl.constexpr):
+    """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
+    tiles, barriers, row, col = context.tiles, context.barriers, context.row, context.col
+    for member in range(context.begin, context.end):
+        seq = member_of(context.seq, member, context.sharing_heads)
+        step = member - context.begin
+        stage, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+        full = barriers.full.index(stage)
+        mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
+        copy(k, [seq.batch, seq.head // groups, col, 0], full, tiles.k.index(stage))
+        copy(q, [seq.batch, seq.head, row, 0], full, tiles.q.index(2 * stage))
+        copy(q, [seq.batch, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
+        late, late_phase = stage_of(step, config.LATE_STAGES)
+        mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
+        late_full = barriers.late_full.index(late)
+        mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
+        copy(v, [seq.batch, seq.head // groups, col, 0], late_full, tiles.v.index(late))
+        copy(d_out, [seq.batch, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
+        copy(d_out, [seq.batch, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
+
+
+@gluon.jit
+def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, config: gl.constexpr):
+    """BLOCK_M rows of the program's tile, the first or the second."""
+    PAIRS: gl.constexpr = config.PAIRS
+    seq, col = context.seq, context.col
+    row = context.row + which * BLOCK_M
+    total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
+    mbarrier.wait(context.barriers.bias_full.index(0), 0)
+    offset = seq.len_k - seq.len_q
+    at_edge = col + BLOCK_N > seq.len_k
+    if rules.right is not None:
+        at_edge |= col + BLOCK_N > row + offset + rules.right + 1
+    if rules.left is not None:
+        at_edge |= col < row + BLOCK_M - 1 + offset - rules.left
+    if at_edge:
+        for member in range(context.begin, context.end):
+            total += _member(context, rules, vectors, row, member, which, config, EDGE=True)
+    else:
+        for member in range(context.begin, context.end):
+            total += _member(context, rules, vectors, row, member, which, config, EDGE=False)
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
+    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
+    pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
+    pointers = pointers + (rows.to(gl.int64) * parts.row)[:, None] + (cols.to(gl.int64) * parts.col)[None, :]
+    gl.store(pointers, total.to(parts.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (cols < seq.len_k)[None, :])
+
+
+@gluon.jit
+def _member(context, rules, vectors, row, member, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """dS of the consumer's rows in one member."""
+    tiles, barriers = context.tiles, context.barriers
+    DIM: gl.constexpr = config.DIM
+    PAIRS: gl.constexpr = config.PAIRS
+    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    seq = member_of(context.seq, member, context.sharing_heads)
+    step = member - context.begin
+    stage = step % config.STAGES
+    late = step % config.LATE_STAGES
+    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
+    delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
+    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
+    mbarrier.wait(barriers.full.index(stage), (step // config.STAGES) & 1)
+    q_tile = tiles.q.index(2 * stage + which).reshape([BLOCK_M, DIM])
+    k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
+    s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+    mbarrier.wait(barriers.late_full.index(late), (step // config.LATE_STAGES) & 1)
+    d_out_tile = tiles.d_out.index(2 * late + which).reshape([BLOCK_M, DIM])
+    v_tile = tiles.v.index(late).reshape([BLOCK_N, DIM]).permute((1, 0))
+    d_p = warpgroup_mma(d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+    s = warpgroup_mma_wait(1, [s])
+    mbarrier.arrive(barriers.free.index(stage), count=1)
+    rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
+    cols = context.col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    s = ruled(s, tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), Hiding(), rules, seq, rows, cols, EDGE)
+    p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
+    d_p = warpgroup_mma_wait(0, [d_p])
+    mbarrier.arrive(barriers.late_free.index(late), count=1)
+    return p * (d_p - delta_rows[:, None])

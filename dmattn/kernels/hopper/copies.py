@@ -1,0 +1,126 @@
+"""What the kernels for Hopper (sm_90) share: which problems they take, tensors as the copy engine takes them, and barriers.
+
+They are written in Gluon, which ships with Triton, because there one says what runs beside what: a program has consumers, which multiply,
+and a producer, which copies tiles to shared memory ahead of them.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..base.device import device_family
+from ..base.tiles import block_dim
+
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
+LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
+PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
+
+GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
+
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.9 on, and before
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.7 on, and before
+
+
+def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
+    """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
+
+    It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
+    a positive scale (a larger product is a larger score then) that leaves room to say a bias in units of the products, and neither softcap nor
+    dropout.
+    """
+    query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
+    if device_family(query.device) != "sm_90" or not GLUON:
+        return False
+    if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
+        return False
+    if problem.first is not None and query.shape[2] > 1 << 22:
+        return False  # twice a place is not exact in float32
+    if problem.softcap is not None or problem.seed is not None or not 2.0**-64 <= problem.scale <= 2.0**64:
+        return False
+    by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
+    if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):
+        return False  # an offset within a tile is 32-bit
+    if bias is not None and bias.dtype == torch.float64:
+        return False  # a vector of it takes too many registers
+    return all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
+
+
+def consumers_of(length: int, dim: int) -> int:
+    """How many consumers share the 64s of a length in one program.
+
+    Three hide each other's waiting better than two, but have registers for head dims to 64 only, and should leave few of the last rows idle.
+    """
+    return 3 if dim <= 64 and triton.cdiv(length, 192) * 192 <= 1.1 * triton.cdiv(length, 128) * 128 else 2
+
+
+def padded_dim(problem: Any) -> int:
+    """What the head dims of query and value are padded to as they are copied, which is the same; 0 if it is not."""
+    dim, value_dim = (block_dim(x.shape[3]) for x in (problem.query, problem.value))
+    return dim if dim == value_dim else 0
+
+
+def of_pairs(bias: Tensor | None) -> bool:
+    """Whether a bias has an entry for every pair of query and key."""
+    return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
+
+
+def copyable(x: Tensor) -> bool:
+    """Whether the copy engine can address the tensor: 16-bit or bool, the last axis dense, all else at multiples of 16 bytes, none expanded."""
+    return x.data_ptr() % 16 == 0 and _addressable(x.dtype, x.shape, x.stride())
+
+
+def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
+    """The tensor as the copy engine takes it, in tiles of [rows, cols] of one (batch, head)."""
+    if x is None:
+        return None
+    strides = [8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]  # of an axis of 1 any will do
+    strides[3] = 1
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
+
+
+def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """A bool mask of pairs, as `tiled`, in bytes."""
+    strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
+
+
+def tiled_vectors(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """A contiguous tensor of 32-bit numbers as the copy engine takes it, in tiles of [rows, cols] of one (batch, head), row after row."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, cols], _VECTOR_LAYOUT)
+
+
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+_NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
+_VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+_MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
+
+
+@lru_cache(maxsize=4096)
+def _addressable(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    outer = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    aligned = all(stride * dtype.itemsize % 16 == 0 and 0 < stride < 1 << 38 for stride in outer)
+    return dtype.itemsize <= 2 and strides[3] == 1 and aligned
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers in shared memory, each of which completes a phase with that many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(made.index(i), count=arrivals)
+    return made
+
+
+@gluon.jit
+def stage_of(turn, STAGES: gl.constexpr):
+    """(which of the stages in shared memory a turn uses, the parity of how often it was used before)."""
+    return turn % STAGES, (turn // STAGES) & 1

@@ -1,0 +1,305 @@
+"""The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
+
+The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
+shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before; the others
+use the time of its softmax for their products, three of them in turn but beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
+https://arxiv.org/abs/2407.08608). Where blocks of queries have about the same work, there is one program for each processor, whose producer
+begins the next block while the consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon. What `takes` refuses goes
+through portable/forward.py.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..base.bias_columns import COLUMNS
+from ..base.device import processors
+from ..base.launch import launch
+from ..base.layout import slice_pointer, strided
+from ..base.overlap import follow
+from ..base.rules import LOG2E
+from .bias_columns import ones_for_lifts
+from .copies import (
+    CONSUMER_REGISTERS,
+    CONSUMER_REGISTERS_OF_THREE,
+    LAUNCH_REGISTERS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    barriers,
+    consumers_of,
+    copy,
+    of_pairs,
+    padded_dim,
+    serves,
+    stage_of,
+    sync_threads,
+    tiled,
+)
+from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
+from .registers import exponent_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
+from .walk import Lengths, copy_blocks, copy_described, even_work, key_walk, listed_keys, tile_range, visits_of, work_of
+
+# NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
+KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+
+
+class Descriptors(NamedTuple):
+    """Tensors as the copy engine takes them, in tiles of these shapes; None where there is none."""
+
+    q: Any  # [1, 1, BLOCK_M, DIM]
+    k: Any  # [1, 1, SUB, PANEL]
+    v: Any  # [1, 1, SUB, PANEL]
+    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
+    intervals: Any  # [1, 1, 1, 2 * SUB]
+    lifts: Any  # [1, 1, SUB, COLUMNS]
+
+
+def takes(problem: Any) -> bool:
+    """Whether `forward` takes a problem. Of head dims to 64 it takes long ones without masks and windows.
+
+    portable/forward.py is faster with others.
+    """
+    narrow = problem.mask is None and problem.first is None and problem.left is None and problem.right is None and problem.key.shape[2] >= 2048
+    return serves(problem, (64, 128) if narrow and (problem.bias is None or of_pairs(problem.bias)) else (128,))
+
+
+def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
+    batch, heads, len_q = problem.query.shape[:3]
+    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    block_m, dim = BLOCK_M.value, padded_dim(problem)
+    consumers = consumers_of(len_q, dim)
+    pairs = of_pairs(problem.bias)
+    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, KEYS)
+    works = triton.cdiv(len_q, consumers * block_m) * heads * batch
+    launch(
+        _forward_kernel,
+        min(works, processors(problem.query.device)) if even_work(problem) else works,
+        q=tiled(problem.query, block_m, dim),
+        k=tiled(problem.key, sub, PANEL.value),
+        v=tiled(problem.value, sub, PANEL.value),
+        bias=tiled(problem.bias if pairs else None, block_m, sub),
+        intervals=intervals,
+        lifts=lifts,
+        rules=rules,
+        out=strided(out, heads),
+        lse=strided(lse, heads),
+        heads=heads,
+        groups=heads // kv_heads,
+        works=works,
+        len_q=len_q,
+        len_k=len_k,
+        VALUE_DIM=value_dim,
+        BLOCK_N=KEYS,
+        STAGES=STAGES,
+        DIM=dim,
+        CONSUMERS=consumers,
+        IN_TURN=consumers == 3 and not pairs,
+        EVEN_N=len_k % KEYS == 0,
+        BIAS_FIRST=pairs and scales_exactly(problem),
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[consumers],
+    )
+
+
+def scales_exactly(problem: Any) -> bool:
+    """Whether queries times the scale have no other digits: it is 1, or they are bfloat16 and it is a smaller power of 2.
+
+    The bias is then what products are added to, and the tensor cores round it with each 16 dims: beside a bias far from 0, lse is off by about
+    2e-7 of it.
+    """
+    return problem.scale == 1 or (problem.query.dtype == torch.bfloat16 and problem.scale < 1 and math.frexp(problem.scale)[0] == 0.5)
+
+
+@gluon.jit
+def _forward_kernel(
+    q, k, v, bias, intervals, lifts, rules, out, lse, heads, groups, works, len_q, len_k,
+    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
+):  # fmt: skip
+    """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+
+    q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
+    rules. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
+    """
+    follow()
+    SUB: gl.constexpr = k.block_shape[2]
+    config: gl.constexpr = Config(
+        CONSUMERS=CONSUMERS,
+        QUERIES=CONSUMERS * BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        SUB=SUB,
+        BLOCKS=BLOCK_N // SUB,
+        STAGES=STAGES,
+        DIM=DIM,
+        VALUE_DIM=VALUE_DIM,
+        IN_TURN=IN_TURN,
+        EVEN_N=EVEN_N,
+        OF_PAIRS=bias is not None,
+        BIAS_FIRST=BIAS_FIRST,
+        BACKWARDS=rules.lists is None and bias is None,
+        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
+        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
+    )
+    tiles = Tiles(
+        q=_room(q, CONSUMERS, BLOCK_M, DIM),
+        k=_room(k, STAGES, BLOCK_N, DIM),
+        v=_room(v, STAGES, BLOCK_N, DIM),
+        bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        lifts=None if lifts is None else _room(lifts, STAGES * config.BLOCKS, SUB, COLUMNS),
+        ones=None if lifts is None else ones_for_lifts(BLOCK_M),
+    )
+    barriers = _barriers(config)
+    fence_async_shared()
+    descriptors = Descriptors(q, k, v, bias, intervals, lifts)
+    lengths = Lengths(works, heads, len_q, len_k)
+    REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
+    gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
+        [
+            (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
+            if which < CONSUMERS
+            else (_produce, (descriptors, tiles, barriers, rules, lengths, groups, config))
+            for which in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
+    return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
+
+
+@gluon.jit
+def _barriers(config: gl.constexpr):
+    """The barriers of a program, and room for votes."""
+    return Barriers(
+        q_full=barriers(1, 1),
+        q_free=barriers(1, config.CONSUMERS),
+        k_full=barriers(config.STAGES, 1),
+        k_free=barriers(config.STAGES, config.CONSUMERS),
+        v_full=barriers(config.STAGES, 1),
+        v_free=barriers(config.STAGES, config.CONSUMERS),
+        turns=barriers(config.CONSUMERS, 1),
+        votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+
+
+@gluon.jit
+def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
+    """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
+    BLOCKS: gl.constexpr = config.BLOCKS
+    TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
+    LIFT_BYTES: gl.constexpr = 0 if descriptors.lifts is None else BLOCKS * descriptors.lifts.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if descriptors.bias is None else BLOCKS * config.CONSUMERS * descriptors.bias.block_type.nbytes
+    turn = 0  # tiles so far
+    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * descriptors.q.block_type.nbytes)
+        for i in gl.static_range(config.CONSUMERS):
+            copy(descriptors.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+        kv_head = seq.head // groups
+        for step in range(walk.begin, walk.full_end, config.BLOCK_N):
+            starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
+            stage, phase = stage_of(turn, config.STAGES)
+            full = barriers.k_full.index(stage)
+            mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
+            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
+            copy_blocks(descriptors.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            copy_described(
+                descriptors.intervals, descriptors.lifts, rules, seq, starts, full, tiles.intervals, tiles.lifts, stage, BLOCKS, config.SUB
+            )
+            if descriptors.bias is not None:
+                _copy_bias(descriptors.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
+            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
+            copy_blocks(descriptors.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            turn += 1
+
+
+@gluon.jit
+def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: gl.constexpr):
+    """Copy the bias of pairs of a tile, whose blocks begin at `starts`, for each consumer, and tell the barrier."""
+    BLOCKS: gl.constexpr = config.BLOCKS
+    entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+    head = seq.head // rules.bias.group
+    chunks = bias_tiles._reinterpret(bias.dtype, [config.STAGES * config.CONSUMERS * BLOCKS, 1, 1, BLOCK_M, config.SUB], bias.layout)
+    for block in gl.static_range(BLOCKS):
+        for i in gl.static_range(config.CONSUMERS):
+            chunk = chunks.index((config.CONSUMERS * stage + i) * BLOCKS + block)  # [1, 1, BLOCK_M, SUB]
+            copy(bias, [entry, head, row + i * BLOCK_M, starts[block]], full, chunk)
+
+
+@gluon.jit
+def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
+    """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
+    turn = 0  # tiles so far
+    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
+    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
+        context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
+        sums = _no_sums(turn, tiles.v.dtype, config)
+        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        if config.BIAS_FIRST:
+            _multiply(q_tile, rules.scale)
+        if walk.begin < walk.full_end:
+            sums = add_tiles(context, sums, which, config)
+            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            sums = add_last_values(context, sums, config)
+        else:
+            mbarrier.arrive(barriers.q_free.index(0), count=1)
+        _store(context, sums, out, lse, which, config)
+        turn = sums.turn
+
+
+@gluon.jit
+def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
+    """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
+    zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
+    return Sums(
+        acc=gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.OUT),
+        weights=rounded_pairs(zeros, DTYPE),
+        row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
+        row_sum=lane_sums(zeros),
+        turn=turn,
+    )
+
+
+@gluon.jit
+def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
+    """Normalise and store out and lse of a consumer's queries."""
+    row_sum = sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
+    divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = sums.acc / gl.convert_layout(divisor, gl.SliceLayout(1, config.OUT))[:, None]
+    seq, row = context.seq, context.row + which * BLOCK_M
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
+    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (sums.row_max * exponent_factor(context.rules) + gl.log2(divisor)) / LOG2E)
+    gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
+    store_rows(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
+
+
+@gluon.jit
+def _multiply(rows, scale):
+    """Multiply rows in shared memory by the scale, where they are."""
+    LANES: gl.constexpr = rows.shape[1] // 8  # of a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows.store((rows.load(LAYOUT).to(gl.float32) * scale).to(rows.dtype))
+    fence_async_shared()
+    sync_threads()

@@ -1,0 +1,289 @@
+"""The forward pass on Hopper (sm_90), a consumer's part of hopper/forward.py: tiles of keys, one after the other.
+
+A tile does without a maximum of its own while that of the tiles before will do: probabilities are powers of 2 of what scores are above it, and
+their sums say whether one was too far above (`all_within`). Then the tile is computed again, with its own maximum. It is so with tiles that
+hide no pair. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute);
+here the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside
+it. They are the same in each run.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..base.softmax import weights_at, weights_of
+from .copies import stage_of
+from .registers import Hiding, all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
+from .walk import intervals_of, lift_tile, listed_key, open_keys
+
+BLOCK_M = gl.constexpr(64)  # queries of a consumer
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
+RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
+
+
+class Config(NamedTuple):
+    """Options of the kernel, and constants that follow from them."""
+
+    CONSUMERS: Any  # 2 or 3
+    QUERIES: Any  # of a program's block: BLOCK_M for each consumer
+    BLOCK_N: Any  # keys of a tile
+    SUB: Any  # keys of a block, by which a tile is copied
+    BLOCKS: Any  # of a tile
+    STAGES: Any  # tiles of keys in shared memory
+    DIM: Any  # head dims of queries and values, padded
+    VALUE_DIM: Any  # head dims of out
+    IN_TURN: Any  # consumers multiply one after the other
+    EVEN_N: Any  # no tile goes past the end of the keys
+    OF_PAIRS: Any  # there is a bias of pairs
+    BIAS_FIRST: Any  # queries are multiplied by the scale, and products added to the bias of pairs
+    BACKWARDS: Any  # the last keys come first (`step_of`)
+    PAIRS: Any  # layout of scores
+    OUT: Any  # layout of out
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory; None where there is nothing of the kind."""
+
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM]
+    k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
+    intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
+    lifts: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
+    ones: Any  # [BLOCK_M, COLUMNS]: the left factor of lifts
+
+
+class Barriers(NamedTuple):
+    """Barriers between the producer and the consumers, and the votes of a consumer's threads.
+
+    The barriers of keys stand for the bias, intervals and lifts of their tile too.
+    """
+
+    q_full: Any  # [1, 1]
+    q_free: Any  # [1, 1]
+    k_full: Any  # [STAGES, 1]
+    k_free: Any  # [STAGES, 1]
+    v_full: Any  # [STAGES, 1]
+    v_free: Any  # [STAGES, 1]
+    turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
+    votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
+
+
+class Context(NamedTuple):
+    """One block of queries, with the shared memory and rules for its tiles of keys."""
+
+    q_tile: Any  # [BLOCK_M, DIM]: those of the consumer
+    tiles: Any
+    barriers: Any
+    rules: Any
+    seq: Any
+    row: Any  # the first query of the block, whose first BLOCK_M are those of consumer 0
+    walk: Any
+
+
+class Sums(NamedTuple):
+    """Results of a consumer after some tiles of keys."""
+
+    acc: Any  # [BLOCK_M, DIM]: out without the values of the last tile, unnormalised
+    weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
+    row_max: Any  # [BLOCK_M]
+    row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
+    turn: Any  # how many tiles there were, those of blocks before included
+
+
+@gluon.jit
+def step_of(walk, start, config: gl.constexpr):
+    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same.
+
+    The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
+    beside a bias of pairs, where the order of memory was the faster one (docs/history.md).
+    """
+    if config.BACKWARDS:
+        return 2 * walk.begin + (walk.full_end - 1 - walk.begin) // config.BLOCK_N * config.BLOCK_N - start
+    else:
+        return start
+
+
+@gluon.jit
+def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
+    """Sums with all tiles of a walk, which has one: those that hide no pair lie between others that may."""
+    rules, walk = context.rules, context.walk
+    LISTS: gl.constexpr = rules.lists is not None
+    WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
+    FIRST_HIDES: gl.constexpr = WINDOW or not config.EVEN_N or rules.mask is not None or rules.first is not None
+    HIDES_BEFORE: gl.constexpr = LISTS or (rules.right if config.BACKWARDS else rules.left) is not None
+    HIDES_AFTER: gl.constexpr = not LISTS and (rules.left is not None if config.BACKWARDS else rules.right is not None or not config.EVEN_N)
+    after = walk.begin + config.BLOCK_N
+    sums = _add_tile(context, sums, walk.begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
+    open_begin, open_end = _open_steps(context, after, which, config)
+    if HIDES_BEFORE:
+        for step in range(after, open_begin, config.BLOCK_N):
+            sums = _add_tile(context, sums, step, which, config, EDGE=True)
+    sums = _add_open_tiles(context, sums, open_begin, open_end, which, config)
+    if HIDES_AFTER:
+        for step in range(open_end, walk.full_end, config.BLOCK_N):
+            sums = _add_tile(context, sums, step, which, config, EDGE=True)
+    return sums
+
+
+@gluon.jit
+def add_last_values(context, sums, config: gl.constexpr):
+    """Sums with the values of the last tile too, whose stage is given back."""
+    stage, phase = stage_of(sums.turn - 1, config.STAGES)
+    acc = warpgroup_mma_wait(0, [_values_under_way(context, sums, stage, phase, config)])
+    mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
+    return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn)
+
+
+@gluon.jit
+def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
+    """[begin, end) of the steps, from the second one on, whose tiles hide no pair from a consumer."""
+    rules, walk = context.rules, context.walk
+    if rules.lists is not None:
+        return walk.end, walk.full_end
+    else:
+        row = context.row + which * BLOCK_M
+        begin, end = open_keys(rules, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
+        if config.BACKWARDS:
+            begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
+        return gl.maximum(begin, after), gl.maximum(end, after)
+
+
+@gluon.jit
+def _add_tile(
+    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr = False, AGAIN: gl.constexpr = False
+):
+    """Sums with one tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added.
+
+    With AGAIN, after `_add_near_tile`, the values of the tile before were added already, and it is nobody's turn.
+    """
+    barriers, rules = context.barriers, context.rules
+    stage = stage_of(sums.turn, config.STAGES)[0]
+    before = stage_of(sums.turn - 1, config.STAGES)[0]
+    ADDS: gl.constexpr = not FIRST and not AGAIN
+    s, acc = _scores(context, sums, step, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
+    new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
+    # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
+    LOADED: gl.constexpr = (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None)
+    LATE: gl.constexpr = LOADED and config.CONSUMERS == 3
+    if not LATE:
+        if LOADED:
+            new_max = looked_at(new_max)
+        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+    p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
+    if ADDS:
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(barriers.v_free.index(before), count=1)
+    if not FIRST:
+        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, config.OUT))[:, None]
+    row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
+    if LATE:
+        row_sum = looked_at(row_sum)
+        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1)
+
+
+@gluon.jit
+def _add_open_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do."""
+    step = begin
+    while step < end:
+        near = 1
+        while (near != 0) & (step < end):
+            sums, near = _add_near_tile(context, sums, step, which, config)
+            step += near * config.BLOCK_N
+        if step < end:
+            sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True)
+            step += config.BLOCK_N
+            risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
+            for after in range(step, risen, config.BLOCK_N):
+                sums = _add_tile(context, sums, after, which, config, EDGE=False)
+            step = gl.maximum(step, risen)
+    return sums
+
+
+@gluon.jit
+def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr):
+    """(`_add_tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added, 0).
+
+    The weights are not to be used then, and the stage is not given back. When it is, its bias was loaded: the threads' votes depend on it.
+    """
+    barriers, rules = context.barriers, context.rules
+    stage = stage_of(sums.turn, config.STAGES)[0]
+    before = stage_of(sums.turn - 1, config.STAGES)[0]
+    votes = barriers.votes.index(which)
+    s, acc = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+    added = lane_sums(p)  # [BLOCK_M, 4]
+    # The order that the H200 was faster with. Three consumers have no registers for the other.
+    AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
+    near = 1
+    if AT_ONCE:
+        near = all_within(added, votes)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(barriers.v_free.index(before), count=1)
+    if not AT_ONCE:
+        near = all_within(added, votes)
+    mbarrier.arrive(barriers.k_free.index(stage), count=1, pred=near != 0)
+    row_sum = sums.row_sum + gl.where(near != 0, added, 0.0)
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, sums.turn + near), near
+
+
+@gluon.jit
+def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr):
+    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them)."""
+    tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
+    start = 0  # where there are intervals, nothing needs it
+    if rules.first is None:
+        key = step_of(walk, step, config)
+        start = listed_key(rules, seq, context.row, key, block=0, walk=walk, BLOCK_M=config.QUERIES, SUB=config.SUB)
+    row = context.row + which * BLOCK_M
+    stage, phase = stage_of(sums.turn, config.STAGES)
+    before, phase_before = stage_of(sums.turn - 1, config.STAGES)
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))[:, None]  # [BLOCK_M, 1]
+    cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
+    hiding = Hiding()
+    if EDGE:
+        hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start))
+    bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
+    mbarrier.wait(barriers.k_full.index(stage), phase)
+    s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
+    if config.BIAS_FIRST:
+        s = widened(_bias_tile(tiles, stage, which, config))
+        bias = None
+    if IN_TURN:
+        mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
+    k_tile = tiles.k.index(stage).reshape([config.BLOCK_N, config.DIM])  # [BLOCK_N, DIM]
+    s = warpgroup_mma(context.q_tile, k_tile.permute((1, 0)), s, use_acc=config.BIAS_FIRST, is_async=True)
+    if rules.bias_by_key is not None:
+        s = warpgroup_mma(tiles.ones, lift_tile(tiles.lifts, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)
+    acc = sums.acc
+    if ADDS:
+        acc = _values_under_way(context, sums, before, phase_before, config)
+    if IN_TURN:
+        mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
+    s = warpgroup_mma_wait(1 if ADDS else 0, [s])
+    if config.OF_PAIRS and not config.BIAS_FIRST:
+        bias = _bias_tile(tiles, stage, which, config)
+    if EDGE and rules.first is not None:
+        middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
+        hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
+    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
+    return s, acc
+
+
+@gluon.jit
+def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
+    """Out with the weights of the last tile times its values, which come to that stage; the product is under way."""
+    v_tiles = context.tiles.v
+    mbarrier.wait(context.barriers.v_full.index(stage), phase)
+    weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT, 2))  # [BLOCK_M, BLOCK_N]
+    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM]), sums.acc, is_async=True)
+
+
+@gluon.jit
+def _bias_tile(tiles, stage, which: gl.constexpr, config: gl.constexpr):
+    """The bias of a consumer's pairs in a tile, [BLOCK_M, BLOCK_N]."""
+    return tiles.bias.index(config.CONSUMERS * stage + which).reshape([BLOCK_M, config.BLOCK_N]).load(config.PAIRS)

@@ -1,0 +1,380 @@
+"""dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper/key_grad.py, but for how work is divided.
+
+The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
+block of keys, of which its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of
+one consumer's size also hold fewer pairs that no interval contains.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..base.key_sums import by_group, vectors_of
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, Strided, slice_pointer, strided
+from ..base.overlap import follow
+from ..base.place import next_step, place_keys, query_window
+from ..base.query_terms import Incoming
+from ..base.rules import rules_of
+from ..visits.intervals import block_bounds
+from .bias_columns import lift_room, ones_for_lifts, store_lifts
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, serves, stage_of, tiled
+from .copies import barriers as new_barriers
+from .key_tile import (
+    BLOCK_M,
+    BLOCK_N,
+    PAIRS,
+    Barriers,
+    Context,
+    Keys,
+    Ones,
+    Results,
+    Sources,
+    Sums,
+    Tiles,
+    add_tile,
+    allocate_terms,
+    copy_pairs,
+    copy_terms,
+    holds_lifts,
+    no_lane_sums,
+    no_sums,
+    open_queries,
+    sums_layout,
+    tiled_terms,
+    turn_of,
+    uniform_bias_of,
+)
+from .registers import interval_of, places_of, store_rows, sums_of_lanes
+
+STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
+
+
+class Config(NamedTuple):
+    """Options of a launch, the kernel's constexprs."""
+
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    DIM: Any  # both padded
+    ALIKE: Any  # the heads of a group have the same intervals and bias of keys
+    BY_GROUP: Any  # sums over queries are summed over the heads of a group too
+
+
+class Exchange(NamedTuple):
+    """The second consumer gives its sums to the first: one barrier of two says that there is room for them, the other that they are there."""
+
+    gradients: Any  # [2, 1] barriers for dK and dV, whose room is that of the tiles of queries
+    key_sums: Any  # [2, 1] barriers for the sums over queries
+    room: Any  # [BLOCK_N] float32 in shared memory, for the sums over queries
+
+
+class Attending(NamedTuple):
+    """Queries that attend a block of keys: from `begin`, a multiple of BLOCK_M, to `end`."""
+
+    begin: Any
+    end: Any
+    last_to_begin: Any  # the query from which on all keys are alive
+    first_to_end: Any  # the query from which on one of them is not
+
+
+class Steps(NamedTuple):
+    """Tiles of BLOCK_M queries from `begin` to `end`: those from `open_begin` to `open_end` hide no pair."""
+
+    begin: Any
+    end: Any
+    open_begin: Any
+    open_end: Any
+
+
+def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
+    """Whether `key_gradients` takes a problem with these."""
+    return problem.first is not None and serves(problem, (64, 128), d_out, d_bias)
+
+
+def key_gradients(
+    problem: Any,
+    incoming: Incoming,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    key_sums: Tensor | None,
+    d_bias: Tensor | None,
+    order: Tensor | None,
+) -> None:
+    """As in portable/key_grad.py, for what it takes."""
+    batch, heads, len_q, head_dim = problem.query.shape
+    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    if d_bias is not None:
+        d_bias.zero_()  # what lies outside the intervals
+    alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
+    launch(
+        _key_gradients_kernel,
+        triton.cdiv(len_k, block_n) * kv_heads * batch,
+        q=tiled(problem.query, block_m, dim),
+        k=tiled(problem.key, block_n, dim),
+        v=tiled(problem.value, block_n, dim),
+        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        d_out=tiled(incoming.d_out, block_m, dim),
+        d_bias=tiled(d_bias, block_m, block_n),
+        rules=rules_of(problem),
+        bounds=strided(block_bounds(problem, block_n), heads),
+        terms=tiled_terms(incoming),
+        d_k=strided(d_key, heads),
+        d_v=strided(d_value, heads),
+        key_sums=strided(vectors_of(key_sums), heads),
+        order=strided(order, heads),
+        heads=heads,
+        groups=heads // kv_heads,
+        len_q=len_q,
+        len_k=len_k,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        DIM=dim,
+        ALIKE=alike,
+        BY_GROUP=by_group(problem, key_sums),
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS[2],
+    )
+
+
+@gluon.jit
+def _key_gradients_kernel(
+    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+
+    q, k, v, d_out, bias (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias is read from rules. What is
+    stored for each key is stored where `order` says, if there is one. ALIKE: the heads of a group have the same intervals and bias of keys.
+    """
+    follow()
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
+    col = block * BLOCK_N
+    seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    if d_k is not None:
+        d_k = _slice(d_k, seq)
+    if d_v is not None:
+        d_v = _slice(d_v, seq)
+    if order is not None:
+        order = _slice(order, seq)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)
+    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, DIM], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    terms_tiles = allocate_terms(terms, STAGES)
+    bias_tiles, d_bias_tiles = None, None
+    if bias is not None:
+        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
+    if d_bias is not None:
+        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+    if _is_dead(rules, bounds, seq, groups, col):
+        _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
+    else:
+        barriers = Barriers(
+            kv_full=new_barriers(1, 1),
+            q_full=new_barriers(STAGES, 1),
+            d_out_full=new_barriers(STAGES, 1),
+            free=new_barriers(STAGES, 1),
+        )
+        gradients_given = new_barriers(2, 1)
+        sums_given = new_barriers(2, 1)
+        lifts, key_ones = (None, None), None
+        if rules.bias_by_key is not None:
+            lifts = (lift_room(BLOCK_N), lift_room(BLOCK_N))
+            key_ones = ones_for_lifts(BLOCK_M)
+        score_ones, d_p_ones = None, None
+        if holds_lifts(terms.dtype):
+            score_ones = ones_for_lifts(BLOCK_N)
+            d_p_ones = ones_for_lifts(BLOCK_N, FIRST=3)
+        room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        fence_async_shared()
+        kv_full = barriers.kv_full.index(0)
+        mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
+        copy(k, [batch, kv_head, col, 0], kv_full, k_tile)
+        copy(v, [batch, kv_head, col, 0], kv_full, v_tile)
+        sources = Sources(q, terms, d_out, bias=bias)
+        tiles = Tiles(k_tile, v_tile, lifts, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
+        ones = Ones(key_ones, score_ones, d_p_ones)
+        exchange = Exchange(gradients_given, sums_given, room)
+        results = Results(d_k, d_v, key_sums, d_bias)
+        gl.warp_specialize(
+            [
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 0, config)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 1, config)),
+                (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _slice(t, seq):
+    """The slice of one sequence as a tensor that has no other: an address for consumers to keep, where they would keep strides too."""
+    return Strided(slice_pointer(t, seq), 0, 0, t.row, t.col, 1)
+
+
+@gluon.jit
+def _is_dead(rules, bounds, seq, groups, col):
+    """Whether no query of any head attends a block of keys."""
+    live = False
+    for head in range(seq.head, seq.head + groups):
+        attending = _attending(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
+        live = live | (attending.begin < attending.end)
+    return not live
+
+
+@gluon.jit
+def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
+    """The gradients of a block of keys that no query attends."""
+    SUMS: gl.constexpr = sums_layout(config.DIM)
+    zeros = gl.full([BLOCK_N, config.DIM], 0.0, gl.float32, SUMS)
+    if d_k is not None:
+        store_rows(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
+    if d_v is not None:
+        store_rows(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
+    if key_sums is not None:
+        no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
+        for head in range(seq.head, seq.head + (1 if config.BY_GROUP else groups)):
+            _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
+
+
+@gluon.jit
+def _store_sums(key_sums, order, seq, col, sums):
+    """The sums over the queries for a block of keys."""
+    cols = col + gl.arange(0, BLOCK_N, sums.type.layout)
+    places = cols.to(gl.int64)
+    if order is not None:
+        places = places_of(order, seq, cols, seq.len_k)
+    gl.store(slice_pointer(key_sums, seq) + places * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)
+
+
+@gluon.jit
+def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.constexpr):
+    """The same of both consumers' sums: the second gives its own to the first, the `turn`-th time."""
+    if which == 0:
+        mbarrier.wait(exchange.key_sums.index(1), turn & 1)
+        sums += exchange.room.load(gl.SliceLayout(1, PAIRS))
+        mbarrier.arrive(exchange.key_sums.index(0), count=1)
+        _store_sums(key_sums, order, seq, col, sums)
+    else:
+        mbarrier.wait(exchange.key_sums.index(0), (turn & 1) ^ 1)
+        exchange.room.store(sums)
+        mbarrier.arrive(exchange.key_sums.index(1), count=1)
+
+
+@gluon.jit
+def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col):
+    """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
+    Q_BYTES: gl.constexpr = sources.q.block_type.nbytes + sources.terms.block_type.nbytes + BIAS_BYTES
+    step = 0
+    for head in range(seq.head, seq.head + groups):
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        attending = _attending(rules, bounds, this, col)
+        for start in range(attending.begin, attending.end, BLOCK_M):
+            stage, phase = stage_of(step, STAGES)
+            mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+            q_full = barriers.q_full.index(stage)
+            mbarrier.expect(q_full, Q_BYTES)
+            copy(sources.q, [seq.batch, head, start, 0], q_full, tiles.q.index(stage))
+            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            if sources.bias is not None:
+                copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
+            d_out_full = barriers.d_out_full.index(stage)
+            mbarrier.expect(d_out_full, sources.d_out.block_type.nbytes)
+            copy(sources.d_out, [seq.batch, head, start, 0], d_out_full, tiles.d_out.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
+):  # fmt: skip
+    """Gradients of the program's keys from every second tile of queries; the first consumer stores the sum of both consumers'."""
+    SUMS: gl.constexpr = sums_layout(config.DIM)
+    k_tile, v_tile = tiles.k.reshape([BLOCK_N, config.DIM]), tiles.v.reshape([BLOCK_N, config.DIM])
+    context = Context(k_tile, v_tile, tiles.lifts[which], ones, tiles, barriers, rules, results, col, which)
+    of_group = 0
+    if config.ALIKE:
+        of_group = _describe_block(context, bounds, seq)
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    sums = no_sums(config.DIM)
+    before = 0  # steps of the heads before
+    for head in range(seq.head, seq.head + groups):
+        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        if not config.BY_GROUP:
+            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+        keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
+        begin, end = steps.begin, steps.end
+        mine = begin + ((before + which) % 2) * BLOCK_M
+        open_begin = next_step(mine, steps.open_begin, 2 * BLOCK_M)
+        open_end = gl.maximum(next_step(mine, steps.open_end, 2 * BLOCK_M), open_begin)
+        for start in range(mine, gl.minimum(open_begin, end), 2 * BLOCK_M):
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
+        for start in range(open_begin, gl.minimum(open_end, end), 2 * BLOCK_M):
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=False)
+        for start in range(open_end, end, 2 * BLOCK_M):
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
+        before += gl.cdiv(end - begin, BLOCK_M)
+        if results.key_sums is not None and not config.BY_GROUP:
+            _store_both_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
+    if results.key_sums is not None and config.BY_GROUP:
+        _store_both_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+    if results.d_bias is not None:
+        tma.store_wait(0)
+    given = _room_for_gradients(tiles, config.DIM)
+    if which == 0:
+        mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
+        mbarrier.wait(exchange.gradients.index(1), 0)
+        if results.d_k is not None:
+            store_rows(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+        if results.d_v is not None:
+            store_rows(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
+    else:
+        mbarrier.wait(exchange.gradients.index(0), 0)
+        if results.d_k is not None:
+            given.index(0).store(sums.d_k)
+        if results.d_v is not None:
+            given.index(1).store(sums.d_v)
+        mbarrier.arrive(exchange.gradients.index(1), count=1)
+
+
+@gluon.jit
+def _describe_block(context, bounds, seq):
+    """Store the lifts of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
+    rules, col = context.rules, context.col
+    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
+    if rules.bias_by_key is not None:
+        store_lifts(context.lifts, rules, seq, col)
+    attending = _attending(rules, bounds, seq, col)
+    begin, end = attending.begin, attending.end
+    open_begin, open_end = open_queries(rules, seq, col, begin, end)
+    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(attending.last_to_begin, seq.len_q), BLOCK_M))
+    open_end = gl.minimum(open_end, next_step(begin, attending.first_to_end - BLOCK_M + 1, BLOCK_M))
+    return Keys(uniform_bias_of(rules, seq), middle2, length), Steps(begin, end, open_begin, open_end)
+
+
+@gluon.jit
+def _room_for_gradients(tiles, DIM: gl.constexpr):
+    """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, DIM]."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
+
+
+@gluon.jit
+def _attending(rules, bounds, seq, col):
+    """The :class:`Attending` of a block of keys; from the last to begin on all keys are alive."""
+    begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), BLOCK_N)
+    pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
+    end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
+    begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)
+    return Attending(begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3))

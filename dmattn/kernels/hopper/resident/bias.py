@@ -1,0 +1,197 @@
+"""What the kernels for Hopper (sm_90) share that keep a bias on chip: which problems they take, who walks which members, the bias itself.
+
+They are for narrow heads with few keys where many (batch, head) share a bias, as rows of pair representations do. A program walks these members
+of a slice of the bias. Products of Q K^T begin their sums with the bias, so it is kept divided by the scale: in float32, or in its own 16 bits,
+which are widened at every use.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ...base.bias_columns import bounded
+from ...base.device import processors
+from ...base.layout import Sequence
+from ...base.place import member_of
+from ..copies import copy, of_pairs, serves, store, sync_threads
+from ..registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
+
+DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
+KEYS = gl.constexpr(128)  # of a tile
+MOST_KEYS = 3 * KEYS.value
+FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
+
+
+class Part(NamedTuple):
+    """A program's part of the work: a block of a slice of the bias, and every `splits`-th of the members that share the slice."""
+
+    bias_head: Any
+    sharing_heads: Any  # how many share a head of the bias
+    start: Any  # the first query or key of the block
+    first: Any  # the program's first member
+    members: Any  # how many share the slice
+    splits: Any
+    len_q: Any
+    len_k: Any
+
+
+def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
+    """Whether a problem is one for these kernels, whose programs have so many rows of the bias, with the `others` that the copy engine moves.
+
+    The bias of pairs is the only rule, has no batch axis and is of the queries' type; its slices have members enough for
+    each processor to walk many.
+    """
+    bias = problem.bias
+    if not of_pairs(bias) or bias.shape[0] > 1 or any(x is not None for x in (problem.mask, problem.first, problem.left, problem.right)):
+        return False
+    if problem.key.shape[2] > MOST_KEYS or not serves(problem, (16, DIM), *others):
+        return False
+    batch, heads, len_q, _ = problem.query.shape
+    if bias.dtype != problem.query.dtype or batch * (heads // bias.shape[1]) < FEWEST_MEMBERS:
+        return False
+    members = -(-len_q // rows) * batch * heads
+    return members >= FEWEST_MEMBERS * processors(problem.query.device)
+
+
+def parts_of(problem: Any, blocks: int) -> tuple[int, dict[str, int]]:
+    """(programs, who walks which members) for programs that have one of so many blocks of a slice, and share its members evenly."""
+    batch, heads = problem.query.shape[:2]
+    slices = problem.bias.shape[1]
+    members = batch * (heads // slices)
+    splits = min(members, max(1, processors(problem.query.device) // (blocks * slices)))
+    return blocks * slices * splits, dict(sharing_heads=heads // slices, members=members, splits=splits)
+
+
+def takes_backward(problem: Any, d_out: Tensor, d_query: Tensor | None) -> bool:
+    """Whether the kernels for dQ and dBias, and for dK and dV, take a problem: queries are few too, and no heads share keys."""
+    return problem.query.shape[2] <= MOST_KEYS and problem.key.shape[1] == problem.query.shape[1] and admits(problem, 64, d_out, d_query)
+
+
+@gluon.jit
+def part_of(blocks, splits):
+    """(block, head of the bias, first member) of this program's :class:`Part`.
+
+    The grid has one axis: blocks fastest, then heads, then first members.
+    """
+    program = gl.program_id(0)
+    slices = gl.num_programs(0) // splits // blocks
+    return program % blocks, program // blocks % slices, program // blocks // slices
+
+
+@gluon.jit
+def sequence_of(part, member):
+    """The sequence of one of the members that share the slice of a :class:`Part`."""
+    return member_of(Sequence(0, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads)
+
+
+@gluon.jit
+def allocate_bias(bias, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
+    """Shared memory of each consumer for so many chunks of the bias, which are tiles of its descriptor: WIDE for float32, else in 16 bits."""
+    PLACES: gl.constexpr = CHUNKS * (2 if WIDE else 1)
+    made = ()
+    for _consumer in gl.static_range(CONSUMERS):
+        made += (gl.allocate_shared_memory(bias.dtype, [PLACES, 1, 1, bias.block_shape[2], bias.block_shape[3]], bias.layout),)
+    return made
+
+
+@gluon.jit
+def keep_bias(
+    memory, bias, full, parity, rules, seq, row, col,
+    COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows. PAIRS is how one stands in registers.
+
+    They are returned as `bias_of` takes them, so many columns at once: quadruples of 32-bit numbers by threads. These are WIDE, a float32 for
+    each pair, or two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is
+    stored, and none has probabilities.
+
+    The copy engine fills the memory, which nobody must be reading, and what was copied is put in order in its place. That is a loop, for code
+    that runs once is waited for.
+    """
+    HEIGHT: gl.constexpr = bias.block_shape[2]
+    WIDTH: gl.constexpr = bias.block_shape[3]
+    PLACES: gl.constexpr = 2 if WIDE else 1
+    CHUNKS: gl.constexpr = memory.shape[0] // PLACES
+    QUADRUPLES: gl.constexpr = HEIGHT * WIDTH // 1024 * PLACES  # of a thread in a chunk
+    TYPE: gl.constexpr = gl.float32 if WIDE else gl.int32
+    ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    chunks = memory._reinterpret(TYPE, [CHUNKS, QUADRUPLES, 128, 4], ORDER)
+    down = HEIGHT if KEYS_DOWN else 0
+    across = 0 if KEYS_DOWN else WIDTH
+    fence_async_shared()
+    sync_threads()
+    mbarrier.expect(full, CHUNKS * bias.block_type.nbytes)
+    for i in range(CHUNKS):
+        copy(bias, [0, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
+    mbarrier.wait(full, parity)
+    used = gl.cdiv(seq.len_q - row, HEIGHT) if KEYS_DOWN else gl.cdiv(seq.len_k - col, WIDTH)
+    near = _within(memory, gl.minimum(used, CHUNKS), PLACES, rules.scale)
+    keys = gl.arange(0, WIDTH, gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS))
+    keys = keys[:, None] if KEYS_DOWN else keys[None, :]  # [WIDTH, 1] or [1, WIDTH]
+    for i in range(CHUNKS):
+        tile = memory.index(i * PLACES).reshape([HEIGHT, WIDTH])
+        given = (tile.permute((1, 0)) if KEYS_DOWN else tile).load(PAIRS)  # [WIDTH, HEIGHT] or [HEIGHT, WIDTH]
+        sync_threads()  # all have read the chunk
+        left = seq.len_k - col - i * across  # of the keys
+        ruled = (left < WIDTH) | (near == 0)
+        if WIDE:
+            wide = widened(given)
+            if ruled:
+                wide = up_to(bounded(wide, rules.scale), keys, left - 1)
+            chunks.index(i).store(by_threads(wide * (1 / rules.scale)))
+        else:
+            pairs = in_pairs(given)  # half as many columns
+            if ruled:
+                pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), bias.dtype)
+            pairs = pairs.reshape([4, 2, 8, QUADRUPLES, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([QUADRUPLES, 128, 4])
+            chunks.index(i).store(gl.convert_layout(pairs, order_of(QUADRUPLES)))
+    COUNT: gl.constexpr = COLS // 16 * PLACES
+    return memory._reinterpret(TYPE, [CHUNKS * QUADRUPLES // COUNT, COUNT, 128, 4], ORDER)
+
+
+@gluon.jit
+def _within(memory, chunks, PLACES: gl.constexpr, scale):
+    """Whether no finite bias of so many chunks is beyond what `bounded` leaves alone, 0 or 1. None of float16 is."""
+    if memory.dtype.is_fp16():
+        return 1
+    else:
+        INFINITE: gl.constexpr = 0x01000000  # what takes twice the bits of infinity, without its sign, to 0
+        WORDS: gl.constexpr = memory.shape[3] * memory.shape[4] // 2
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        words = memory._reinterpret(gl.uint32, [memory.shape[0], WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        largest = gl.full([WORDS], 0, gl.uint32, LAYOUT)
+        for i in range(chunks):
+            pair = words.index(i * PLACES).load(LAYOUT)  # [WORDS]
+            high = pair * 2 + INFINITE  # what is infinite, and what is no number, becomes less than any number; the lower bits do not matter
+            largest = gl.maximum(largest, gl.maximum(high, pair * 131072 + INFINITE))
+        bound = (1e38 * gl.minimum(scale, 1.0)).to(gl.uint32, bitcast=True) * 2 + INFINITE
+        return (gl.max(largest, 0) <= bound).to(gl.int32)
+
+
+@gluon.jit
+def bias_of(chunks, i, rules, PAIRS: gl.constexpr):
+    """A chunk of the bias divided by the scale, in float32."""
+    COUNT: gl.constexpr = chunks.shape[1]
+    x = chunks.index(i).load(order_of(COUNT))  # [COUNT, 128, 4]
+    if chunks.dtype == gl.float32:
+        return by_rows(x, PAIRS)
+    else:
+        BF16: gl.constexpr = "{ .reg .b32 high; and.b32 high, $2, 0xffff0000; shl.b32 $0, $2, 16; mov.b32 $1, high; }"
+        FP16: gl.constexpr = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+        CODE: gl.constexpr = FP16 if rules.bias.ptr.dtype.element_ty.is_fp16() else BF16
+        x = x.reshape([COUNT, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 5, 3))
+        low, high = gl.inline_asm_elementwise(CODE, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+        factor = 1 / rules.scale
+        return gl.convert_layout(gl.join(low * factor, high * factor).reshape([64, 16 * COUNT]), PAIRS)
+
+
+@gluon.jit
+def store_sums(t, buffer, seq, row, sums):
+    """A consumer's sums to their rows of a tensor by the copy engine, which is to be waited for at the end."""
+    tma.store_wait(0)  # what the buffer held is gone
+    buffer.reshape([sums.shape[0], sums.shape[1]]).store(sums.to(t.dtype))
+    fence_async_shared()
+    store(t, [seq.batch, seq.head, row, 0], buffer)

@@ -1,0 +1,207 @@
+"""Which blocks of queries a program takes on Hopper (sm_90), and its walk over tiles of keys, which may be made of listed blocks.
+
+What a tile has to know of its keys (intervals, a bias of keys) is copied with them, by the same blocks.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..base.bias_columns import COLUMNS
+from ..base.layout import Sequence, Span
+from ..base.place import next_step, place_work
+from ..base.rules import Rules, rules_of
+from ..visits.intervals import described_keys, of_keys
+from ..visits.lists import room, visited_block, visits
+from ..visits.walk import key_lists, key_range
+from .bias_columns import tiled_lifts
+from .copies import PANEL, copy, tiled_vectors
+
+KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
+
+
+class Lengths(NamedTuple):
+    """How many blocks of queries there are in all, heads, queries and keys."""
+
+    works: Any
+    heads: Any
+    len_q: Any
+    len_k: Any
+
+
+class Walk(NamedTuple):
+    """Steps over tiles of keys for a block of queries: from `begin` tiles that may hide pairs, from `end` to `full_end` those that hide none.
+
+    `partial` and `full` are how many blocks of either kind its list names; 0 without lists.
+    """
+
+    begin: Any
+    end: Any
+    full_end: Any
+    partial: Any
+    full: Any
+
+
+def even_work(problem: Any) -> bool:
+    """Whether a program for each processor may take every so many-th block of queries, for all have about the same work.
+
+    Under a dynamic mask most queries keep as many keys; a bias of keys is its sign. Other intervals may be a causal mask's.
+    """
+    if problem.first is not None:
+        return of_keys(problem.bias)
+    return problem.mask is None and problem.left is None and problem.right is None
+
+
+def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
+    """(rules, packed intervals and lifts as the copy engine takes them, keys of a block of them) for a walk over tiles of `block_n` keys.
+
+    Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
+    short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
+    """
+    if problem.first is None:
+        sub = block_n
+        rules = rules_of(problem, key_lists(problem, block_m, block_n))
+        _, intervals, lifts = described_keys(problem, block_m, sub)
+    else:
+        sub = KEYS_TOGETHER if of_keys(problem.bias) else PANEL.value
+        lists, intervals, lifts = described_keys(problem, block_m, sub)
+        rules = rules_of(problem._replace(left=None, right=None), lists)
+    return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_lifts(lifts, sub), sub
+
+
+@gluon.jit
+def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
+    """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
+    block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
+    return Sequence(batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
+
+
+@gluon.jit
+def visits_of(number, rules, lengths, BLOCK_M: gl.constexpr):
+    """How many (partial, full) blocks the list of a block of queries names; those of the last one for a number beyond, and 0 without lists.
+
+    They are asked for while a program is busy with the block before, for nothing to wait for them.
+    """
+    if rules.lists is None:
+        return 0, 0
+    else:
+        seq, row = work_of(gl.minimum(number, lengths.works - 1), rules, lengths, BLOCK_M)
+        return visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
+
+
+@gluon.jit
+def tile_range(visited, rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The :class:`Walk` over tiles of BLOCK_N keys at a query.
+
+    Where there are lists, a tile is made of the blocks of SUB keys that they name, `visited` (partial, full) in number: those of which no pair
+    is hidden fill the tiles from `end` on. The tiles are filled up in front, and the first one never counts as full.
+    """
+    partial, full = visited
+    if rules.lists is None:
+        begin, end, full_end = key_range(rules, seq, Span(row, 0, None), BLOCK_M, BLOCK_N)
+        return Walk(begin, end, full_end, partial, full)
+    else:
+        tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
+        full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
+        return Walk(0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full)
+
+
+@gluon.jit
+def listed_key(rules, seq, row, step, block: gl.constexpr, walk, BLOCK_M: gl.constexpr, SUB: gl.constexpr):
+    """The first key of a block of SUB of a tile; before the first key of all where the tile is filled up."""
+    if rules.lists is None:
+        return step + block * SUB
+    else:
+        visit = (step - walk.full_end) // SUB + block + walk.partial + walk.full
+        at = Span(row, 0, None)
+        number = visited_block(rules.lists, seq, at, gl.maximum(visit, 0), walk.partial, walk.full, room(seq.len_k, SUB), BLOCK_M)
+        return gl.where(visit < 0, -1, number) * SUB
+
+
+@gluon.jit
+def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr):
+    """The first key of every block of a tile."""
+    starts = ()
+    for block in gl.static_range(BLOCK_N // SUB):
+        starts += (listed_key(rules, seq, row, step, block, walk, BLOCK_M, SUB),)
+    return starts
+
+
+@gluon.jit
+def copy_blocks(t, batch, head, starts, full, tiles, stage):
+    """Copy a tile that is made of blocks to its stage of `tiles`, and tell the barrier."""
+    SUB: gl.constexpr = t.block_shape[2]
+    BLOCKS: gl.constexpr = tiles.shape[3] // SUB
+    PANELS: gl.constexpr = tiles.shape[4] // PANEL
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * PANELS * BLOCKS, 1, 1, SUB, PANEL], t.layout)
+    for panel in gl.static_range(PANELS):
+        for block in gl.static_range(BLOCKS):
+            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
+
+
+@gluon.jit
+def copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
+    """Copy packed intervals and lifts of the blocks of a tile, where there are any, and tell the barrier."""
+    if intervals is not None or lifts is not None:
+        if rules.first is None:
+            owner = rules.bias
+        else:
+            owner = rules.lists
+        entry = gl.where(owner.batch == 0, 0, seq.batch)
+        head = seq.head // owner.group
+        for block in gl.static_range(BLOCKS):
+            if intervals is not None:
+                copy(intervals, [entry, head, starts[block] // SUB, 0], full, interval_tiles.index(stage * BLOCKS + block))
+            if lifts is not None:
+                copy(lifts, [entry, head, starts[block], 0], full, lift_tiles.index(stage * BLOCKS + block))
+
+
+@gluon.jit
+def lift_tile(lift_tiles, stage, BLOCK_N: gl.constexpr):
+    """The lifts of the keys of a tile, whose blocks follow each other."""
+    STAGES: gl.constexpr = lift_tiles.shape[0] * lift_tiles.shape[3] // BLOCK_N
+    whole = lift_tiles._reinterpret(lift_tiles.dtype, [STAGES, 1, 1, BLOCK_N, COLUMNS], lift_tiles.layout)
+    return whole.index(stage).reshape([BLOCK_N, COLUMNS])
+
+
+@gluon.jit
+def intervals_of(interval_tiles, stage, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """(twice the middle, length) of the intervals of the keys of a tile, spread over it."""
+    middle2 = _key_vector(interval_tiles, stage, 0, BLOCK_N, SUB, PAIRS)
+    return middle2, _key_vector(interval_tiles, stage, 1, BLOCK_N, SUB, PAIRS)
+
+
+@gluon.jit
+def _key_vector(interval_tiles, stage, PART: gl.constexpr, BLOCK_N: gl.constexpr, SUB: gl.constexpr, PAIRS: gl.constexpr):
+    """One of the two parts of the packed intervals of a tile, [1, BLOCK_N]."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    BLOCKS: gl.constexpr = BLOCK_N // SUB
+    tile = interval_tiles._reinterpret(gl.float32, [interval_tiles.shape[0] // BLOCKS, BLOCKS, 2 * SUB], LAYOUT).index(stage)
+    vector = tile.slice(PART * SUB, SUB, dim=1).load(_by_blocks(BLOCK_N, SUB)).reshape([BLOCK_N])
+    return gl.convert_layout(vector, gl.SliceLayout(0, PAIRS))[None, :]
+
+
+@gluon.constexpr_function
+def _by_blocks(length, sub):
+    """The layout in registers of [length // sub, sub], row after row, that is a row of the products of a consumer."""
+    place = {bit: [bit // sub, bit % sub] for bit in (1 << i for i in range(length.bit_length() - 1))}
+    registers = [place[bit] for bit in place if bit not in (2, 4)]
+    return gl.DistributedLinearLayout(registers, [place[2], place[4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [length // sub, sub])
+
+
+@gluon.jit
+def open_keys(rules, seq, row, begin, end, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """[begin, end) of the tiles at a query of which the window and the keys' end hide no pair, in steps of BLOCK_N from the given begin."""
+    offset = seq.len_k - seq.len_q
+    open_begin = begin
+    if rules.left is not None:
+        open_begin = next_step(begin, row + BLOCK_M - 1 + offset - rules.left, BLOCK_N)
+    open_end = seq.len_k - BLOCK_N + 1  # the first start that is none
+    if rules.right is not None:
+        open_end = gl.minimum(open_end, row + offset + rules.right - BLOCK_N + 2)
+    open_end = next_step(begin, open_end, BLOCK_N)
+    last = next_step(begin, end, BLOCK_N)
+    open_begin = gl.minimum(open_begin, last)
+    return open_begin, gl.minimum(gl.maximum(open_end, open_begin), last)

@@ -1,0 +1,235 @@
+"""Where the gradient of the bias is made, by the axes on which it was broadcast; and the kernel for one shared by several (batch, head)."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.device import processors
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
+from ..base.overlap import follow
+from ..base.place import all_in_window, in_window, member_of
+from ..base.query_terms import Incoming
+from ..base.rules import load_bias2, rules_of
+from ..base.softmax import probabilities
+from ..base.tiles import launch_options, pick
+from ..hopper import bias_grad as hopper_bias_grad
+from ..visits.intervals import any_live_interval
+from ..visits.mask_blocks import tile_state
+
+PROGRAMS_PER_PROCESSOR = 4
+MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
+PARTS_ROWS, PARTS_COLS = 8, 64  # of the tile of a program that adds parts: small, as biases in many parts are small
+
+
+class BiasGradient(Enum):
+    """Where dBias comes from."""
+
+    DENSE = auto()  # (B, H, Sq, Sk): the dQ kernel stores dS
+    SHARED = auto()  # batch or heads broadcast: a kernel that keeps a tile of dBias and walks the members that share it
+    PER_KEY = auto()  # (..., 1, Sk): the dK/dV kernel sums dS over the queries
+    PER_QUERY = auto()  # (..., Sq or 1, 1): the sum of dS over the keys is dLSE, no kernel
+
+    @classmethod
+    def of(cls, bias: Tensor, problem: Any) -> BiasGradient:
+        """The kind for a bias with four axes, each full or 1."""
+        if bias.shape[3] == 1:
+            return cls.PER_QUERY
+        if bias.shape[2] == 1:
+            return cls.PER_KEY
+        return cls.DENSE if bias.shape[:2] == problem.query.shape[:2] else cls.SHARED
+
+
+def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
+    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
+    by_head = key_sums.unflatten(1, (d_bias.shape[1], -1))
+    d_bias.copy_(by_head.sum((0, 2) if d_bias.shape[0] == 1 else 2).view(d_bias.shape))
+
+
+class Sharing(NamedTuple):
+    """Who shares one slice (Sq, Sk) of a bias: the members, (batch, head) pairs, and over how many programs they are split."""
+
+    batch: int  # slices on the batch axis
+    heads: int  # slices on the head axis
+    sharing_heads: int  # neighbouring query heads with the same slice
+    members: int
+    splits: int
+
+    @classmethod
+    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int) -> Sharing:
+        """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
+        batch, heads = problem.query.shape[:2]
+        bias_batch, bias_heads = d_bias.shape[:2]
+        members = batch // bias_batch * (heads // bias_heads)
+        fill = programs_per_processor * processors(problem.query.device) // tiles
+        room = int(MEMORY_SHARE * _bytes_read(problem) / (4 * d_bias.numel()))
+        return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)))
+
+    @classmethod
+    def of_nothing(cls, problem: Any, programs_per_processor: int) -> Sharing:
+        """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
+        batch, heads = problem.query.shape[:2]
+        fill = programs_per_processor * processors(problem.query.device) // heads
+        return cls(1, heads, 1, batch, _even(batch, fill))
+
+    def parts(self, d_bias: Tensor) -> Tensor:
+        """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
+        if self.splits == 1:
+            return d_bias
+        return torch.empty((self.splits * self.batch, *d_bias.shape[1:]), dtype=torch.float32, device=d_bias.device)
+
+    def sum_parts(self, parts: Tensor, d_bias: Tensor) -> None:
+        """Fill `d_bias` from its parts, added in order and rounded once."""
+        if self.splits == 1:
+            return
+        _, _, len_q, len_k = d_bias.shape
+        tiles = triton.cdiv(len_q, PARTS_ROWS) * triton.cdiv(len_k, PARTS_COLS)
+        launch(
+            _sum_parts_kernel,
+            tiles * self.batch * self.heads,
+            parts=strided(parts, self.heads),
+            d_bias=strided(d_bias, self.heads),
+            splits=self.splits,
+            slice_batch=self.batch,
+            slice_heads=self.heads,
+            len_q=len_q,
+            len_k=len_k,
+            BLOCK_M=PARTS_ROWS,
+            BLOCK_N=PARTS_COLS,
+        )
+
+    @property
+    def argument(self) -> tuple[int, int, int, int]:
+        """That of a kernel whose programs walk members: slices on the batch axis, heads to a slice, members, members to a part."""
+        return self.batch, self.sharing_heads, self.members, triton.cdiv(self.members, self.splits)
+
+
+def _even(members: int, most: int) -> int:
+    """Into how many parts, at most `most`, members are split so that none is empty."""
+    splits = max(1, min(members, most))
+    return triton.cdiv(members, triton.cdiv(members, splits)) if members else 1
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts, d_bias, splits, slice_batch, slice_heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program: a tile of one slice of d_bias, the sum of that tile in its parts.
+
+    Grid of one axis: blocks of keys fastest, then blocks of queries, heads of slices, batch entries of slices.
+    """
+    follow()
+    blocks_m, blocks_n = tl.cdiv(len_q, BLOCK_M), tl.cdiv(len_k, BLOCK_N)
+    program = tl.program_id(0)
+    rows = Span(program // blocks_n % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    cols = Span(program % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
+    head = program // (blocks_m * blocks_n) % slice_heads
+    entry = program // (blocks_m * blocks_n) // slice_heads
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for part in tl.range(0, splits, loop_unroll_factor=4):  # loads of several parts under way at once
+        total += load_tile(parts, Sequence(part * slice_batch + entry, head, len_q, len_k), rows, cols)
+    store_tile(d_bias, Sequence(entry, head, len_q, len_k), rows, cols, total)
+
+
+def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
+    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk)."""
+    heads = problem.query.shape[1]
+    bias_batch, bias_heads, len_q, len_k = d_bias.shape
+    tile = pick("bias", problem)
+    on_hopper = hopper_bias_grad.takes(problem, incoming.d_out)
+    rows, cols = (hopper_bias_grad.ROWS, hopper_bias_grad.COLS) if on_hopper else tile[:2]
+    tiles = triton.cdiv(len_q, rows) * triton.cdiv(len_k, cols) * bias_batch * bias_heads
+    sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
+    parts = sharing.parts(d_bias)
+    if on_hopper:
+        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.argument)
+    else:
+        launch(
+            _shared_gradient_kernel,
+            tiles * sharing.splits,
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, states=None if problem.mask is None else problem.states),
+            incoming=incoming.strided(heads),
+            parts=strided(parts, bias_heads),
+            sharing=sharing.argument,
+            **launch_options(problem, tile, incoming.d_out, parts),
+        )
+    sharing.sum_parts(parts, d_bias)
+
+
+@triton.jit
+def _shared_gradient_kernel(
+    q, k, v, rules, incoming, parts, sharing, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
+
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts.
+    """
+    follow()
+    d_out, lse, delta = incoming
+    slice_batch, sharing_heads, members, members_per_part = sharing
+    program = tl.program_id(0)
+    blocks_m = tl.cdiv(len_q, BLOCK_M)
+    blocks_n = tl.cdiv(len_k, BLOCK_N)
+    bias_heads = heads // sharing_heads
+    rows = Span(program % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    cols = Span(program // blocks_m % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+    bias_head = program // (blocks_m * blocks_n) % bias_heads
+    part_entry = program // (blocks_m * blocks_n) // bias_heads
+    entry = part_entry % slice_batch
+    part = part_entry // slice_batch
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    begin = part * members_per_part
+    end = tl.minimum(begin + members_per_part, members)
+    of_slice = Sequence(entry, bias_head, len_q, len_k)
+    if not in_window(rules, of_slice, rows, cols, BLOCK_M, BLOCK_N):
+        end = begin
+    tensors = (q, k, v, d_out, lse, delta)
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, False)  # every member's
+    for member in tl.range(begin, end):
+        seq = member_of(of_slice, member, sharing_heads)
+        if rules.mask is not None:
+            live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
+            if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
+                total += _member(tensors, rules, seq, rows, cols, bias2, False, dims, value_dims, PRECISION)
+            elif live:
+                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+        elif rules.first is not None:
+            if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
+                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+        else:
+            total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+    store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
+
+
+@triton.jit
+def _member(tensors, rules, seq, rows, cols, bias2, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+    """dS of the tile in one member."""
+    q, k, v, d_out, lse, delta = tensors
+    q_tile = load_tile(q, seq, rows, dims)
+    k_tile = load_tile(k, seq, cols, dims)
+    v_tile = load_tile(v, seq, cols, value_dims)
+    d_out_tile = load_tile(d_out, seq, rows, value_dims)
+    lse_rows = load_rows(lse, seq, rows, float("-inf"))
+    delta_rows = load_rows(delta, seq, rows, 0.0)
+    p, _, d_p, _ = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, HIDES, False, PRECISION, bias2)
+    return p * (d_p - delta_rows[:, None])
+
+
+def _bytes_read(problem: Any) -> int:
+    """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
+    query, value = problem.query, problem.value
+    outs = 2 * query[..., 0].numel() * value.shape[3] * query.element_size()
+    return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))

@@ -1,0 +1,102 @@
+"""The forward pass: out and lse by online softmax over tiles of keys."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.dropout import kept_factor
+from ..base.launch import launch, on_its_device
+from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from ..base.overlap import follow
+from ..base.place import place_queries
+from ..base.rules import rules_of, scores
+from ..base.softmax import softmax_finish, softmax_start, softmax_step
+from ..base.tiles import launch_options, pick
+from ..hopper import forward as hopper_forward
+from ..hopper.resident import forward as hopper_resident_forward
+from ..selection.reorder import reordered
+from ..visits.mask_blocks import scan
+from ..visits.walk import key_lists, key_range, key_step
+from . import one_tile_forward as window_forward
+from . import split_keys as decoding
+from .one_tile import fits
+
+
+@on_its_device
+def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
+    if problem.mask is not None:
+        scan(problem.mask, problem.states)
+    if problem.order is not None:
+        problem = reordered(problem, decoding.takes)
+    if fits(problem):
+        window_forward.forward(problem, out, lse)
+        return
+    if decoding.takes(problem):
+        decoding.forward(problem, out, lse)
+        return
+    if hopper_forward.takes(problem):
+        hopper_forward.forward(problem, out, lse)
+        return
+    if hopper_resident_forward.takes(problem, out):
+        hopper_resident_forward.forward(problem, out, lse)
+        return
+    batch, heads, len_q, _ = problem.query.shape
+    tile = pick("forward", problem)
+    launch(
+        _forward_kernel,
+        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, key_lists(problem, *tile[:2])),
+        out=strided(out, heads),
+        lse=strided(lse, heads),
+        **launch_options(problem, tile, out),
+    )
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, rules, out, lse, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
+    follow()
+    block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+    row_max, row_sum = softmax_start(BLOCK_M)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
+    for step in tl.range(begin, end, BLOCK_N):
+        start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, True, dims, value_dims, PRECISION)
+    if rules.lists is not None:
+        for step in tl.range(end, full_end, BLOCK_N):
+            start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
+            acc, row_max, row_sum = _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, False, dims, value_dims, PRECISION)
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum)
+    store_tile(out, seq, rows, value_dims, acc)
+    store_rows(lse, seq, rows, lse_rows)
+
+
+@triton.jit
+def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+    """One tile of keys added to (acc, row_max, row_sum)."""
+    k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, HIDES, False, PRECISION)
+    p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
+    if rules.seed is not None:
+        p *= kept_factor(rules, seq, rows, cols, False)
+    v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum

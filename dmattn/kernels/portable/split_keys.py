@@ -1,0 +1,243 @@
+"""The forward pass of few queries over many keys, as in decoding: keys are split over programs, heads that share keys lie in one tile.
+
+A program takes the queries of all heads of a group together, so that their keys and values are read once, and a share of the keys, so that a
+single query keeps every processor busy. Each share gives an attention of its own; a second kernel merges them by their lse, always in the
+same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.) What `takes` refuses goes
+through forward.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.device import processors
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from ..base.overlap import follow
+from ..base.rules import LOG2E, load_bias2, rules_of, scores
+from ..base.softmax import softmax_finish, softmax_start, softmax_step
+from ..base.tiles import Tile, block_dim, launch_options, pick
+from ..visits.walk import key_lists, key_range, key_step
+
+PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
+LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
+KEYS_PER_ROW = 32  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
+MOST_SPLITS = 128  # what the program that merges them holds
+LISTED_BYTES = 64 << 20  # of keys and values, from which on reading them all takes longer than listing the blocks to visit
+MERGED_DIMS = 64  # of values, in a program that merges
+
+
+class Plan(NamedTuple):
+    """How a problem is divided: the tile, the queries of every head of a group in one, programs without splitting, splits of the keys."""
+
+    tile: Tile
+    queries: int
+    programs: int
+    splits: int
+
+
+def takes(problem: Any) -> bool:
+    """Whether `forward` takes a canonical problem (`dmattn.problem.Problem`).
+
+    It does where there are keys for two splits, and either the programs would leave half of the processors without work or one tile holds
+    all queries of several heads. Dropout it leaves, and groups larger than a tile, and intervals that differ within a group.
+    """
+    if problem.seed is not None or _most_splits(problem) < 2 or _by_head(problem.first, problem) or _by_head(problem.last, problem):
+        return False
+    plan = plan_of(problem)
+    if plan is None:
+        return False
+    packed = _group(problem) > 1 and problem.query.shape[2] <= plan.queries
+    return packed or 2 * plan.programs <= processors(problem.query.device)
+
+
+def plan_of(problem: Any) -> Plan | None:
+    """The division of a problem; None where a group is larger than a tile.
+
+    The tile has the fewest rows that hold all queries of a group; else the most, and there are several. The keys are split for a whole round of
+    programs, as far as there are keys for it.
+    """
+    limits, group = pick("decoding", problem), _group(problem)
+    if group > limits.block_m:
+        return None
+    batch, kv_heads = problem.key.shape[:2]
+    len_q = problem.query.shape[2]
+    rows = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
+    queries = 1 << ((rows // group).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
+    programs = triton.cdiv(len_q, queries) * kv_heads * batch
+    fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // programs
+    return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, _most_splits(problem))))
+
+
+def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes, with its `states` where there is a mask."""
+    batch, heads, len_q, value_dim = out.shape
+    tile, queries, programs, splits = plan_of(problem)
+    parts, lse_parts = out, lse
+    if splits > 1:
+        parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
+        lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
+    mask_by_head = _by_head(problem.mask, problem)
+    listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
+    options = launch_options(problem, tile, out)
+    del options["EVEN_M"]
+    launch(
+        _split_kernel,
+        programs * splits,
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, key_lists(problem, queries, tile.block_n) if listed else None),
+        parts=strided(parts, heads),
+        lse_parts=strided(lse_parts[..., None], heads),
+        splits=splits,
+        GROUP=_group(problem),
+        QUERIES=queries,
+        MASK_BY_HEAD=mask_by_head,
+        BIAS_BY_HEAD=_by_head(problem.bias, problem),
+        **options,
+    )
+    if splits > 1:
+        _merge_splits(parts, lse_parts, out, lse, splits)
+
+
+def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, splits: int) -> None:
+    """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
+    batch, heads, len_q, value_dim = out.shape
+    dims = min(MERGED_DIMS, block_dim(value_dim))
+    launch(
+        _merge_splits_kernel,
+        triton.cdiv(value_dim, dims) * len_q * heads * batch,
+        parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
+        lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
+        out=strided(out, heads),
+        lse=strided(lse, heads),
+        heads=heads,
+        len_q=len_q,
+        value_dim=value_dim,
+        splits=splits,
+        BLOCK_SPLITS=MOST_SPLITS,
+        BLOCK_DV=dims,
+        num_warps=4,
+        enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
+    )
+
+
+def _group(problem: Any) -> int:
+    """How many query heads share keys."""
+    return problem.query.shape[1] // problem.key.shape[1]
+
+
+def _by_head(x: Tensor | None, problem: Any) -> bool:
+    """Whether a tensor on heads differs within a group."""
+    return x is not None and _group(problem) > 1 and x.shape[1] == problem.query.shape[1]
+
+
+def _most_splits(problem: Any) -> int:
+    """How many splits the keys that any query sees are worth."""
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    begin = 0 if problem.left is None else max(0, len_k - len_q - problem.left)
+    end = len_k if problem.right is None else min(len_k, len_k + problem.right)
+    return min(MOST_SPLITS, (end - begin) // max(LEAST_KEYS, KEYS_PER_ROW * _group(problem) * len_q))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _split_kernel(
+    q, k, v, rules, parts, lse_parts, heads, len_q, len_k, splits,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: out and lse of QUERIES queries of all heads of one group over one split of the keys that they may attend.
+
+    Row r of the tile is query r // GROUP under head r % GROUP. `parts` and `lse_parts` have the splits before the batch entries on their
+    first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then splits, groups, batch entries.
+    """
+    follow()
+    program = tl.program_id(0)
+    blocks = tl.cdiv(len_q, QUERIES)
+    split = program // blocks % splits
+    entry = program // blocks // splits
+    groups = heads // GROUP
+    batch = entry // groups
+    first_head = entry % groups * GROUP
+    row = tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    if QUERIES * GROUP < BLOCK_M:
+        query = tl.where(row < QUERIES * GROUP, query, len_q)  # a row too many is a query past the end
+    rows = Span(program % blocks * QUERIES, query.to(INDEX), len_q)
+    seq = Sequence(batch, first_head, len_q, len_k)
+    by_row = Sequence(batch, (first_head + row % GROUP)[:, None], len_q, len_k)  # a head for each row: of tiles, not of vectors
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    q_tile = load_tile(q, by_row, rows, dims)  # [BLOCK_M, BLOCK_D]
+    row_max, row_sum = softmax_start(BLOCK_M)
+    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    begin, end, full_end = key_range(rules, seq, rows, QUERIES, BLOCK_N)
+    steps = tl.cdiv(full_end - begin, BLOCK_N)
+    split_begin = begin + steps * split // splits * BLOCK_N
+    split_end = begin + steps * (split + 1) // splits * BLOCK_N
+    for step in tl.range(split_begin, split_end, BLOCK_N):
+        start = key_step(rules, seq, rows, step, end, full_end, QUERIES, BLOCK_N)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+        s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
+        p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
+        v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum)
+    part = Sequence(split * (tl.num_programs(0) // (blocks * splits * groups)) + batch, by_row.head, len_q, len_k)
+    store_tile(parts, part, rows, value_dims, acc)
+    store_tile(lse_parts, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])
+
+
+@triton.jit
+def _scores(
+    q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
+    bias2 = None
+    if BIAS_BY_HEAD:
+        bias2 = load_bias2(rules, by_row, rows, cols, False)
+    elif rules.bias is not None:
+        bias2 = load_bias2(rules, seq, rows, cols, False)
+    if MASK_BY_HEAD:
+        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, True, False, PRECISION, bias2)
+    else:
+        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, True, False, PRECISION, bias2)
+    return s
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_splits_kernel(
+    parts, lse_parts, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from those of its `splits` parts.
+
+    `parts` and `lse_parts` have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest, then queries,
+    heads, batch entries.
+    """
+    follow()
+    program = tl.program_id(0)
+    blocks = tl.cdiv(value_dim, BLOCK_DV)
+    row = program // blocks
+    of_parts = Sequence(row // (heads * len_q), row % (heads * len_q), 0, 0)
+    seq = Sequence(of_parts.batch, of_parts.head // len_q, len_q, 0)
+    each = Span(0, tl.arange(0, BLOCK_SPLITS), splits)
+    one = Span(row % len_q, tl.arange(0, 1), len_q)
+    dims = Span(program % blocks * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
+    lse2 = load_rows(lse_parts, of_parts, each, float("-inf")) * LOG2E  # [BLOCK_SPLITS]
+    largest = tl.max(lse2, 0)
+    pivot = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(lse2 - pivot)
+    total = tl.sum(weights, 0)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    part_tile = load_tile(parts, of_parts, each, dims)  # [BLOCK_SPLITS, BLOCK_DV]
+    merged = tl.sum(weights[:, None] * part_tile, 0) / divisor
+    store_tile(out, seq, one, dims, merged[None, :])
+    if program % blocks == 0:
+        lse_row = tl.where(total == 0.0, float("-inf"), (largest + tl.log2(divisor)) / LOG2E)
+        store_rows(lse, seq, one, tl.full([1], 0.0, tl.float32) + lse_row)

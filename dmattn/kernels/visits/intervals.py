@@ -1,0 +1,202 @@
+"""Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
+
+What a tile has to know of each of its keys is also made here, for kernels that copy it with them: intervals packed by blocks of keys, and the
+lifts of a bias (base/bias_columns.py).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.bias_columns import COLUMNS, lift_columns
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
+from ..base.overlap import follow
+from ..base.place import LARGEST, all_in_window, place, window_range
+from .lists import append, close, empty_lists, list_pointer, room
+
+CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
+SUMMARY = 512  # keys that a program sums up
+
+
+def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
+    """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
+    return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
+
+
+def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
+
+    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): the middle of each key's times two, then their lengths, of what the
+    window leaves of them, as the bits of float32; for them to be exact there may be 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
+    Sk, COLUMNS); blocks of keys that no query attends have none.
+    """
+    bias = problem.bias if of_keys(problem.bias) else None
+    given = [x for x in (problem.first, problem.last, bias) if x is not None]
+    if not given:
+        return None, None, None
+    batch, heads = (max(sizes) for sizes in zip(*(x.shape[:2] for x in given), strict=True))
+    len_k = problem.key.shape[2]
+    lifts = None if bias is None else bias.new_empty((batch, heads, len_k, COLUMNS.value), dtype=torch.bfloat16)
+    if problem.first is None:
+        _summary(problem, block_n, (batch, heads), None, lifts)
+        return None, None, lifts
+    packed = problem.first.new_empty((batch, heads, triton.cdiv(len_k, block_n), 2 * block_n))
+    bounds = _summary(problem, block_n, (batch, heads), packed, lifts)
+    return _lists(problem, bounds, block_m, block_n), packed, lifts
+
+
+def of_keys(bias: Tensor | None) -> bool:
+    """Whether a bias differs by key, and by that alone of query and key."""
+    return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
+
+
+def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    blocks_m = triton.cdiv(len_q, block_m)
+    batch, heads, blocks_n = bounds.shape[:3]
+    lists = empty_lists(bounds, batch, heads, blocks_m, blocks_n)
+    if not bounds.numel():
+        return lists.zero_()
+    launch(
+        _interval_lists_kernel,
+        batch * heads * blocks_m,
+        bounds=strided(bounds, heads),
+        lists=strided(lists, heads),
+        left=problem.left,
+        right=problem.right,
+        heads=heads,
+        len_q=len_q,
+        len_k=len_k,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return lists
+
+
+def block_bounds(problem: Any, block_n: int) -> Tensor:
+    """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
+
+    A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
+    intervals are left out of the former pair, and leave nothing of the latter. int32.
+    """
+    batch, heads = (max(sizes) for sizes in zip(problem.first.shape[:2], problem.last.shape[:2], strict=True))
+    return _summary(problem, block_n, (batch, heads), None, None)
+
+
+def _summary(problem: Any, block_n: int, entries: tuple[int, int], packed: Tensor | None, lifts: Tensor | None) -> Any:
+    """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it."""
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    first, last, bounds = problem.first, problem.last, None
+    batch, heads = entries
+    blocks = triton.cdiv(len_k, block_n)
+    if first is not None:
+        bounds = first.new_empty((batch, heads, blocks, 4))
+    if batch * heads * blocks:
+        launch(
+            _summary_kernel,
+            batch * heads * triton.cdiv(blocks, max(1, SUMMARY // block_n)),
+            first=strided(first, heads),
+            last=strided(last, heads),
+            bias=None if lifts is None else strided(problem.bias[:, :, 0], heads),
+            bounds=strided(bounds, heads),
+            packed=strided(packed, heads),
+            lifts=strided(lifts, heads),
+            scale=problem.scale,
+            left=problem.left,
+            right=problem.right,
+            heads=heads,
+            len_q=len_q,
+            len_k=len_k,
+            BLOCK_N=block_n,
+            BLOCKS=max(1, SUMMARY // block_n),
+            num_warps=4,
+        )
+    return bounds
+
+
+@triton.jit
+def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
+    """Whether a query of the tile lies in the interval of one of its keys."""
+    first_cols = load_rows(first, seq, cols, LARGEST)
+    last_cols = load_rows(last, seq, cols, 0)
+    live = (first_cols < last_cols) & (first_cols < rows.start + BLOCK_M) & (last_cols > rows.start)
+    return tl.max(live.to(tl.int32)) != 0
+
+
+@triton.jit
+def _summary_kernel(
+    first, last, bias, bounds, packed, lifts, scale, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), their intervals packed, their lifts, each where it is wanted."""
+    follow()
+    part, head, batch = place(len_k, heads, BLOCKS * BLOCK_N)
+    seq = Sequence(batch, head, len_q, len_k)
+    index = tl.arange(0, BLOCKS * BLOCK_N)
+    cols = Span(part * (BLOCKS * BLOCK_N), index.to(tl.int64), len_k)
+    lifted = index < len_k - part * (BLOCKS * BLOCK_N)
+    if first is not None:
+        first_cols = load_rows(first, seq, cols, LARGEST)
+        last_cols = load_rows(last, seq, cols, 0)
+        alive = first_cols < last_cols
+        block = part * BLOCKS + tl.arange(0, BLOCKS)
+        pointers = slice_pointer(bounds, seq) + block.to(tl.int64) * bounds.row
+        inside = block < tl.cdiv(len_k, BLOCK_N)
+        tl.store(pointers, tl.min(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + bounds.col, tl.max(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + 2 * bounds.col, tl.max(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        tl.store(pointers + 3 * bounds.col, tl.min(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
+        live = tl.max(tl.reshape(alive.to(tl.int32), (BLOCKS, BLOCK_N)), 1, keep_dims=True)
+        lifted &= tl.reshape(tl.broadcast_to(live, (BLOCKS, BLOCK_N)), (BLOCKS * BLOCK_N,)) != 0
+    if packed is not None:
+        pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
+        position = cols.start + index
+        if right is not None:
+            first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
+        if left is not None:
+            last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
+        middle2, length = middle_and_length(first_cols, last_cols, len_q)
+        real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
+        tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
+        tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True), mask=real)
+    if lifts is not None:
+        column = tl.arange(0, COLUMNS)[None, :]
+        pointers = slice_pointer(lifts, seq) + (cols.start + cols.index)[:, None] * lifts.row + column
+        tl.store(pointers, lift_columns(load_rows(bias, seq, cols, 0.0)[:, None], scale, column), mask=lifted[:, None])
+
+
+@triton.jit
+def middle_and_length(first, last, len_q):
+    """(twice the middle, length) of intervals of queries, in float32: those within have |2 i - middle2| < length."""
+    first = tl.maximum(tl.minimum(first, len_q), 0)
+    last = tl.maximum(tl.minimum(last, len_q), 0)
+    return (first + last - 1).to(tl.float32), (last - first).to(tl.float32)
+
+
+@triton.jit
+def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
+    follow()
+    block, head, batch = place(len_q, heads, BLOCK_M)
+    seq = Sequence(batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, 0, len_q)
+    row_end = tl.minimum(rows.start + BLOCK_M, len_q)
+    begin, end = window_range(left, right, seq, rows, BLOCK_M)
+    pointer = list_pointer(lists, seq, rows, BLOCK_M)
+    progress = (0, 0, 0, -1)
+    for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
+        number = chunk + tl.arange(0, CHUNK)
+        bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
+        real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
+        live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
+        live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
+        if tl.max(live.to(tl.int32)) != 0:
+            full = tl.load(bound + 2 * bounds.col, mask=live, other=LARGEST) <= rows.start
+            full = full & (tl.load(bound + 3 * bounds.col, mask=live, other=0) >= row_end)
+            full = full & all_in_window(left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N)
+            progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
+    close(pointer, progress)

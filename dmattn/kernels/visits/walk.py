@@ -1,0 +1,80 @@
+"""The walk of a block of queries over the keys, and of a block of keys over the queries: those in its window, or the blocks in its list.
+
+One loop goes from `begin` to `end` in steps of a block. Where there are lists, another follows from `end` to `full_end`, over the blocks of
+which no pair is hidden. What a step of either visits is asked for with `key_step` or `query_step`.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.layout import load_rows
+from ..base.place import LARGEST, query_window, window_range
+from .intervals import interval_lists
+from .lists import room, visited_block, visits
+from .mask_blocks import mask_lists
+
+
+def key_lists(problem: Any, block_m: int, block_n: int) -> Tensor | None:
+    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block."""
+    if problem.key.shape[2] <= block_n:
+        return None
+    if problem.mask is not None:
+        return mask_lists(problem, block_m, block_n)
+    return None if problem.first is None else interval_lists(problem, block_m, block_n)
+
+
+def query_lists(problem: Any, block_m: int, block_n: int) -> Tensor | None:
+    """For every block of keys the list of the blocks of queries to visit; None without a mask, as a key's interval is a range anyway."""
+    if problem.mask is None or problem.query.shape[2] <= block_m:
+        return None
+    return mask_lists(problem, block_m, block_n, by_key=True)
+
+
+@triton.jit
+def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, end, full_end) of the loops over keys, in steps of BLOCK_N."""
+    if rules.lists is None:
+        begin, end = window_range(rules.left, rules.right, seq, rows, BLOCK_M)
+        return begin // BLOCK_N * BLOCK_N, end, end
+    else:
+        partial, full = visits(rules.lists, seq, rows, BLOCK_M)
+        return 0, partial * BLOCK_N, (partial + full) * BLOCK_N
+
+
+@triton.jit
+def key_step(rules, seq, rows, step, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first key of a step of a loop."""
+    if rules.lists is None:
+        return step
+    else:
+        partial, full = end // BLOCK_N, (full_end - end) // BLOCK_N
+        return visited_block(rules.lists, seq, rows, step // BLOCK_N, partial, full, room(seq.len_k, BLOCK_N), BLOCK_M) * BLOCK_N
+
+
+@triton.jit
+def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(begin, end, full_end) of the loops over queries, in steps of BLOCK_M."""
+    if rules.lists is None:
+        begin, end = query_window(rules.left, rules.right, seq, cols, BLOCK_N)
+        if rules.first is not None:
+            first = load_rows(rules.first, seq, cols, LARGEST)
+            last = load_rows(rules.last, seq, cols, 0)
+            end = tl.maximum(tl.minimum(end, tl.max(tl.where(first < last, last, 0))), 0)
+            begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(first < last, first, LARGEST))), end)
+        return begin // BLOCK_M * BLOCK_M, end, end
+    else:
+        partial, full = visits(rules.lists, seq, cols, BLOCK_N)
+        return 0, partial * BLOCK_M, (partial + full) * BLOCK_M
+
+
+@triton.jit
+def query_step(rules, seq, cols, step, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first query of a step of a loop."""
+    if rules.lists is None:
+        return step
+    else:
+        partial, full = end // BLOCK_M, (full_end - end) // BLOCK_M
+        return visited_block(rules.lists, seq, cols, step // BLOCK_M, partial, full, room(seq.len_q, BLOCK_M), BLOCK_N) * BLOCK_M
