@@ -106,8 +106,8 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     """Scores from the products of one tile, -inf where hidden; pairs are hidden only at an EDGE. See `scores`.
 
     They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, or one of
-    keys, which is part of them (base/bias_columns.py); natural ones with a bias of pairs; and base 2 with any other, whose product with LOG2E is
-    made once for many pairs.
+    keys, which is part of them (base/bias_columns.py); natural ones with a bias of pairs; and base 2 with any other, whose product with
+    LOG2E is made once for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does all of
     `hiding` (:class:`Hiding`). A bias that is not of pairs comes times LOG2E. One of
