@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
+from dmattn import kernels
 from dmattn.execution import backend
 from dmattn.execution.replay import forget
 from dmattn.kernels.base import tiles
@@ -28,16 +29,17 @@ from dmattn.kernels.base.key_sums import empty_key_sums
 from dmattn.kernels.base.launch import launching
 from dmattn.kernels.base.query_terms import Incoming, fill_terms
 from dmattn.kernels.base.tiles import Tile
+from dmattn.kernels.dispatch import choose_forward
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
-from dmattn.kernels.hopper import forward as hopper_forward
 from dmattn.kernels.hopper import key_grad as hopper_key_grad
-from dmattn.kernels.portable import split_keys as decoding
+from dmattn.kernels.portable import forward as portable_forward
+from dmattn.kernels.portable import split_keys
 from dmattn.kernels.portable.bias_grad import BiasGradient, shared_gradient
-from dmattn.kernels.portable.forward import forward
 from dmattn.kernels.portable.key_grad import key_gradients, takes_lifts
 from dmattn.kernels.portable.query_grad import query_gradients
 from dmattn.kernels.selection.lifetimes import lifetimes
 from dmattn.kernels.selection.reorder import reordered
+from dmattn.kernels.traits import Traits
 from dmattn.problem import Problem
 
 CANDIDATES = {
@@ -88,9 +90,9 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
     out, lse, states = backend.allocate_forward(problem)
     problem = problem._replace(states=states)
-    forward(problem, out, lse)
-    if decoding.takes(problem):
-        return {"decoding": lambda: forward(problem, out, lse)}
+    kernels.forward(problem, out, lse)
+    if choose_forward(Traits.of(problem, out)).row.name == "split keys":
+        return {"decoding": lambda: split_keys.forward(problem, out, lse)}
     with launching(d_out):
         incoming = Incoming.without_terms(d_out, lse, takes_lifts(problem, d_out))
         fill_terms(problem, incoming, out, None)
@@ -100,7 +102,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     key_sums = empty_key_sums(d_bias, problem, False) if kind is BiasGradient.PER_KEY else None
     dense = d_bias if kind is BiasGradient.DENSE else None
     calls = {
-        "forward": lambda: forward(problem, out, lse),
+        "forward": lambda: portable_forward.forward(problem, out, lse),
         "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums, dense, None),
         "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
@@ -157,7 +159,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none")
     device = torch.device("cuda")
-    for module in (hopper_forward, hopper_key_grad, hopper_bias_grad):  # whose tiles are not in the table
+    for module in (hopper_key_grad, hopper_bias_grad):  # whose tiles are not in the table
         module.takes = lambda *arguments: False  # type: ignore[assignment]
     where = environment(device)
     print(describe(where))

@@ -111,12 +111,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     from triton.runtime import driver, jit
 
     from dmattn import kernels
+    from dmattn.kernels import traits
+    from dmattn.kernels.base import tiles
     from dmattn.kernels.hopper import copies as hopper
 
     seen = Launches()
     monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
+    for module in (hopper, tiles, traits):
+        monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
     monkeypatch.setattr(hopper, "GLUON", True)
+    monkeypatch.setattr(traits, "GLUON", True)
     monkeypatch.setattr(replay, "_repeatable", lambda x: True)
     monkeypatch.setattr(backend, "interpreting", lambda: True)
     monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)

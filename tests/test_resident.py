@@ -13,11 +13,13 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels import dispatch, traits
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
 from dmattn.kernels.hopper.resident import key_grad as hopper_resident_key_grad
 from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
+from dmattn.kernels.traits import Traits
 
 LARGE = Case("resident", 384, batch=136, heads=4, head_dim=32, bias="1hqk")  # 1088 blocks of 192 queries, 8 for each of 132 processors
 ODD = Case("resident-odd", 200, 264, batch=150, heads=4, head_dim=24, bias="1hqk")  # stored by two bytes: loads wait long behind that
@@ -46,9 +48,9 @@ SMALL = (
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", True)
-    monkeypatch.setattr(hopper_resident, "processors", lambda device: 132)
+    monkeypatch.setattr(traits, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(traits, "processors", lambda device: 132)
+    monkeypatch.setattr(traits, "GLUON", True)
 
 
 @pytest.fixture
@@ -86,6 +88,12 @@ def problem(**given) -> Problem:
     )
 
 
+def served(of_problem: Traits, what: str) -> bool:
+    """Whether these kernels serve a problem, in the forward pass or for some gradients."""
+    row = "Hopper, bias on chip" if what == "forward" else f"Hopper, bias on chip: {what}"
+    return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(of_problem) is None
+
+
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("given", "forward", "backward"),
@@ -113,9 +121,9 @@ def problem(**given) -> Problem:
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)
     out = allocate_forward(one)[0]
-    assert hopper_resident_forward.takes(one, out) == forward
-    assert hopper_resident.takes_backward(one, one.query, torch.empty_like(one.query)) == backward
-    assert hopper_resident.takes_backward(one, one.query, None) == backward
+    assert served(Traits.of(one, out), "forward") == forward
+    assert served(Traits.of(one, out, one.query, torch.empty_like(one.query)), "d_query, d_bias") == backward
+    assert served(Traits.of(one, out, one.query), "d_key, d_value") == backward
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -123,8 +131,8 @@ def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
     one = problem()
     dense = torch.empty_like(one.query[..., :20])  # as those are of a tensor that is a part of another
     assert dense.stride(2) == 20
-    assert not hopper_resident_forward.takes(one, dense)
-    assert not hopper_resident.takes_backward(one, one.query, dense)
+    assert not served(Traits.of(one, dense), "forward")
+    assert not served(Traits.of(one, one.query, one.query, dense), "d_key, d_value")
 
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])

@@ -1,6 +1,7 @@
 """Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
-Which kernels a problem gets is decided in `portable.forward` and in `backward`, and for Hopper by each module's `takes`.
+The table in `dispatch` decides which kernels a forward pass gets, and `run` calls them. `backward` decides for itself, and for Hopper each
+module's `takes`.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).
@@ -14,7 +15,7 @@ per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and a
 """
 
 from .backward import backward
-from .portable.forward import forward
+from .run import forward
 from .selection.lifetimes import lifetimes
 from .selection.top_keys import best
 

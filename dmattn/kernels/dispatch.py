@@ -19,8 +19,7 @@ from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
-from .portable import rows
-from .portable import split_keys as decoding
+from .portable import rows, split_keys
 from .traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -138,13 +137,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 def _tile(kernel: str, traits: Traits) -> Tile:
     """The tile of "windows", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
-    if traits.family == "interpreter":
-        return tiles._INTERPRETED
-    sizes = tiles._TABLE.get(traits.family, tiles._DEFAULT)[kernel]
-    if traits.dtype == torch.float32:
-        sizes = {"windows": tiles._WIDE_WINDOWS, "rows": tiles._NO_ROWS}.get(kernel, tiles._WIDE_FLOATS)
-    dim = max(block_dim(traits.head_dim), block_dim(traits.value_dim))
-    return next(tile for largest, tile in sizes if dim <= largest)
+    return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
@@ -169,16 +162,12 @@ def _one_tile(traits: Traits) -> str | None:
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
     limits, group = _tile("decoding", traits), traits.heads // traits.kv_heads
-    begin = 0 if traits.left is None else max(0, traits.len_k - traits.len_q - traits.left)
-    end = traits.len_k if traits.right is None else min(traits.len_k, traits.len_k + traits.right)
-    least = max(decoding.LEAST_KEYS, decoding.KEYS_PER_ROW * group * traits.len_q)
-    if end - begin < 2 * least:
-        return f"{max(0, end - begin)} visible keys are fewer than two splits of {least}"
+    visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
+    if visible < 2 * least:
+        return f"{max(0, visible)} visible keys are fewer than two splits of {least}"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
-    height = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(traits.len_q) * group)))
-    queries = 1 << ((height // group).bit_length() - 1)
-    programs = triton.cdiv(traits.len_q, queries) * traits.kv_heads * traits.batch
+    _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     packed = group > 1 and traits.len_q <= queries
     if not packed and 2 * programs > traits.processors:
         return f"{programs} programs keep {traits.processors} processors busy with whole keys"
