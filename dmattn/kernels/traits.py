@@ -79,9 +79,15 @@ class Traits(NamedTuple):
         d_key: Tensor | None = None,
         d_value: Tensor | None = None,
         d_bias: Tensor | None = None,
+        *,
+        target: tuple[str, int] | None = None,
     ) -> Traits:
-        """Those of a canonical problem (`dmattn.problem.Problem`) and the results of a pass, of which a backward pass wants some."""
+        """Those of a canonical problem (`dmattn.problem.Problem`) and the results of a pass, of which a backward pass wants some.
+
+        A `target`, (family, processors), stands for the device of the tensors.
+        """
         query, bias, device = problem.query, problem.bias, problem.query.device
+        family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k, value_dim = problem.value.shape[1:]
         given = {name: _Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
@@ -99,9 +105,9 @@ class Traits(NamedTuple):
         if bias is not None:
             gradients[_d_bias_of(bias.shape, (batch, heads))] = d_bias
         return cls(
-            family=device_family(device),
+            family=family,
             gluon=GLUON,
-            processors=processors(device),
+            processors=count,
             dtype=query.dtype,
             batch=batch,
             heads=heads,
