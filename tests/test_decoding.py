@@ -176,18 +176,11 @@ def problem(len_q: int, len_k: int, heads: int = 32, kv_heads: int = 8, batch: i
     return Problem.canonical(tensor(batch, heads, len_q, 128), key, key, **options)
 
 
-@pytest.fixture
-def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decoding, traits):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
-
-
 def taken(one: Problem) -> bool:
-    return choose_forward(Traits.of(one, one.query)).row.name == "split keys"
+    """On a device of 132 processors."""
+    return choose_forward(Traits.of(one, one.query, target=("interpreter", 132))).row.name == "split keys"
 
 
-@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
-@pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     ("given", "splits"),
     [
@@ -202,7 +195,8 @@ def taken(one: Problem) -> bool:
     ],
     ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles"],
 )
-def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int) -> None:
+def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "processors", lambda device: 132)
     one = problem(**given)
     assert taken(one)
     assert decoding.plan_of(one).splits == splits
@@ -211,8 +205,6 @@ def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()
 
 
-@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
-@pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     "given",
     [

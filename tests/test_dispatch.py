@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
-from dmattn.kernels import dispatch
+from dmattn.kernels import dispatch, run
 from dmattn.kernels.base import device, launch
 from dmattn.kernels.traits import (
     D_BIAS_OF_KEYS,
@@ -169,6 +169,11 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
     reached = {f"{which}: {row.name}" for which, table in tables.items() for row in table if row.targets is None or target in row.targets}
     assert chosen == (reached if target == "sm_90" else reached - {"backward: whole rows"})  # for which no other GPU has a tile
+
+
+def test_every_row_has_its_function() -> None:
+    assert list(run.FORWARD) == [row.name for row in dispatch.FORWARD]
+    assert list(run.BACKWARD) == [row.name for row in dispatch.BACKWARD]
 
 
 def test_choices_are_those_recorded() -> None:

@@ -16,7 +16,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import dispatch, traits
+from dmattn.kernels import dispatch
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper import forward as hopper_forward
@@ -42,19 +42,12 @@ def problem(head_dim: int = 128, length: int = LENGTH, kv_heads: int = 2, **give
 ROWS = {row.name: row for row in (*dispatch.FORWARD, *dispatch.BACKWARD)}
 
 
-def serves(row: str, one: Problem, d_out: Tensor | None = None, d_bias: Tensor | None = None) -> bool:
-    """Whether a row of the table serves a problem, of which `d_out` and `out` lie as its queries do."""
-    return ROWS[row].refusal(Traits.of(one, one.query, one.query if d_out is None else d_out, d_bias=d_bias)) is None
+def serves(row: str, one: Problem, d_out: Tensor | None = None, d_bias: Tensor | None = None, processors: int = 132) -> bool:
+    """Whether a row of the table serves a problem on a Hopper GPU, where `d_out` and `out` lie as its queries do."""
+    d_out = one.query if d_out is None else d_out
+    return ROWS[row].refusal(Traits.of(one, one.query, d_out, d_bias=d_bias, target=("sm_90", processors))._replace(gluon=True)) is None
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traits, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(traits, "processors", lambda device: 132)
-    monkeypatch.setattr(traits, "GLUON", True)
-
-
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     "given",
     [
@@ -77,7 +70,6 @@ def test_takes(given: dict) -> None:
     assert serves("Hopper: d_bias", one) == (one.bias is None or one.bias.shape[2] > 1)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
 @pytest.mark.parametrize(
     "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
@@ -91,7 +83,6 @@ def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) ->
     assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_takes_intervals_but_for_a_shared_bias() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
     assert serves("Hopper", one)
@@ -101,14 +92,12 @@ def test_takes_intervals_but_for_a_shared_bias() -> None:
     assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
     one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
     assert serves("Hopper", one)
     assert not serves("Hopper: d_key, d_value", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     "given",
     [
@@ -140,7 +129,6 @@ def test_leaves(given: dict) -> None:
     assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
     """Further than 32-bit offsets in a tile reach; without storage, on the meta device."""
     far = torch.empty((1, 1, 1, LENGTH << 22), dtype=torch.bfloat16, device="meta")[..., :: 1 << 22]
@@ -149,7 +137,6 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
     assert serves("Hopper", problem(query=query, key=query, value=query, bias=far.contiguous()))
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
     assert not serves("Hopper", one)
@@ -163,7 +150,6 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     assert serves("Hopper: d_key, d_value", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("batch", "head_dim", "bias_shape", "processors", "taken"),
     [
@@ -200,26 +186,23 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     ],
 )
 def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
-    batch: int, head_dim: int, bias_shape: tuple[int, int], processors: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, head_dim: int, bias_shape: tuple[int, int], processors: int, taken: bool
 ) -> None:
     query, key, bias = tensor(batch, 4, LENGTH, head_dim), tensor(batch, 2, LENGTH, head_dim), tensor(*bias_shape, LENGTH, LENGTH)
-    monkeypatch.setattr(traits, "processors", lambda device: processors)
     one = problem(query=query, key=key, value=key, bias=bias)
-    assert serves("Hopper: d_query, d_bias", one, query, bias) == taken
-    assert not serves("Hopper: d_query, d_bias", one, query, bias.float())
-    assert not serves("Hopper: d_query, d_bias", one, query[..., :1].expand(query.shape), bias)
+    assert serves("Hopper: d_query, d_bias", one, query, bias, processors) == taken
+    assert not serves("Hopper: d_query, d_bias", one, query, bias.float(), processors)
+    assert not serves("Hopper: d_query, d_bias", one, query[..., :1].expand(query.shape), bias, processors)
     masked = one._replace(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool))
-    assert not serves("Hopper: d_query, d_bias", masked, query, bias)
+    assert not serves("Hopper: d_query, d_bias", masked, query, bias, processors)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
     one = problem()
     assert not serves("Hopper: d_key, d_value", one, tensor(1, 1, 1, 1).expand(one.query.shape))
     assert not serves("Hopper: d_bias", one, tensor(1, 1, 1, 1).expand(one.query.shape))
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, math.nextafter(2.0**-64, 0.0), math.nextafter(2.0**64, math.inf)])
 def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
     assert serves("Hopper", problem(scale=2.0**-64))

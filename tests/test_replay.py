@@ -113,13 +113,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     from dmattn import kernels
     from dmattn.kernels import traits
     from dmattn.kernels.base import tiles
-    from dmattn.kernels.hopper import copies as hopper
 
     seen = Launches()
     monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
-    for module in (hopper, tiles, traits):
+    for module in (tiles, traits):
         monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", True)
     monkeypatch.setattr(traits, "GLUON", True)
     monkeypatch.setattr(replay, "_repeatable", lambda x: True)
     monkeypatch.setattr(backend, "interpreting", lambda: True)

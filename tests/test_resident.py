@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
+from torch import Tensor
 
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
@@ -13,7 +14,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import dispatch, traits
+from dmattn.kernels import dispatch
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
@@ -44,13 +45,6 @@ SMALL = (
     Case("grouped-256x256", 256, batch=4, heads=4, kv_heads=2, head_dim=32, bias="1gqk", reason="the forward pass alone"),
     Case("long-queries-704x256", 704, 256, batch=4, heads=2, head_dim=32, bias="1hqk", reason="the forward pass alone"),
 )
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traits, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(traits, "processors", lambda device: 132)
-    monkeypatch.setattr(traits, "GLUON", True)
 
 
 @pytest.fixture
@@ -88,13 +82,13 @@ def problem(**given) -> Problem:
     )
 
 
-def served(of_problem: Traits, what: str) -> bool:
-    """Whether these kernels serve a problem, in the forward pass or for some gradients."""
+def served(what: str, one: Problem, *results: Tensor | None) -> bool:
+    """Whether these kernels serve a problem on a Hopper GPU, in the forward pass or for some gradients."""
     row = "Hopper, bias on chip" if what == "forward" else f"Hopper, bias on chip: {what}"
-    return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(of_problem) is None
+    traits = Traits.of(one, *results, target=("sm_90", 132))._replace(gluon=True)
+    return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(traits) is None
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("given", "forward", "backward"),
     [
@@ -121,18 +115,17 @@ def served(of_problem: Traits, what: str) -> bool:
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)
     out = allocate_forward(one)[0]
-    assert served(Traits.of(one, out), "forward") == forward
-    assert served(Traits.of(one, out, one.query, torch.empty_like(one.query)), "d_query, d_bias") == backward
-    assert served(Traits.of(one, out, one.query), "d_key, d_value") == backward
+    assert served("forward", one, out) == forward
+    assert served("d_query, d_bias", one, out, one.query, torch.empty_like(one.query)) == backward
+    assert served("d_key, d_value", one, out, one.query) == backward
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
     one = problem()
     dense = torch.empty_like(one.query[..., :20])  # as those are of a tensor that is a part of another
     assert dense.stride(2) == 20
-    assert not served(Traits.of(one, dense), "forward")
-    assert not served(Traits.of(one, one.query, one.query, dense), "d_key, d_value")
+    assert not served("forward", one, dense)
+    assert not served("d_key, d_value", one, one.query, one.query, dense)
 
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])

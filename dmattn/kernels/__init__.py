@@ -1,7 +1,6 @@
 """Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
-The table in `dispatch` decides which kernels a forward pass gets, and `run` calls them. `backward` decides for itself, and for Hopper each
-module's `takes`.
+The table in `dispatch` decides which kernels serve a call, of which it knows what `traits` says, and `run` calls them.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).
@@ -14,8 +13,7 @@ Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; 
 per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.
 """
 
-from .backward import backward
-from .run import forward
+from .run import backward, forward
 from .selection.lifetimes import lifetimes
 from .selection.top_keys import best
 

@@ -244,7 +244,7 @@ def _resident_backward(traits: Traits) -> str | None:
 
 
 def _whole_rows(traits: Traits) -> str | None:
-    """d_query of a (batch, head) stays in registers, which leaves none for bounds."""
+    """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules."""
     if traits.heads != traits.kv_heads:
         return _GROUPED
     tile = _tile("rows", traits)
@@ -267,7 +267,7 @@ def _shared_query(traits: Traits) -> str | None:
     reason = _on_hopper(traits, (64, 128), "d_out", "d_bias")
     if reason is not None:
         return reason
-    blocks = hopper_shared_query_grad._blocks(traits.members, block_dim(traits.head_dim))
+    blocks = hopper_shared_query_grad.blocks_of(traits.members, block_dim(traits.head_dim))
     if blocks == 0:
         return f"{traits.members} (batch, head) share a slice of the bias, and registers are for few, but for more than one"
     programs = triton.cdiv(traits.len_q, blocks * BLOCK_M.value) * traits.bias.batch * traits.bias.heads
