@@ -108,27 +108,23 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
             continue
         chosen.append(Choice(row, makes | row.besides, tuple(refusal for other, refusal in refusals if other.makes & makes)))
         made |= makes | row.besides
-        missing = (missing | row.reads) - made
+        missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
         raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
     chosen.sort(key=lambda choice: QUERY_TERMS not in choice.makes)  # which others read
-    if chosen and QUERY_TERMS in chosen[0].makes and _wants_columns(traits):
+    if any(_reads_columns(choice, traits) for choice in chosen):
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
     return tuple(chosen)
 
 
-def _wants_columns(traits: Traits) -> bool:
-    """Whether query terms are made as columns, too: for Hopper's kernels of keys, but for a bias of keys under intervals.
+def _reads_columns(choice: Choice, traits: Traits) -> bool:
+    """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
     The kernel is 1 % slower then with columns of queries beside those of keys.
     """
-    # The kernels are asked as if no d_bias were theirs to store: where d_bias keeps them from serving, columns are made that nobody reads. Once
-    # the backward pass follows this table, the chosen row is to decide.
-    if traits.wanted.isdisjoint({D_KEY, D_VALUE}):
-        return False
     if {"intervals", "bias of keys"} <= traits.features:
         return False
-    return HOPPER_KEYS.refusal(traits) is None or HOPPER_INTERVAL_KEYS.refusal(traits) is None
+    return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
 
 def _nobody(refusals: list[Refusal]) -> str:
@@ -333,8 +329,9 @@ GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _hopper_keys, **ON_HOPPER)
-HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **ON_HOPPER)
+WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _hopper_keys, **WITH_COLUMNS)
+HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **WITH_COLUMNS)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
     Row("Hopper, bias on chip: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS, _resident_backward, **ON_HOPPER),
