@@ -320,7 +320,7 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
 PRECISIONS = """
 import torch
 from benchmarks import harness
-from dmattn.kernels.tiles import dot_precision
+from dmattn.kernels.base.tiles import dot_precision
 single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
 assert dot_precision(single) == "ieee"
 for line in (
