@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: portable/query_grad.py says what is made, this how.
+"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
