@@ -1,6 +1,6 @@
 """Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
-Which kernels a problem gets is decided in `portable.forward` and in `backward`, and for Hopper by each module's `takes`.
+`dispatch` has the table of kernels, which decides by the `traits` of a call; docs/architecture.md follows a call through it.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).

@@ -1,8 +1,8 @@
-"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: portable/bias_grad.py says what and how it is split.
+"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: the same as portable/bias_grad.py, split likewise.
 
 A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
-copies the members' queries, keys, dO and values to shared memory ahead of them. Tiles are as large as registers allow, since what bounds
-the kernel is how often members are read.
+copies the members' queries, keys, dO and values to shared memory ahead of them. The kernel is bound by how often members are read, so tiles are
+as large as registers allow.
 """
 
 from typing import Any, NamedTuple

@@ -1,10 +1,10 @@
 """The forward pass on Hopper (sm_90), a consumer's part of hopper/forward.py: tiles of keys, one after the other.
 
-A tile does without a maximum of its own while that of the tiles before will do: probabilities are powers of 2 of what scores are above it, and
-their sums say whether one was too far above (`all_within`). Then the tile is computed again, with its own maximum. It is so with tiles that
-hide no pair. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute);
-here the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside
-it. They are the same in each run.
+A tile that hides no pair takes the maximum of the tiles before as long as that will do. Probabilities are then powers of 2 of the scores above
+that maximum, and their sums say whether a score was too far above it (`all_within`). If one was, the tile is computed again with its own
+maximum. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here
+the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside it.
+They are the same in each run.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper/key_grad.py, but for how work is divided.
 
 The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
-block of keys, of which its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of
-one consumer's size also hold fewer pairs that no interval contains.
+block of keys. Its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of one
+consumer's size also hold fewer pairs that no interval contains.
 """
 
 from typing import Any, NamedTuple

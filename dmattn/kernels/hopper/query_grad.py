@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: portable/query_grad.py says what is made, this how.
+"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -177,7 +177,7 @@ def _query_gradients_kernel(
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper/forward.py, or else None. The terms go to
-    `terms` and `query_lifts`, which may be None (`row_terms.Incoming`).
+    `terms` and `query_lifts`, which may be None (`query_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -327,7 +327,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
 
 @gluon.jit
 def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr):
-    """The terms of a consumer's queries (`row_terms.Incoming`), which are stored, too."""
+    """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
     delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)

@@ -1,4 +1,4 @@
-"""Tiles in registers on Hopper (sm_90): the rules of base/rules.py on pairs, spelled for Gluon, numbers of 16 bits by twos, and rows stored."""
+"""Tiles in registers on Hopper (sm_90): the rules of base/rules.py on pairs, spelled for Gluon; 16-bit numbers by twos; rows stored."""
 
 from typing import Any, NamedTuple
 

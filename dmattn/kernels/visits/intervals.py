@@ -1,7 +1,6 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
-What a tile has to know of each of its keys is also made here, for kernels that copy it with them: intervals packed by blocks of keys, and the
-lifts of a bias (base/bias_columns.py).
+Intervals packed by blocks of keys and the lifts of a bias (base/bias_columns.py) are made here, too. Kernels copy them beside their keys.
 """
 
 from typing import Any
@@ -30,8 +29,8 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
 def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
 
-    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): the middle of each key's times two, then their lengths, of what the
-    window leaves of them, as the bits of float32; for them to be exact there may be 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
+    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): twice the middle of each key's interval, then the lengths, as the
+    bits of float32. They are intervals as the window leaves them, and exact up to 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
     Sk, COLUMNS); blocks of keys that no query attends have none.
     """
     bias = problem.bias if of_keys(problem.bias) else None
@@ -50,7 +49,7 @@ def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | N
 
 
 def of_keys(bias: Tensor | None) -> bool:
-    """Whether a bias differs by key, and by that alone of query and key."""
+    """Whether a bias differs by key and not by query."""
     return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
 
 
@@ -81,8 +80,8 @@ def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
 def block_bounds(problem: Any, block_n: int) -> Tensor:
     """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
 
-    A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
-    intervals are left out of the former pair, and leave nothing of the latter. int32.
+    A query from the first bound to the second may attend a key of the block; one from the third to the fourth attends all its keys. Empty
+    intervals do not count for the first pair, and leave the second pair empty. int32.
     """
     batch, heads = (max(sizes) for sizes in zip(problem.first.shape[:2], problem.last.shape[:2], strict=True))
     return _summary(problem, block_n, (batch, heads), None, None)

@@ -1,6 +1,6 @@
-"""Boolean masks in the kernels: a scan that reads the mask once, and lists of the blocks to visit made from what it found.
+"""Boolean masks in the kernels: a scan reads the mask once, and lists of the blocks to visit are made from the states that it writes.
 
-The states that the scan writes, and why two bits are enough, are described in dmattn/states.py.
+dmattn/states.py describes the states, and why two bits are enough.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
 def mask_lists(problem: Any, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-    From the states of `problem`, which holds them. The window counts too.
+    They are made from the states in `problem`. The window counts too.
     """
     batch, heads = problem.states.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
