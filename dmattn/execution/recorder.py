@@ -22,6 +22,7 @@ _ALLOCATING = (
     _aten.empty_permuted.default,
     _aten.empty_strided.default,
     _aten.new_empty.default,
+    _aten.new_empty_strided.default,
 )
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
 

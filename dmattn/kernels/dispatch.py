@@ -298,7 +298,6 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    # d_bias is contiguous, so the gradient of a bias that is padded for the copy engine is refused. It is to get the padding of the bias.
     return _stores_d_scores(traits) or _on_hopper(traits, (64, 128), "d_out", "d_bias", "mask")
 
 
