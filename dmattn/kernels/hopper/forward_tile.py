@@ -14,9 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..base.softmax import weights_at, weights_of
+from ..base.window import open_keys
 from .copies import stage_of
 from .registers import Hiding, all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
-from .walk import intervals_of, lift_tile, listed_key, open_keys
+from .walk import intervals_of, lift_tile, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
@@ -145,7 +146,7 @@ def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
         return walk.end, walk.full_end
     else:
         row = context.row + which * BLOCK_M
-        begin, end = open_keys(rules, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
+        begin, end = open_keys(rules.left, rules.right, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
         if config.BACKWARDS:
             begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
         return gl.maximum(begin, after), gl.maximum(end, after)

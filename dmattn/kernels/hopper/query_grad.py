@@ -20,6 +20,7 @@ from ..base.layout import strided
 from ..base.overlap import follow
 from ..base.query_terms import LIFT_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
+from ..base.window import open_keys
 from .bias_columns import ones_for_lifts
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, serves, stage_of, tiled
 from .copies import barriers as new_barriers
@@ -34,7 +35,6 @@ from .walk import (
     lift_tile,
     listed_key,
     listed_keys,
-    open_keys,
     tile_range,
     visits_of,
     work_of,
@@ -300,7 +300,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             after = walk.begin + BLOCK_N
             sums = _tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
-                open_begin, open_end = open_keys(rules, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
+                open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
                         sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)

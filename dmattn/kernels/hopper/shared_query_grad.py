@@ -25,6 +25,7 @@ from ..base.overlap import follow
 from ..base.place import member_of, place_queries
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
+from ..base.window import open_keys
 from ..visits.walk import key_range
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, serves, stage_of, store, tiled, tiled_vectors
 from .copies import barriers as new_barriers
@@ -45,7 +46,6 @@ from .shared_members import (
     produce,
     store_total,
 )
-from .walk import open_keys
 
 # Programs for each processor and round of programs, by blocks of queries of a program. With fewer the two other kernels are faster, which have
 # some for each member; a round that is not full takes as long as a full one.
@@ -217,7 +217,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
     begin, end = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)[:2]
     if BLOCKS == 2:
         row += which * BLOCK_M
-    open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
+    open_begin, open_end = open_keys(rules.left, rules.right, seq, row, begin, end, BLOCK_M, BLOCK_N)
     context = Context(tiles, barriers, given, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
     dqs = ()
     for _member in gl.static_range(OWN):

@@ -20,6 +20,7 @@ from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
 from ..base.tiles import Tile, block_dim, launch_options, pick
+from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
@@ -139,8 +140,7 @@ def _by_head(x: Tensor | None, problem: Any) -> bool:
 def _most_splits(problem: Any) -> int:
     """How many splits the keys that any query sees are worth."""
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    begin = 0 if problem.left is None else max(0, len_k - len_q - problem.left)
-    end = len_k if problem.right is None else min(len_k, len_k + problem.right)
+    begin, end = keys_of_queries(problem.left, problem.right, len_q, len_k)
     return min(MOST_SPLITS, (end - begin) // max(LEAST_KEYS, KEYS_PER_ROW * _group(problem) * len_q))
 
 

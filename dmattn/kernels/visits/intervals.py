@@ -14,7 +14,8 @@ from ..base.bias_columns import COLUMNS, lift_columns
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import LARGEST, all_in_window, place, window_range
+from ..base.place import LARGEST, place
+from ..base.window import all_in_window, first_query, keys_in_window, last_query
 from .lists import append, close, empty_lists, list_pointer, room
 
 CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
@@ -155,9 +156,9 @@ def _summary_kernel(
         pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
         position = cols.start + index
         if right is not None:
-            first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
+            first_cols = tl.maximum(first_cols, first_query(right, seq, position))
         if left is not None:
-            last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
+            last_cols = tl.minimum(last_cols, last_query(left, seq, position) + 1)
         middle2, length = middle_and_length(first_cols, last_cols, len_q)
         real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
         tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
@@ -184,7 +185,7 @@ def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOC
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, 0, len_q)
     row_end = tl.minimum(rows.start + BLOCK_M, len_q)
-    begin, end = window_range(left, right, seq, rows, BLOCK_M)
+    begin, end = keys_in_window(left, right, seq, rows.start, BLOCK_M)
     pointer = list_pointer(lists, seq, rows, BLOCK_M)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):

@@ -14,7 +14,8 @@ from ... import states as states_of_a_mask
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import all_in_window, place, query_window, window_range
+from ..base.place import place
+from ..base.window import all_in_window, keys_in_window, queries_in_window
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)
@@ -152,9 +153,9 @@ def _mask_lists_kernel(
     seq = Sequence(batch, head, len_q, len_k)
     owner = Span(block * OWN, 0, owned)
     if BY_KEY:
-        begin, end = query_window(left, right, seq, owner, OWN)
+        begin, end = queries_in_window(left, right, seq, owner.start, OWN)
     else:
-        begin, end = window_range(left, right, seq, owner, OWN)
+        begin, end = keys_in_window(left, right, seq, owner.start, OWN)
     pointer = list_pointer(lists, seq, owner, OWN)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):
