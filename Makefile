@@ -35,13 +35,14 @@ pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from im
 	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-pytorch test-processors numerical test-kernels gpu memcheck lint bench
+.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck lint bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
 	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled,"
-	@echo "                   then make test-processors"
+	@echo "                   then make test-replay and make test-processors"
+	@echo "make test-replay   repeated calls compared with the calls themselves (DMATTN_REPLAY=check), in the GPU's tests of the functions"
 	@echo "make test-processors  what judges numbers in the first half, by each instruction set of this processor (ATEN_CPU_CAPABILITY:"
 	@echo "                   default, avx2, avx512), with one thread and with two"
 	@echo "make test-pytorch  the first half of make test"
@@ -59,6 +60,7 @@ test: test-pytorch test-kernels
 test-full:
 	DMATTN_FULL=1 DMATTN_EXAMPLES=500 $(MAKE) test-pytorch
 	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
+	$(MAKE) test-replay
 	$(MAKE) test-processors
 
 # ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so a few files, in
@@ -77,6 +79,16 @@ test-processors: $(installed)
 
 numerical: $(installed)
 	$(pytest) -m "not gpu" $(judged:%=tests/test_%.py)
+
+# Without a GPU nothing else has a record: the fake one of tests/fake_gpu.py stands in.
+faked := tests/test_replay.py tests/test_replay_settings.py
+repeating := best bias_grad decoding dropout dynamic equivalence functional hopper lifetimes module ops random resident rows varlen windows
+
+test-replay: export DMATTN_REPLAY = check
+test-replay: export TRITON_INTERPRET = 0
+test-replay: $(installed)
+	$(pytest) $(faked)
+	if $(python) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(pytest) -m gpu $(repeating:%=tests/test_%.py); fi
 
 test-pytorch: $(installed)
 	TRITON_INTERPRET=0 $(pytest)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import reference
 from .broadcast import per_query_head, sum_to
@@ -57,6 +58,7 @@ class Case:
     softcap: float | None = None
     dropout_p: float = 0.0
     transposed: bool = False  # (B, S, H, D) in memory
+    padded: bool = False  # rows of the bias begin at multiples of 16 bytes
     reason: str = ""
 
     @property
@@ -95,6 +97,8 @@ class Case:
         query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
         key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
+        if self.padded and bias is not None:
+            bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
         mask: Tensor | IntervalMask | None = None
         if self.mask is not None:
             mask = self._mask(random).to(device)

@@ -141,7 +141,10 @@ def sample(text: bytes, steps: int, device: torch.device, seed: int = 0) -> list
 
 
 def build_t5(attention: str) -> PreTrainedModel:
-    """A T5 of two layers, float32, without dropout, the same weights each time."""
+    """A T5 (1.1) of two layers, float32, without dropout, the same weights each time.
+
+    Its feed-forward layers are smooth. With ReLU a rounding turns a unit on or off in one of 200 texts, and moves a gradient by 1e-3.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -152,6 +155,7 @@ def build_t5(attention: str) -> PreTrainedModel:
         d_ff=128,
         num_layers=2,
         num_heads=4,
+        feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
         pad_token_id=256,
         eos_token_id=257,

@@ -122,6 +122,17 @@ BIASES = (
         ),
         Case("causal-bias-per-key-65x19", 65, 19, causal=True, bias="bh1k", reason="empty rows in the per-key dBias"),
         Case("causal-bias-per-query-65x19", 65, 19, causal=True, bias="bhq1", reason="an empty row has no dBias, whatever dLSE is"),
+        Case("padded-bias-19x37", 19, 37, bias="bhqk", padded=True, reason="rows of dBias have the padding of the bias"),
+        Case(
+            "gqa-padded-shared-bias-causal-65x37",
+            65,
+            37,
+            **GQA,
+            bias="1gqk",
+            padded=True,
+            causal=True,
+            reason="parts of dBias lie otherwise than their sum",
+        ),
         Case("five-batch-rows-share-a-bias-19x37", 19, 37, batch=5, heads=1, bias="1hqk", reason="members divide unevenly over programs"),
     )
 )
@@ -232,6 +243,9 @@ LARGE = (
 HOPPER = (
     Case("hopper-dense-bias-causal-264x520", 264, 520, heads=4, head_dim=128, bias="bhqk", causal=True, reason="edges of tiles by causal, and dS stored"),
     Case("hopper-dense-bias-empty-rows-520x264", 520, 264, heads=2, head_dim=128, bias="bhqk", causal=True, reason="whole tiles of queries with no key"),
+    Case("hopper-padded-dense-bias-causal-264x251", 264, 251, heads=2, head_dim=128, bias="bhqk", padded=True, causal=True, reason="the copy engine stores dS beside padding"),
+    Case("hopper-padded-four-members-264x391", 264, 391, batch=4, heads=24, head_dim=64, bias="1hqk", padded=True, reason="dBias made with dQ, beside padding"),
+    Case("hopper-padded-shared-bias-261x251", 261, 251, batch=5, heads=3, head_dim=64, bias="11qk", padded=True, reason="dBias in a pass of its own, beside padding"),
     Case("hopper-grouped-pair-bias-328x264", 328, 264, heads=4, kv_heads=2, head_dim=96, value_dim=72, bias="bgqk", causal=True, transposed=True, reason="padded head dims, models' layout"),
     Case("hopper-shared-bias-window-264", 264, batch=5, heads=3, head_dim=128, bias="11qk", window=(150, 90), reason="both sides of a window, fifteen members"),
     Case("hopper-shared-bias-head-dim-64-392x264", 392, 264, batch=3, heads=4, kv_heads=2, head_dim=64, bias="b1qk", causal=True, scale=0.3, reason="members are heads; a scale of its own"),

@@ -230,6 +230,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     query, key, value = tensor("bhq", case.head_dim, dtype), tensor("bgk", case.head_dim, dtype), tensor("bgk", value_dim, dtype)
     mask = None if case.mask is None else tensor(case.mask, None, torch.bool)
     bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
+    if case.padded and bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, -bias.shape[3] % 8))[..., : bias.shape[3]]
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, **case.options)
     if case.intervals is not None:
         bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")

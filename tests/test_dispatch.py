@@ -359,22 +359,32 @@ def test_how_a_tensor_lies_keeps_it_from_being_copied(launches: list, placed: di
 
 @not_interpreted
 @pytest.mark.parametrize("target", ["sm_90"])
-def test_a_padded_bias_has_a_gradient_that_is_not(launches: list) -> None:
-    """Its forward pass is Hopper's, and d_query; d_key and d_value are not, beside which d_bias would be stored."""
+def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list) -> None:
+    """One without padding is refused in both passes, in words that tell the remedy."""
     query = torch.empty(2, 4, 251, 128, dtype=BF16, device="meta")
-    bias = torch.empty(2, 4, 251, 256, dtype=BF16, device="meta")[..., :251]
-    problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
-    out, _lse, _states = backend.allocate_forward(problem)
-    assert dispatch.choose_forward(Traits.of(problem, out)).row.name == "Hopper"
-    gradients = backend.allocate_backward(problem, (True,) * 4)
-    terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *gradients))
-    assert (keys.row.name, queries.row.name) == ("portable: d_key, d_value, d_bias", "portable: d_query of d_bias")
-    assert (
-        dispatch.Refusal("Hopper: d_key, d_value, d_bias", "rows of d_bias: stride 251 is no multiple of 8: pad the key axis") in keys.refusals
-    )
-    assert terms.makes == {QUERY_TERMS}  # no columns for the row that refused
-    keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *gradients[:3]))[::-1]
-    assert (keys.row.name, queries.row.name) == ("Hopper: d_key, d_value", "Hopper: d_query")
+    stored = torch.empty(2, 4, 251, 256, dtype=BF16, device="meta")
+    names = {}
+    for width in (256, 251):
+        bias = stored[..., :width].contiguous()[..., :251]
+        problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
+        out, _lse, _states = backend.allocate_forward(problem)
+        chosen = dispatch.choose_forward(Traits.of(problem, out))
+        _terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *backend.allocate_backward(problem, (True,) * 4)))
+        names[width] = [choice.row.name for choice in (chosen, keys, queries)]
+    assert names[256] == ["Hopper", "Hopper: d_key, d_value, d_bias", "portable: d_query of d_bias"]
+    assert names[251] == ["portable", "portable: d_key, d_value, d_bias", "portable: d_query of d_bias"]
+    why = "rows of bias: stride 251 is no multiple of 8: pad the key axis"
+    assert dispatch.Refusal("Hopper", why) in chosen.refusals
+    assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
+
+
+def test_columns_of_query_terms_are_made_for_the_row_that_reads_them() -> None:
+    for uncopyable, row, columns in (
+        ((), "Hopper: d_key, d_value, d_bias", True),
+        ((("d_bias", "rows of d_bias"),), "portable: d_key, d_value, d_bias", False),
+    ):
+        terms, keys, _query = dispatch.choose_backward(DENSE._replace(uncopyable=uncopyable))
+        assert (keys.row.name, TERM_COLUMNS in terms.makes) == (row, columns)
 
 
 def test_a_field_that_no_row_names_refuses_every_row() -> None:

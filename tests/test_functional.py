@@ -152,6 +152,27 @@ def test_strides_are_taken_as_they_are(device: str) -> None:
     torch.testing.assert_close(got, attention(*copies, mask=mask.contiguous(), bias=bias.contiguous()))
 
 
+@pytest.mark.parametrize(
+    ("size", "padded", "stride", "reason"),
+    [
+        ((2, 2, 5, 37), 40, (400, 200, 40, 1), "rows of 16 bytes and more, as the copy engine takes them"),
+        ((2, 2, 5, 37), 64, (400, 200, 40, 1), "no more padding than needed"),
+        ((1, 2, 5, 37), 39, (370, 185, 37, 1), "of a bias that it does not take either"),
+        ((2, 2, 5, 40), 64, (400, 200, 40, 1), "no padding is needed"),
+        ((2, 2, 5, 37), 37, (370, 185, 37, 1), "a contiguous bias"),
+        ((2, 2, 1, 37), 40, (74, 37, 37, 1), "a bias of keys"),
+    ],
+    ids=["padded", "much-padded", "uneven", "even", "contiguous", "keys"],
+)
+def test_dbias_is_padded_where_its_bias_is(size: tuple, padded: int, stride: tuple, reason: str, device: str) -> None:
+    bias = normal(*size[:3], padded, device=device)[..., : size[3]].requires_grad_()
+    query, key = normal(2, 2, 5, 16, device=device), normal(2, 2, size[3], 16, device=device, seed=1)
+    found = torch.autograd.grad(attention(query, key, key, bias=bias).sum(), bias)[0]
+    assert found.stride() == stride, reason
+    copy = bias.detach().contiguous().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(attention(query, key, key, bias=copy).sum(), copy)[0])
+
+
 def test_a_bias_expanded_by_the_user(device: str) -> None:
     inputs = Case("expanded", 19, 37, bias="1hqk").inputs(torch.float32, device)
     own = results(attention, inputs, {})

@@ -92,7 +92,7 @@ def kernels_on(request, monkeypatch):
         small = {"lifetimes": {"SMALLEST_BLOCK": 4, "SMALLEST_TILE": 16}, "ranks": {"RUN": 8, "MERGED": 2, "BLOCK": 4}}
         for module, sizes in small.items():
             for name, size in sizes.items():
-                monkeypatch.setattr(importlib.import_module(f"dmattn.kernels.{module}"), name, size)
+                monkeypatch.setattr(importlib.import_module(f"dmattn.kernels.selection.{module}"), name, size)
     return device
 
 

@@ -26,6 +26,7 @@ CASES = [
     Case("grouped-causal-bias", 9, 11, heads=4, kv_heads=2, head_dim=8, bias="1gqk", causal=True),
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
+    Case("padded-bias", 9, 13, head_dim=8, bias="1hqk", padded=True),
 ]
 no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
@@ -320,7 +321,7 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
 PRECISIONS = """
 import torch
 from benchmarks import harness
-from dmattn.kernels.tiles import dot_precision
+from dmattn.kernels.base.tiles import dot_precision
 single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
 assert dot_precision(single) == "ieee"
 for line in (

@@ -1,5 +1,8 @@
 """Repeated calls: what a record launches is what the call would have launched, with the tensors of the call."""
 
+# ruff: noqa: F401, F811
+# The fixtures are imported.
+
 from __future__ import annotations
 
 import threading
@@ -11,6 +14,7 @@ import numpy
 import pytest
 import torch
 from conftest import needs_cuda
+from fake_gpu import CASES, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
 from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -18,120 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case
-from dmattn.execution import backend, passes, replay
-from dmattn.execution.backend import interpreting
+from dmattn.execution import passes, replay
+from dmattn.execution.recorder import Recorder
 from dmattn.problem import Intervals, Problem
-
-CASES = (
-    Case("nothing", 130),
-    Case("dense-bias-causal", 37, 65, bias="bhqk", causal=True),
-    Case("hopper-dense-bias-causal", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bhqk", causal=True),
-    Case("hopper-shared-bias", 136, 200, head_dim=64, bias="1hqk"),
-    Case("hopper-mask", 136, 208, head_dim=128, mask="b1qk", keep="blocks"),
-    Case("hopper-intervals-key-bias", 136, 200, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"),
-    Case("mask-in-bytes", 130, 67, mask="bhqk", keep="blocks", bias="bhqk"),
-    Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
-    Case("bias-per-query", 130, 67, bias="1hq1"),
-    Case("keys-in-order", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bg1k"),
-    Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
-    Case("window", 17, 19, batch=70, bias="11qk"),
-    Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
-    Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
-)
-named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches nothing")
-
-
-def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
-    """A problem with its incoming gradients, other numbers for another seed."""
-    inputs = case.inputs(torch.bfloat16, device, seed=seed)
-    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
-    if case.name == "keys-in-order":
-        bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
-        order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()
-        problem = problem._replace(first=bounds[0], last=bounds[1], order=order)
-    return problem, inputs.d_out, inputs.d_lse
-
-
-class Launches(TorchDispatchMode):
-    """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers.
-
-    Inside, what is allocated stays, so that no address is given to two tensors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple] = []
-        self.alive: list[Tensor] = []
-        self.asked = 0  # launches that were not repeated
-
-    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
-        if operator._schema.is_mutable:
-            self.seen.append((str(operator), 0, self.plain(tuple(arguments))))
-        self.alive.append(operator(*arguments, **(keywords or {})))
-        return self.alive[-1]
-
-    def run(self, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
-        name, given = kernel.fn.__name__, tuple(arguments[name] for name in kernel.arg_names)
-        self.seen.append((name, grid[0], self.plain(given)))
-        self.asked += 1
-        launches = self
-
-        class Compiled:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *given, stream: launches.seen.append((name, grid[0], launches.plain(given)))
-
-        return Compiled()
-
-    def plain(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x.data_ptr()
-        if hasattr(x, "block_shape"):
-            return x.base.data_ptr(), x.shape, x.strides, x.block_shape, x.layout
-        return tuple(map(self.plain, x)) if isinstance(x, tuple) else x
-
-    def taken(self, operands: list[Any]) -> list[tuple]:
-        """What was launched since the last time; instead of addresses, which operand it is, or which other tensor, in order of appearance."""
-        names = {x.data_ptr(): f"operand {place}" for place, x in enumerate(operands) if isinstance(x, Tensor)}
-
-        def by_name(x: Any) -> Any:
-            if isinstance(x, tuple):
-                return tuple(map(by_name, x))
-            return names.setdefault(x, f"tensor {len(names)}") if isinstance(x, int) and x > 1 << 32 else x
-
-        seen = self.seen.copy()
-        self.seen.clear()
-        return [by_name(each) for each in seen]
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Launches on CPU tensors, with everything that a Hopper GPU would choose."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver, jit
-
-    from dmattn import kernels
-    from dmattn.kernels import traits
-    from dmattn.kernels.base import tiles
-
-    seen = Launches()
-    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
-    for module in (tiles, traits):
-        monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(traits, "GLUON", True)
-    monkeypatch.setattr(replay, "_repeatable", lambda x: True)
-    monkeypatch.setattr(backend, "interpreting", lambda: True)
-    monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)
-    monkeypatch.setattr(backend, "path", lambda problem: kernels)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    functions = {"get_current_stream": lambda self, device: 0, "get_current_target": lambda self: GPUTarget("cuda", 90, 32)}
-    monkeypatch.setattr(driver, "_active", type("NoDevice", (), functions)(), raising=False)
-    return seen
 
 
 @on_a_cpu
 @named
-def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -> None:
     def call(seed: int) -> list[tuple]:
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
         out, lse, states, *_ = passes.forward(problem)
@@ -143,7 +41,7 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches, m
 
     with launches:
         recorded, repeated = call(0), call(1)
-        monkeypatch.setattr(replay, "_repeatable", lambda x: False)
+        replay.switch("0")
         assert recorded
         assert recorded == repeated == call(1)
 
@@ -391,12 +289,12 @@ def test_what_cannot_be_repeated_is_done_again(launches: Launches) -> None:
 
 
 @on_a_cpu
-def test_the_pytorch_path_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pytorch_path_is_not_recorded(monkeypatch: pytest.MonkeyPatch, on_cpu_tensors: Callable[[str], None]) -> None:
     """Its operators are as many as its chunks."""
-    monkeypatch.setattr(replay, "_repeatable", lambda x: True)
+    on_cpu_tensors("1")
     written = []
-    record = replay._Recorder.record
-    monkeypatch.setattr(replay._Recorder, "record", lambda recorder, result: written.append(record(recorder, result)))
+    record = Recorder.record
+    monkeypatch.setattr(Recorder, "record", lambda recorder, result: written.append(record(recorder, result)))
     query, key, value = (x.double().requires_grad_() for x in tensors().values())
     for _ in range(3):
         out = attention(query, key, value)
@@ -506,22 +404,18 @@ def test_views_begin_where_they_began(launches: Launches) -> None:
     from dmattn.kernels.base.launch import launch
     from dmattn.kernels.base.layout import strided
 
-    addresses: list[tuple] = []
-
-    class Kernel:
-        arg_names = ("plain", "with_strides")
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            return lambda **given: {(1, 1, 1): lambda *given, stream: addresses.append((given[0], given[1][0]))}
+    kernel = Kernel("plain", "with_strides")
 
     @replay.replayed
     def function(x: Tensor) -> None:
-        launch(Kernel(), 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
+        launch(kernel, 1, plain=x[1:][2:], with_strides=strided(x[None, None, :, 4:], 1))
 
     function(torch.zeros(7, 5))
+    kernel.launched.clear()
     x = torch.zeros(7, 5)
     function(x)
-    assert addresses == [(x[3:].data_ptr(), x[:, 4:].data_ptr())]
+    ((_, plain, with_strides),) = kernel.launched
+    assert (plain, with_strides[0]) == (x[3:].data_ptr(), x[:, 4:].data_ptr())
 
 
 @on_a_cpu
@@ -581,13 +475,13 @@ def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each call that was repeated from a record."""
     calls: list[int] = []
-    record = replay._Recorder.record
+    written = replay.written
 
-    def counting(recorder: Any, result: Any) -> Callable[..., Any] | None:
-        written = record(recorder, result)
-        return written and (lambda *arguments: (calls.append(1), written(*arguments))[1])
+    def counting(record: Any) -> Callable[..., Any]:
+        repeat = written(record)
+        return lambda *arguments: (calls.append(1), repeat(*arguments))[1]
 
-    monkeypatch.setattr(replay._Recorder, "record", counting)
+    monkeypatch.setattr(replay, "written", counting)
     return calls
 
 

@@ -41,6 +41,7 @@ SMALL = (
         reason="members are heads too; models' layout",
     ),
     Case("odd-79x136", 79, 136, batch=9, heads=3, head_dim=24, bias="1hqk", reason="odd lengths and head dims"),
+    Case("padded-200x251", 200, 251, batch=9, heads=3, head_dim=32, bias="1hqk", padded=True, reason="rows of dBias beside padding"),
     Case("one-tile-128x64", 128, 64, batch=9, heads=2, head_dim=32, bias="1hqk", reason="one tile of keys, half filled"),
     Case("grouped-256x256", 256, batch=4, heads=4, kv_heads=2, head_dim=32, bias="1gqk", reason="the forward pass alone"),
     Case("long-queries-704x256", 704, 256, batch=4, heads=2, head_dim=32, bias="1hqk", reason="the forward pass alone"),

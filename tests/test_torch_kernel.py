@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from dmattn import attention, reference
 from dmattn.equivalence import Case, check
 from dmattn.execution import torch_kernel, torch_path
 from dmattn.execution.backend import interpreting
+from dmattn.problem import Problem
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="float32 tensors go through the kernels of this library in Triton's interpreter")
 
@@ -62,6 +64,14 @@ def test_what_is_hidden_is_lower_than_any_bias(calls: list[int]) -> None:
     torch.testing.assert_close(out, seen)
     assert (lse[:, :, 7] == -math.inf).all()
     assert lse.isfinite().sum() == lse.numel() - 2
+
+
+def test_a_field_of_a_problem_that_it_does_not_know_refuses_it() -> None:
+    query = torch.ones(1, 2, 40, 8)
+    problem = Problem.canonical(query, query, query, mask=None, bias=None, causal=True, window=None, scale=None, softcap=None)
+    further = namedtuple("Further", [*Problem._fields, "slopes"])
+    assert torch_kernel.serves(further(*problem, slopes=None))
+    assert not torch_kernel.serves(further(*problem, slopes=torch.ones(2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

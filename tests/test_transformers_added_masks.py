@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -226,6 +227,14 @@ def bridgetower_layer(own_forward: bool | None = None) -> nn.Module:
     return kind(transformers.BridgeTowerTextConfig(), is_causal=True)
 
 
+def align_layer() -> nn.Module:
+    """It has no attribute `is_causal`, as its eager attention would not read one."""
+    kind = importlib.import_module("transformers.models.align.modeling_align").AlignTextSelfAttention
+    layer = kind(transformers.AlignTextConfig())
+    assert not hasattr(layer, "is_causal")
+    return layer
+
+
 def llama_layer() -> nn.Module:
     return transformers.models.llama.modeling_llama.LlamaAttention(transformers.LlamaModel.config_class(num_hidden_layers=1), 0)
 
@@ -240,6 +249,7 @@ class OwnLayer(nn.Module):
 LAYERS = {
     "bridgetower": (bridgetower_layer, False),
     "derived-from-it": (lambda: bridgetower_layer(own_forward=False), False),
+    "align": (align_layer, False),
     "llama": (llama_layer, True),
     "own": (OwnLayer, True),
 }

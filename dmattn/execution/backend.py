@@ -103,11 +103,26 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def allocate_backward(problem: Problem, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Uninitialised gradients: strides like the inputs, the bias's contiguous; None where none is needed."""
+    """Uninitialised gradients, None where none is needed: strides like the inputs, the bias's contiguous but for padding."""
     learned = (problem.query, problem.key, problem.value, problem.bias)
     query, key, value, bias = (x if need else None for x, need in zip(learned, needs, strict=True))
     gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
-    return (*gradients, None if bias is None else bias.new_empty(bias.shape))
+    return (*gradients, None if bias is None else _empty_d_bias(bias))
+
+
+def _empty_d_bias(bias: Tensor) -> Tensor:
+    """Contiguous; but where padding lets the rows of a bias of pairs begin at multiples of 16 bytes, those of its gradient do, too.
+
+    The copy engine of a GPU writes no other rows. The padding of the gradient is less than 16 bytes a row, whatever the bias's.
+    """
+    _, heads, len_q, len_k = bias.shape
+    whole = 16 // bias.element_size()  # elements
+    if len_q <= 1 or len_k <= 1 or bias.is_contiguous() or bias.stride(3) != 1:
+        return bias.new_empty(bias.shape)
+    if len_k % whole == 0 or any(stride % whole for size, stride in zip(bias.shape[:3], bias.stride()[:3], strict=True) if size > 1):
+        return bias.new_empty(bias.shape)
+    pitch = len_k + -len_k % whole
+    return bias.new_empty_strided(bias.shape, (heads * len_q * pitch, len_q * pitch, pitch, 1))
 
 
 def allocate_best(key_bias: Tensor, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,17 @@ from ..problem import Problem
 from ..reference import hidden_pairs, masking_bias
 
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
+# The fields of a problem that it computes by, or that change no result: a further one refuses it. Without a seed dropout_p drops nothing.
+UNDERSTOOD = {"query", "key", "value", "mask", "first", "last", "bias", "left", "right", "scale", "order", "dropout_p", "states"}
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty
 
 
 def serves(problem: Problem) -> bool:
     """Whether the forward pass of `problem` is exact by the kernel, and faster. It knows neither softcap nor our dropout, and one head dim."""
     query, key = problem.query, problem.key
-    if not query.is_cpu or query.dtype == torch.float64 or problem.softcap is not None or problem.seed is not None:
+    if any(x is not None for name, x in zip(problem._fields, problem, strict=True) if name not in UNDERSTOOD):
+        return False
+    if not query.is_cpu or query.dtype == torch.float64:
         return False
     if query.shape[2] < FEWEST_QUERIES or key.shape[2] == 0 or key.shape[3] != problem.value.shape[3]:  # it divides by zero without keys
         return False

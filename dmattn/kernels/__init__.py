@@ -1,6 +1,7 @@
 """Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
-The table in `dispatch` decides which kernels serve a call, of which it knows what `traits` says, and `run` calls them.
+`dispatch` has the table of kernels, which decides by the `traits` of a call, and `run` calls them; docs/architecture.md follows a call through
+both.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).

@@ -160,7 +160,7 @@ def _split_keys(traits: Traits) -> str | None:
     limits, group = _tile("decoding", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        return f"{max(0, visible)} visible keys are fewer than two splits of {least}"
+        return f"{visible} visible keys are fewer than two splits of {least}"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
     _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
@@ -283,7 +283,6 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    # d_bias is contiguous, so the gradient of a bias that is padded for the copy engine is refused. It is to get the padding of the bias.
     return _stores_d_scores(traits) or _on_hopper(traits, (64, 128), "d_out", "d_bias", "mask")
 
 

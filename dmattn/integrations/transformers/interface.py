@@ -64,15 +64,15 @@ def is_causal_without_mask(layer: Any) -> bool | None:
             attends everything, its SDPA would be causal.
     """
     marked = getattr(layer, "is_causal", None)
-    if not marked:
-        return marked
+    if marked is False:
+        return False
     own = _runs_own_forward(type(layer))
-    if own:
+    if own and marked:
         expected = (
             f"True or False as an argument in a call without a mask, as {type(layer).__name__} derives from a layer that ignores its attribute"
         )
         raise ValueError(f"dmattn: is_causal: expected {expected}, received neither")
-    return own is None
+    return marked if own is None or own else False
 
 
 def _classes(config: Any) -> tuple[str, ...]:

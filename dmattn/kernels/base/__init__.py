@@ -1,4 +1,4 @@
-"""What kernels are made of.
+"""The parts of which kernels are made.
 
 Reading order: `layout` (how tensors arrive), `place` (which program works where), `rules` (the rules on pairs, and scores), `softmax`,
 `dropout`, `query_terms` (lse and delta of queries), `bias_columns` (a bias of keys and terms of queries, added within products), `key_sums`,

@@ -1,7 +1,7 @@
-"""What is added to whole rows or columns of products as part of them: three more columns, which meet ones, for no instruction a pair.
+"""Bias columns: three more columns of a product, which meet ones. They add a number to whole rows or columns for no instruction a pair.
 
-A bias of keys lifts their scores so. Terms of queries lower scores and dP (base/query_terms.py) in the kernels of dK and dV, except beside
-a bias of keys with intervals. The sum of three numbers of bfloat16 is as near to what is added, in units of the products, as
+A bias of keys lifts the scores of its keys in this way. Terms of queries (base/query_terms.py) lower scores and dP in the kernels of dK and dV,
+except beside a bias of keys with intervals. The number is the sum of three bfloat16 numbers, in units of the products; that is as near as
 float32 comes. Products take 16 columns at a time, so the others are 0.
 """
 
@@ -15,7 +15,7 @@ COLUMNS = tl.constexpr(16)
 
 @triton.jit
 def bounded(bias, scale):
-    """A float32 bias, finite in units of the products where it is finite, but for what hides a key (`softmax.weights_of`): that is -inf."""
+    """A float32 bias that is finite in units of the products where it is finite. A bias that hides its key (`softmax.weights_of`) is -inf."""
     largest = tl.minimum(1e38 * scale, 1e38)
     finite = tl.where(bias > largest, largest, tl.where(bias < -largest, -largest, bias))
     return tl.where(bias * LOG2E == float("-inf"), float("-inf"), tl.where(bias == float("inf"), bias, finite))
@@ -23,7 +23,7 @@ def bounded(bias, scale):
 
 @triton.jit
 def lift_columns(bias, scale, column):
-    """Columns of the lifts of keys, both broadcast: the bias in units of the products in three parts, and 0."""
+    """The lifts of keys in these columns: three parts of the bias, in units of the products, then 0. `bias` and `column` broadcast."""
     return three_parts(tl.div_rn(bounded(bias.to(tl.float32), scale), scale), column)
 
 

@@ -1,4 +1,4 @@
-"""What a device is, for those who choose kernels, sizes and assemblers."""
+"""Families of devices, and their processors: kernels, tile sizes and assemblers are chosen by them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 @cache
 def device_family(device: torch.device) -> str:
-    """What a device is to a compiler: sm_NN, hip, or interpreter."""
+    """The target that a compiler has for a device: sm_NN, hip, or interpreter."""
     if device.type == "cpu":
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target() if device.type == "meta" else None

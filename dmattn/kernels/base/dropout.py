@@ -1,4 +1,4 @@
-"""Dropout: the pairs of a tile that are kept, the same numbers in every kernel and in dmattn/dropout.py, which says how they are made."""
+"""Dropout: the pairs of a tile that are kept. They are the same in every kernel and in dmattn/dropout.py, which says how they are drawn."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,9 @@ ROUNDS = tl.constexpr(dropout.ROUNDS)
 
 @triton.jit
 def kept_factor(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
-    """What dropout multiplies the weights of a tile by, 1 / (1 - p) or 0: [BLOCK_M, BLOCK_N], with KEYS_DOWN [BLOCK_N, BLOCK_M].
+    """The factors of dropout for the weights of a tile, 1 / (1 - p) or 0: [BLOCK_M, BLOCK_N], with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
-    A block of keys begins at a multiple of 4, as the four words of a counter are those of four keys in a row.
+    A block of keys begins at a multiple of 4, because the four words of a counter belong to four keys in a row.
     """
     BLOCK_M: tl.constexpr = rows.index.shape[0]
     BLOCK_N: tl.constexpr = cols.index.shape[0]

@@ -1,4 +1,4 @@
-"""Sums of dS over the queries for each key, of which the gradient of a bias by key is made: of every query head, or of a group of them."""
+"""Sums of dS over the queries for each key, by query head or by group of heads. The gradient of a bias of keys is made of them."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def empty_key_sums(d_bias: Tensor, problem: Any) -> Tensor:
-    """Uninitialised (B, H, 1, Sk) in float32, or the gradient itself where it is of each key-value head: kernels sum over a group's heads.
+    """Uninitialised sums, float32 (B, H, 1, Sk); or the gradient itself, where its heads are the key-value heads.
 
-    Sk is that of the bias: of keys in an order the problem has only those that the order names.
+    Kernels then sum over the heads of a group. Sk is the bias's own length: in a problem with an order, keys are only those that the order
+    names.
     """
     batch, heads = problem.query.shape[:2]
     if d_bias.shape[:2] == problem.key.shape[:2]:
@@ -18,7 +19,7 @@ def empty_key_sums(d_bias: Tensor, problem: Any) -> Tensor:
 
 
 def by_group(problem: Any, key_sums: Tensor | None) -> bool:
-    """Whether sums (B, H or Hk, 1, Sk) are those of the query heads of a key-value head."""
+    """Whether sums (B, H or Hk, 1, Sk) have one entry for all query heads of a key-value head."""
     return key_sums is not None and key_sums.shape[1] < problem.query.shape[1]
 
 

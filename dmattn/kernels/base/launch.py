@@ -1,6 +1,6 @@
-"""Launches. Around each the tensors' own device is current, and on Hopper the assembler is one that gets matrix products right.
+"""Launches. Around each launch the device of its tensors is current. On Hopper the assembler is one that gets matrix products right.
 
-A recorder that sits in the thread's slot is told of each (:mod:`dmattn.recording`).
+Each launch is told to the recorder in the thread's slot (:mod:`dmattn.recording`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel on a grid of one axis with all that it takes, and with Triton's options."""
+    """Launch a kernel on a grid of one axis; `arguments` are its own and Triton's options."""
     compiled = kernel[(programs,)](**arguments, **launch_options())
     writer = recorder()
     if writer is None:
@@ -60,14 +60,14 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
 
 
 def hooked() -> bool:
-    """Whether something is to be told of every launch (`triton.knobs.runtime`)."""
+    """Whether a hook of Triton's wants to be told of every launch (`triton.knobs.runtime`)."""
     entering, leaving = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(entering, "calls", entering) or getattr(leaving, "calls", leaving))
 
 
 @contextmanager
 def _assembling_with(path: str) -> Iterator[None]:
-    """Triton's assembler is that at `path`, for one thread at a time."""
+    """Within, Triton's assembler is the one at `path`. One thread at a time is within."""
     with _one_at_a_time:
         tools = vars(triton.knobs.nvidia)  # not setattr, which would write to os.environ
         before = dict(tools)

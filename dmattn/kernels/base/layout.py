@@ -1,4 +1,4 @@
-"""How tensors arrive in kernels: a pointer with one stride per axis, positions on an axis, and tiles loaded and stored with them."""
+"""Tensors in kernels: a pointer with one stride per axis, positions on an axis, and the tiles that these load and store."""
 
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ class Strided(NamedTuple):
 
 
 class Span(NamedTuple):
-    """BLOCK consecutive positions on one axis, `start + index`, real below `length`; no bound is needed where `length` is None.
+    """BLOCK consecutive positions on one axis, `start + index`. Those below `length` are real; all are where it is None.
 
-    Made in place, not by a helper: up to Triton 3.7 a helper cannot return a None.
+    A span is made in place, not by a helper: up to Triton 3.7 a helper cannot return a None.
     """
 
     start: Any
@@ -51,7 +51,7 @@ def strided(x: Tensor | None, heads: int) -> Strided | None:
 
 @triton.jit
 def slice_pointer(t, seq):
-    """Where the slice of one sequence begins."""
+    """Pointer to the first element of one sequence's slice."""
     return t.ptr + tl.cast(seq.batch, tl.int64) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
 
 

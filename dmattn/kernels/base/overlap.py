@@ -1,8 +1,8 @@
 """Kernels that are launched while the one before them ends (programmatic dependent launch, on Hopper and later).
 
-Every kernel begins with :func:`follow`, and waits there until all that the one before has written is visible. What is gained is the time
-between two kernels, a microsecond or two: some passes are a dozen short ones. The next one is launched as the programs of this one end; asking
-for it as they begin was slower (docs/history.md).
+Every kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. This saves the microsecond or two
+between kernels, and some passes are a dozen short ones. A kernel is launched as the programs of the one before end; to ask for it as they
+begin was slower (docs/history.md).
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which program works where: its block, head and batch entry, who shares a bias, and the range of queries or keys that it has to visit."""
+"""Which program works where: its block, head and batch entry, and who shares a bias."""
 
 import triton
 import triton.language as tl
@@ -72,61 +72,3 @@ def member_of(seq, member, sharing_heads):
     A slice without a batch axis is shared by all batch entries, and by `sharing_heads` heads in each.
     """
     return Sequence(seq.batch + member // sharing_heads, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
-
-
-@triton.jit
-def window_range(left, right, seq, rows, BLOCK_M: tl.constexpr):
-    """[begin, end): the keys that the window leaves to a block of queries."""
-    begin = 0
-    end = seq.len_k
-    offset = seq.len_k - seq.len_q
-    if right is not None:
-        end = tl.minimum(end, tl.minimum(rows.start + BLOCK_M, seq.len_q) + offset + right)
-    if left is not None:
-        begin = tl.maximum(begin, rows.start + offset - left)
-    end = tl.maximum(end, 0)
-    return tl.minimum(begin, end), end
-
-
-@triton.jit
-def next_step(begin, position, STEP: tl.constexpr):
-    """The first of begin, begin + STEP, ... that is not before a position."""
-    return begin + tl.cdiv(tl.maximum(position - begin, 0), STEP) * STEP
-
-
-@triton.jit
-def query_window(left, right, seq, cols, BLOCK_N: tl.constexpr):
-    """[begin, end): the queries that the window leaves to a block of keys."""
-    begin = 0
-    end = seq.len_q
-    offset = seq.len_k - seq.len_q
-    if right is not None:
-        begin = tl.maximum(begin, cols.start - offset - right)
-    if left is not None:
-        end = tl.minimum(end, tl.minimum(cols.start + BLOCK_N, seq.len_k) - offset + left)
-    end = tl.maximum(end, 0)
-    return tl.minimum(begin, end), end
-
-
-@triton.jit
-def all_in_window(left, right, seq, row, col, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether the window and the keys' end leave every pair of the tile at a row and column, or at several of either."""
-    offset = seq.len_k - seq.len_q
-    every = col + BLOCK_N <= seq.len_k
-    if right is not None:
-        every = every & (col + BLOCK_N <= row + offset + right + 1)
-    if left is not None:
-        every = every & (row + BLOCK_M + offset <= col + left + 1)
-    return every
-
-
-@triton.jit
-def in_window(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether the window leaves any pair of the tile."""
-    inside = True
-    offset = seq.len_k - seq.len_q
-    if rules.right is not None:
-        inside = inside & (cols.start < tl.minimum(rows.start + BLOCK_M, seq.len_q) + offset + rules.right)
-    if rules.left is not None:
-        inside = inside & (tl.minimum(cols.start + BLOCK_N, seq.len_k) > rows.start + offset - rules.left)
-    return inside

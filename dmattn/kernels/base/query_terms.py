@@ -1,4 +1,4 @@
-"""What the backward pass has to know of each query besides its row of scores: delta, and what its scores are lessened by."""
+"""Terms of queries: the two numbers that the backward pass subtracts for each query, from its scores and from dP."""
 
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
 class Incoming(NamedTuple):
-    """What comes from the output: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
+    """Inputs of the backward pass by query: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
 
-    They are what a query's scores are lessened by to give probabilities (`softmax.divisor2`), and delta = rowsum(dO * O) - dLSE, which is 0 for
-    an empty row, whose dLSE may be anything. Queries past the end have no probabilities. Where there are `lifts` (B, H, Sq in whole BLOCKs,
-    LIFT_COLUMNS) bfloat16, they hold both, too, for products to add (base/bias_columns.py).
+    The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
+    is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `lifts` (B, H, Sq in whole BLOCKs, LIFT_COLUMNS)
+    bfloat16 hold both terms once more, for products to add (base/bias_columns.py); or they are None.
     """
 
     d_out: Tensor
@@ -37,7 +37,7 @@ class Incoming(NamedTuple):
 
     @classmethod
     def without_terms(cls, d_out: Tensor, lse: Tensor, lifted: bool) -> "Incoming":
-        """The terms are not made yet, which a kernel does."""
+        """With room for the terms, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
@@ -95,10 +95,10 @@ def _terms_kernel(
 def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
 
-    `column` are the numbers of the lifts' columns. Those from 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
-    products, those from 3 to 5 -delta, which lowers dP, and the others 0. Each is finite for a row without probabilities, too, and for an
-    infinite delta, as the other product meets it with 0; the three of such a row together are not, and leave no score. A NaN, of dLSE too,
-    reaches dV so, as it reaches dQ and dK.
+    `column` are the numbers of the lifts' columns. Columns 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
+    products. Columns 3 to 5 hold -delta, which lowers dP. The others hold 0. Each column is finite, because the other product meets it with 0:
+    for a row without probabilities, too, and for an infinite delta. The three columns of such a row sum to -inf and leave no score. A NaN, of
+    dLSE too, reaches dV so, as it reaches dQ and dK.
     """
     terms, lifts, scale = places
     pointers = slice_pointer(terms, seq) + start + index

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...dropout import kept_scale, threshold
 from .layout import Span, inside, load_rows, load_tile, strided
+from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -21,9 +22,9 @@ class Rules(NamedTuple):
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1; `bias_by_key` is 1 where a bias is so on that of
     queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
     a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
-    queries. `states` are the mask's, where it walks neither. Query i may attend key j only if -left <= j - (i + len_k - len_q) <= right, where
-    None is no bound. `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where
-    batch entries share a bias or mask of pairs, else None.
+    queries. `states` are the mask's, where it walks neither. `left` and `right` are the window's (base/window.py). `seed` points
+    to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask
+    of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -126,14 +127,7 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
         s = tl.where((first <= i) & (i < last), s, float("-inf"))
-    offset = seq.len_k - seq.len_q
-    if rules.right is not None:  # noqa: SIM102 - the one is known when the kernel is compiled, the other is not
-        if cols.start + cols.index.shape[0] > rows.start + offset + rules.right + 1:  # the edge of the window crosses the tile
-            s = tl.where(j - i <= rules.right + offset, s, float("-inf"))
-    if rules.left is not None:  # noqa: SIM102
-        if rows.start + rows.index.shape[0] + offset > cols.start + rules.left + 1:
-            s = tl.where(j - i >= offset - rules.left, s, float("-inf"))
-    return s
+    return within_window(s, rules.left, rules.right, seq, rows, cols, i, j)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The online softmax in base 2, and what becomes of rows with nothing to attend."""
+"""The online softmax in base 2, and its results for rows with nothing to attend."""
 
 import triton
 import triton.language as tl
@@ -27,13 +27,13 @@ def softmax_step(s, row_max, row_sum):
 def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
     """(unnormalised probabilities of a tile, factor for what was accumulated before) for the maximum until then, and with it.
 
-    Scores times `factor`, which is positive, are exponents of 2. One that is -inf only then is hidden too, as with a bias of bfloat16's lowest.
+    Scores times `factor`, which is positive, are exponents of 2. A score whose exponent is -inf is hidden too, as with bfloat16's lowest bias.
 
-    Product and difference are one operation on GPUs, which leaves the maximum the rounding of its own product for an exponent, the same for its
-    whole row. From 2 ** 27 on that may be more than 8, and grows past what 16 bits hold; there the next smaller score is as far away, which
-    rounds the exponents of others to as much whatever multiplies them, and a power of 2 rounds nothing. FAR as scores may be from 0, a row
-    whose maximum is beyond has the power of 2 below the factor. All is decided by one product, for whatever comes between the maximum and the
-    exponents is waited for.
+    `s * factor - max * factor` compiles to one fma on GPUs. Only `max * factor` is rounded, so the maximum itself gets a small exponent that is
+    not 0, the same for its whole row. From 2 ** 27 on this exponent may exceed 8, and the weights may leave 16 bits. A power of 2 as factor
+    rounds nothing. So with FAR, for scores that may lie far from 0, a row with a maximum beyond takes the power of 2 below the factor. It loses
+    nothing by that: the next smaller score is so far away there that other exponents are rounded as much with any factor. One product decides
+    all of it, because exponents wait for every instruction behind the maximum.
     """
     p = weights_at(s, new_max, factor, FAR, 0.0)
     return p, tl.exp2((row_max - tl.where(new_max * factor == float("-inf"), 0.0, new_max)) * factor)
@@ -43,8 +43,8 @@ def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
 def weights_at(s, row_max, factor, FAR: tl.constexpr, OF_NONE: tl.constexpr):
     """The probabilities of :func:`weights_of` with a given maximum. Where that is -inf, exponents are lowered by OF_NONE instead.
 
-    With 0.0, rows without scores have probabilities of 0. With the lowest float32, scores of -inf still have 0, and finite ones infinity, which
-    tells the caller that their row has no maximum yet.
+    With 0.0, rows without scores have probabilities of 0. With the lowest float32, scores of -inf still have 0. Finite scores have infinity:
+    the caller sees that their row has no maximum yet.
     """
     highest = row_max * factor
     hidden = highest == float("-inf")
@@ -67,9 +67,9 @@ def softmax_finish(acc, row_max, row_sum):
 
 @triton.jit
 def divisor2(lse_rows):
-    """What base-2 scores are lessened by to give probabilities: lse times LOG2E, infinite for an empty row.
+    """The number to subtract from base-2 scores for probabilities: lse times LOG2E, or infinity.
 
-    And for one so far from 0 that the roundings of its exponents, which would be 8 and more, may not fit 16 bits.
+    It is infinite for an empty row, and for one so far from 0 that its exponents are rounded by 8 and more, which may not fit 16 bits.
     """
     return tl.where(tl.abs(lse_rows) > FARTHEST, float("inf"), lse_rows * LOG2E)
 

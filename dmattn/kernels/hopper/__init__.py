@@ -1,6 +1,19 @@
-"""Kernels for Hopper (sm_90), in Gluon.
+"""Kernels for Hopper (sm_90), in Gluon. docs/hopper.md has their barriers, their registers and all words.
 
-Reading order: `copies` (what is served, and tensors as the copy engine takes them), `registers` (the rules on pairs: `ruled`), `walk` (over
-keys), `bias_columns`, `forward` with its `forward_tile`, `query_grad`, `key_grad` and, under intervals, `key_grad_intervals`, which share
-`key_tile`; `bias_grad`, and `shared_query_grad` with its `shared_members`; `resident`, for narrow heads that share a bias.
+One program of the forward pass::
+
+    producer, 1 warp      shared memory                       consumer, 4 warps and 64 queries, one of two or three
+    wait q_free, copy ->  q[consumer]                         S = Q K^T, of the next tile
+    wait k_free, copy ->  k, bias, intervals, lifts [stage]   P = softmax(S + bias), while others multiply
+    wait v_free, copy ->  v[stage]                            O += P V, of the tile before
+
+`full` barriers say that a copy has come, `free` barriers that all consumers have used it.
+
+Reading order: `copies` (descriptors, barriers, stages), `registers` (`ruled`: the rules on pairs), `walk` (over keys), `bias_columns`, then
+`forward` with its `forward_tile`, `query_grad`, `key_grad` and, under intervals, `key_grad_intervals`, which share `key_tile`; `bias_grad`, and
+`shared_query_grad` with its `shared_members`; `resident`, for narrow heads that share a bias.
+
+Glossary: a stage is a place of a tile in shared memory; a turn counts tiles and gives the stage, and the phase by its parity. An edge is a
+tile that may hide pairs; an open one hides none. Members are the (batch, head) that share a slice of the bias. Lifts are a bias of keys as
+columns of a product, and ones their other factor. Terms are lse and delta of queries.
 """

@@ -1,8 +1,8 @@
-"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: portable/bias_grad.py says what and how it is split.
+"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: the same as portable/bias_grad.py, split likewise.
 
 A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
-copies the members' queries, keys, dO and values to shared memory ahead of them. Tiles are as large as registers allow, since what bounds
-the kernel is how often members are read.
+copies the members' queries, keys, dO and values to shared memory ahead of them. The kernel is bound by how often members are read, so tiles are
+as large as registers allow.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, slice_pointer, strided
+from ..base.layout import Sequence, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import in_window, member_of
+from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
+from ..base.window import any_hidden, any_in_window
 from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
@@ -137,7 +138,7 @@ def _shared_gradient_kernel(
     begin = part_entry // slice_batch * members_per_part
     end = gl.minimum(begin + members_per_part, members)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
-    if not in_window(rules, seq, Span(row, 0, None), Span(col, 0, None), 2 * BLOCK_M, BLOCK_N):
+    if not any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N):
         end = begin
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
@@ -203,13 +204,7 @@ def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, co
     row = context.row + which * BLOCK_M
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(context.barriers.bias_full.index(0), 0)
-    offset = seq.len_k - seq.len_q
-    at_edge = col + BLOCK_N > seq.len_k
-    if rules.right is not None:
-        at_edge |= col + BLOCK_N > row + offset + rules.right + 1
-    if rules.left is not None:
-        at_edge |= col < row + BLOCK_M - 1 + offset - rules.left
-    if at_edge:
+    if any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             total += _member(context, rules, vectors, row, member, which, config, EDGE=True)
     else:

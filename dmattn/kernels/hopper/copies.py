@@ -1,7 +1,7 @@
-"""What the kernels for Hopper (sm_90) share: tensors as the copy engine takes them, and barriers.
+"""Common ground of the kernels for Hopper (sm_90): tensors as the copy engine takes them, and barriers.
 
-They are written in Gluon, which ships with Triton, because there one says what runs beside what: a program has consumers, which multiply,
-and a producer, which copies tiles to shared memory ahead of them.
+The kernels are written in Gluon, which ships with Triton and says what runs beside what. A program has consumers, which multiply, and a
+producer, which copies tiles to shared memory ahead of them.
 """
 
 from typing import Any

@@ -1,10 +1,12 @@
 """The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
-shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before; the others
-use the time of its softmax for their products, three of them in turn but beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
-https://arxiv.org/abs/2407.08608). Where blocks of queries have about the same work, there is one program for each processor, whose producer
-begins the next block while the consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon.
+shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
+softmax the others multiply. Three consumers do so in turn, except beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
+https://arxiv.org/abs/2407.08608).
+
+Where blocks of queries have about the same work, there is one program for each processor. Its producer begins the next block while the
+consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
 import math

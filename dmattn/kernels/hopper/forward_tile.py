@@ -1,10 +1,10 @@
 """The forward pass on Hopper (sm_90), a consumer's part of hopper/forward.py: tiles of keys, one after the other.
 
-A tile does without a maximum of its own while that of the tiles before will do: probabilities are powers of 2 of what scores are above it, and
-their sums say whether one was too far above (`all_within`). Then the tile is computed again, with its own maximum. It is so with tiles that
-hide no pair. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute);
-here the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside
-it. They are the same in each run.
+A tile that hides no pair takes the maximum of the tiles before as long as that will do. Probabilities are then powers of 2 of the scores above
+that maximum, and their sums say whether a score was too far above it (`all_within`). If one was, the tile is computed again with its own
+maximum. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here
+the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside it.
+They are the same in each run.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..base.softmax import weights_at, weights_of
+from ..base.window import open_keys
 from .copies import stage_of
 from .registers import Hiding, all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
-from .walk import intervals_of, lift_tile, listed_key, open_keys
+from .walk import intervals_of, lift_tile, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
@@ -145,7 +146,7 @@ def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
         return walk.end, walk.full_end
     else:
         row = context.row + which * BLOCK_M
-        begin, end = open_keys(rules, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
+        begin, end = open_keys(rules.left, rules.right, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
         if config.BACKWARDS:
             begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
         return gl.maximum(begin, after), gl.maximum(end, after)

@@ -1,8 +1,8 @@
-"""dK and dV on Hopper (sm_90) for head dims from 33 to 128, with the dBias that is made beside them: portable/key_grad.py says what, this how.
+"""dK and dV on Hopper (sm_90) for head dims from 33 to 128, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
-shared memory ahead of them. While one consumer makes probabilities, the other multiplies: products that outlive a tile within one consumer
-would all be serialised by ptxas here.
+shared memory ahead of them. While one consumer makes probabilities, the others multiply. Within one consumer no product outlives a tile,
+because ptxas would serialise all products here.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
+from ..base.window import open_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .bias_columns import lift_room, ones_for_lifts, ones_in_registers, store_lifts
 from .copies import (
@@ -59,7 +60,6 @@ from .key_tile import (
     holds_lifts,
     no_lane_sums,
     no_sums,
-    open_queries,
     store_d_bias,
     tiled_terms,
     turn_of,
@@ -251,7 +251,7 @@ def _consume(
             store_lifts(context.lifts, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:
-            open_begin, open_end = open_queries(rules, this, col, begin, end)
+            open_begin, open_end = open_queries(rules.left, rules.right, this, col, begin, end, BLOCK_M, BLOCK_N)
             if rules.right is not None or not config.EVEN_N:
                 for start in range(begin, open_begin, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=True)

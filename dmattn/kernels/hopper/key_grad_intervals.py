@@ -1,8 +1,8 @@
 """dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper/key_grad.py, but for how work is divided.
 
 The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
-block of keys, of which its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of
-one consumer's size also hold fewer pairs that no interval contains.
+block of keys. Its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of one
+consumer's size also hold fewer pairs that no interval contains.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, Strided, slice_pointer, strided
+from ..base.layout import Sequence, Strided, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import next_step, place_keys, query_window
+from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
+from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
 from .bias_columns import lift_room, ones_for_lifts, store_lifts
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
@@ -43,7 +44,6 @@ from .key_tile import (
     holds_lifts,
     no_lane_sums,
     no_sums,
-    open_queries,
     sums_layout,
     tiled_terms,
     turn_of,
@@ -352,7 +352,7 @@ def _describe_block(context, bounds, seq):
         store_lifts(context.lifts, rules, seq, col)
     attending = _attending(rules, bounds, seq, col)
     begin, end = attending.begin, attending.end
-    open_begin, open_end = open_queries(rules, seq, col, begin, end)
+    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
     open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(attending.last_to_begin, seq.len_q), BLOCK_M))
     open_end = gl.minimum(open_end, next_step(begin, attending.first_to_end - BLOCK_M + 1, BLOCK_M))
     return Keys(uniform_bias_of(rules, seq), middle2, length), Steps(begin, end, open_begin, open_end)
@@ -368,7 +368,7 @@ def _room_for_gradients(tiles, DIM: gl.constexpr):
 @gluon.jit
 def _attending(rules, bounds, seq, col):
     """The :class:`Attending` of a block of keys; from the last to begin on all keys are alive."""
-    begin, end = query_window(rules.left, rules.right, seq, Span(col, 0, None), BLOCK_N)
+    begin, end = queries_in_window(rules.left, rules.right, seq, col, BLOCK_N)
     pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
     end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
     begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)

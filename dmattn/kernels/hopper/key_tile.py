@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..base.bias_columns import COLUMNS
 from ..base.layout import slice_pointer
-from ..base.place import next_step
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_lifts
@@ -249,21 +248,6 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return Sums(dk, dv, lanes)
-
-
-@gluon.jit
-def open_queries(rules, seq, col, begin, end):
-    """[begin, end) of the tiles of which no pair is hidden, in steps of BLOCK_M from the given begin."""
-    offset = seq.len_k - seq.len_q
-    last = next_step(begin, end, BLOCK_M)
-    open_begin = begin
-    if rules.right is not None:
-        open_begin = next_step(begin, col + BLOCK_N - 1 - offset - rules.right, BLOCK_M)
-    open_begin = gl.where(col + BLOCK_N > seq.len_k, last, gl.minimum(open_begin, last))
-    open_end = last
-    if rules.left is not None:
-        open_end = next_step(begin, col + rules.left - offset - BLOCK_M + 2, BLOCK_M)
-    return open_begin, gl.minimum(gl.maximum(open_end, open_begin), last)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: portable/query_grad.py says what is made, this how.
+"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -20,6 +20,7 @@ from ..base.layout import strided
 from ..base.overlap import follow
 from ..base.query_terms import LIFT_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
+from ..base.window import open_keys
 from .bias_columns import ones_for_lifts
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
@@ -34,7 +35,6 @@ from .walk import (
     lift_tile,
     listed_key,
     listed_keys,
-    open_keys,
     tile_range,
     visits_of,
     work_of,
@@ -172,7 +172,7 @@ def _query_gradients_kernel(
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper/forward.py, or else None. The terms go to
-    `terms` and `query_lifts`, which may be None (`row_terms.Incoming`).
+    `terms` and `query_lifts`, which may be None (`query_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -295,7 +295,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             after = walk.begin + BLOCK_N
             sums = _tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
-                open_begin, open_end = open_keys(rules, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
+                open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
                         sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
@@ -322,7 +322,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
 
 @gluon.jit
 def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr):
-    """The terms of a consumer's queries (`row_terms.Incoming`), which are stored, too."""
+    """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
     delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)

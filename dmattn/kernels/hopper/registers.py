@@ -1,4 +1,4 @@
-"""Tiles in registers on Hopper (sm_90): the rules of base/rules.py on pairs, spelled for Gluon, numbers of 16 bits by twos, and rows stored."""
+"""Tiles in registers on Hopper (sm_90): the rules of base/rules.py on pairs, spelled for Gluon; 16-bit numbers by twos; rows stored."""
 
 from typing import Any, NamedTuple
 
@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..base.layout import slice_pointer
 from ..base.rules import LOG2E
+from ..base.window import first_key, last_key
 from ..visits.intervals import middle_and_length
 
 
@@ -125,13 +126,12 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         if rules.first is not None:
             s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
-        offset = seq.len_k - seq.len_q
         if rules.right is not None:
-            s = up_to(s, cols, gl.minimum(rows + (offset + rules.right), seq.len_k - 1))
+            s = up_to(s, cols, gl.minimum(last_key(rules.right, seq, rows), seq.len_k - 1))
         elif rules.first is None and (rules.mask is None or rules.mask_cols is None):
             s = up_to(s, cols, seq.len_k - 1)
         if rules.left is not None:
-            s = up_to(s, rows + (offset - rules.left), cols)
+            s = up_to(s, first_key(rules.left, seq, rows), cols)
     return s
 
 

@@ -1,9 +1,11 @@
 """How two consumers share the members of a slice of a bias on Hopper (sm_90), and where tiles of each are: for hopper/shared_query_grad.py.
 
 With two BLOCKS of queries in a program each consumer has one of them and all members. Keys and values of all members come together then, in two
-stages, and with them the bias: of its tiles one comes, one is in use, and one has become dBias and goes. With one block both have the same
-queries and every other member each. There is less room and each member's tiles come alone, in one stage more than there are members, but no
-more than eight, whose places are found with fewer registers; and a tile of the bias comes when the one before the last has gone as dBias.
+stages, and with them the bias. There are three tiles of bias: one comes, one is in use, and one has become dBias and goes.
+
+With one block both consumers have the same queries and every other member each. There is less room, so each member's tiles come alone. They
+have one stage more than there are members, but no more than eight, whose places are found with fewer registers. A tile of the bias comes when
+the one before the last has gone as dBias.
 """
 
 from typing import Any, NamedTuple

@@ -1,13 +1,13 @@
 """dQ together with the dBias of a bias that few (batch, head) share, on Hopper (sm_90), in Gluon.
 
-dBias is a sum over the members that share it. A program here takes some queries of all members: tile by tile of keys it makes dS of each
-member, which is a factor of dQ and a term of the tile of dBias. hopper/query_grad.py and hopper/bias_grad.py make dS twice.
+dBias is a sum over the members that share it. A program here takes some queries of all members. Tile by tile of keys it makes dS of each member
+once: a factor of dQ, and a term of the tile of dBias. hopper/query_grad.py and hopper/bias_grad.py make dS twice.
 
-A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies what the members' queries have,
-which stays, and tiles of bias and of the members' keys and values to shared memory ahead of them.
+A program has three parts that run side by side: two consumers of 64 queries each, and a producer. The producer copies the members' queries, dO
+and terms, which stay, and then tiles of bias and of the members' keys and values, ahead of the consumers.
 
 Consumers share the work by queries as long as one has registers for dQ of all members. Else they share it by members: both have the same
-queries, each has dQ of every other member, and one gives its part of each tile of dBias to the other, which stores the sum.
+queries, and each has dQ of every other member. The first then gives its part of each tile of dBias to the second, which stores the sum.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ..base.overlap import follow
 from ..base.place import member_of, place_queries
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
+from ..base.window import open_keys
 from ..visits.walk import key_range
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, stage_of, store, tiled, tiled_vectors
 from .copies import barriers as new_barriers
@@ -44,7 +45,6 @@ from .shared_members import (
     produce,
     store_total,
 )
-from .walk import open_keys
 
 # Programs for each processor and round of programs, by blocks of queries of a program. With fewer the two other kernels are faster, which have
 # some for each member; a round that is not full takes as long as a full one.
@@ -147,7 +147,7 @@ def _query_gradients_kernel(
 ):  # fmt: skip
     """One program: dQ of BLOCKS x BLOCK_M queries of all MEMBERS of one slice of the bias, and their dBias, from a grid of one axis.
 
-    q, k, v, bias, d_out, d_bias and terms (`row_terms.Incoming`) are tensor descriptors.
+    q, k, v, bias, d_out, d_bias and terms (`query_terms.Incoming`) are tensor descriptors.
 
     Consumers share the work by queries where there are two BLOCKS of them, and by members where there is one (hopper/shared_members.py).
     """
@@ -202,7 +202,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
     begin, end = key_range(rules, seq, Span(row, 0, None), BLOCKS * BLOCK_M, BLOCK_N)[:2]
     if BLOCKS == 2:
         row += which * BLOCK_M
-    open_begin, open_end = open_keys(rules, seq, row, begin, end, BLOCK_M, BLOCK_N)
+    open_begin, open_end = open_keys(rules.left, rules.right, seq, row, begin, end, BLOCK_M, BLOCK_N)
     context = Context(tiles, barriers, given, rules, seq, row, gl.cdiv(end - begin, BLOCK_N) - 1, d_bias)
     dqs = ()
     for _member in gl.static_range(OWN):

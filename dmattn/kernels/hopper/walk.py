@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..base.bias_columns import COLUMNS
 from ..base.layout import Sequence, Span
-from ..base.place import next_step, place_work
+from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys, of_keys
 from ..visits.lists import room, visited_block, visits
@@ -189,19 +189,3 @@ def _by_blocks(length, sub):
     place = {bit: [bit // sub, bit % sub] for bit in (1 << i for i in range(length.bit_length() - 1))}
     registers = [place[bit] for bit in place if bit not in (2, 4)]
     return gl.DistributedLinearLayout(registers, [place[2], place[4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [length // sub, sub])
-
-
-@gluon.jit
-def open_keys(rules, seq, row, begin, end, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """[begin, end) of the tiles at a query of which the window and the keys' end hide no pair, in steps of BLOCK_N from the given begin."""
-    offset = seq.len_k - seq.len_q
-    open_begin = begin
-    if rules.left is not None:
-        open_begin = next_step(begin, row + BLOCK_M - 1 + offset - rules.left, BLOCK_N)
-    open_end = seq.len_k - BLOCK_N + 1  # the first start that is none
-    if rules.right is not None:
-        open_end = gl.minimum(open_end, row + offset + rules.right - BLOCK_N + 2)
-    open_end = next_step(begin, open_end, BLOCK_N)
-    last = next_step(begin, end, BLOCK_N)
-    open_begin = gl.minimum(open_begin, last)
-    return open_begin, gl.minimum(gl.maximum(open_end, open_begin), last)

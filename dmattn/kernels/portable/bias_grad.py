@@ -13,11 +13,12 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
 from ..base.overlap import follow
-from ..base.place import all_in_window, in_window, member_of
+from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import load_bias2, rules_of
 from ..base.softmax import probabilities
 from ..base.tiles import launch_options, pick
+from ..base.window import all_in_window, any_in_window
 from ..visits.intervals import any_live_interval
 from ..visits.mask_blocks import tile_state
 
@@ -163,7 +164,7 @@ def _shared_gradient_kernel(
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
     of_slice = Sequence(entry, bias_head, len_q, len_k)
-    if not in_window(rules, of_slice, rows, cols, BLOCK_M, BLOCK_N):
+    if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
     bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, False)  # every member's

@@ -19,6 +19,7 @@ from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
 from ..base.tiles import Tile, block_dim, launch_options, pick
+from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
@@ -39,9 +40,9 @@ class Plan(NamedTuple):
 
 
 def visible_keys(len_q: int, len_k: int, left: int | None, right: int | None) -> int:
-    """How many keys any query sees; below 0 where a window lies beside all keys."""
-    begin = 0 if left is None else max(0, len_k - len_q - left)
-    return (len_k if right is None else min(len_k, len_k + right)) - begin
+    """How many keys any query sees."""
+    begin, end = keys_of_queries(left, right, len_q, len_k)
+    return end - begin
 
 
 def least_keys(group: int, len_q: int) -> int:

@@ -1,7 +1,6 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
-What a tile has to know of each of its keys is also made here, for kernels that copy it with them: intervals packed by blocks of keys, and the
-lifts of a bias (base/bias_columns.py).
+Intervals packed by blocks of keys and the lifts of a bias (base/bias_columns.py) are made here, too. Kernels copy them beside their keys.
 """
 
 from typing import Any
@@ -15,7 +14,8 @@ from ..base.bias_columns import COLUMNS, lift_columns
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import LARGEST, all_in_window, place, window_range
+from ..base.place import LARGEST, place
+from ..base.window import all_in_window, first_query, keys_in_window, last_query
 from .lists import append, close, empty_lists, list_pointer, room
 
 CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
@@ -30,8 +30,8 @@ def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
 def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
 
-    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): the middle of each key's times two, then their lengths, of what the
-    window leaves of them, as the bits of float32; for them to be exact there may be 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
+    Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): twice the middle of each key's interval, then the lengths, as the
+    bits of float32. They are intervals as the window leaves them, and exact up to 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
     Sk, COLUMNS); blocks of keys that no query attends have none.
     """
     bias = problem.bias if of_keys(problem.bias) else None
@@ -50,7 +50,7 @@ def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | N
 
 
 def of_keys(bias: Tensor | None) -> bool:
-    """Whether a bias differs by key, and by that alone of query and key."""
+    """Whether a bias differs by key and not by query."""
     return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
 
 
@@ -81,8 +81,8 @@ def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
 def block_bounds(problem: Any, block_n: int) -> Tensor:
     """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
 
-    A query from the first of these to the second may attend a key of the block, and one from the third to the fourth attends all. Empty
-    intervals are left out of the former pair, and leave nothing of the latter. int32.
+    A query from the first bound to the second may attend a key of the block; one from the third to the fourth attends all its keys. Empty
+    intervals do not count for the first pair, and leave the second pair empty. int32.
     """
     batch, heads = (max(sizes) for sizes in zip(problem.first.shape[:2], problem.last.shape[:2], strict=True))
     return _summary(problem, block_n, (batch, heads), None, None)
@@ -156,9 +156,9 @@ def _summary_kernel(
         pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
         position = cols.start + index
         if right is not None:
-            first_cols = tl.maximum(first_cols, position - (len_k - len_q + right))
+            first_cols = tl.maximum(first_cols, first_query(right, seq, position))
         if left is not None:
-            last_cols = tl.minimum(last_cols, position - (len_k - len_q - left) + 1)
+            last_cols = tl.minimum(last_cols, last_query(left, seq, position) + 1)
         middle2, length = middle_and_length(first_cols, last_cols, len_q)
         real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
         tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
@@ -185,7 +185,7 @@ def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOC
     seq = Sequence(batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, 0, len_q)
     row_end = tl.minimum(rows.start + BLOCK_M, len_q)
-    begin, end = window_range(left, right, seq, rows, BLOCK_M)
+    begin, end = keys_in_window(left, right, seq, rows.start, BLOCK_M)
     pointer = list_pointer(lists, seq, rows, BLOCK_M)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):

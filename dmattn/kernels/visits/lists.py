@@ -1,9 +1,11 @@
 """Lists of the blocks that a program visits: for every block of queries those of keys, or for every block of keys those of queries.
 
-A list is a row of a (B or 1, H or Hk or 1, blocks, 2 + entries) int32 tensor: how many visits to partial blocks, how many to full ones, then
-the numbers of the partial blocks, ascending from the front, and of the full ones, ascending from the back. No pair of a full block is hidden,
-whether by mask, intervals, window or the keys' end. Memory is O(N): of LISTED blocks the last counts as partial and also stands for all that
-follow it, which are visited one by one up to the last that is live.
+A list is a row of a (B or 1, H or Hk or 1, blocks, 2 + entries) int32 tensor. It begins with two counts: visits to partial blocks, and to full
+ones. The numbers of the partial blocks ascend from the front, those of the full blocks from the back. No pair of a full block is hidden, be it
+by mask, intervals, window or the keys' end.
+
+Memory is O(N), because a list has at most LISTED entries. The last of so many counts as partial, and stands for all blocks behind it: they are
+visited one by one up to the last live one.
 """
 
 import torch
@@ -47,15 +49,15 @@ def room(length, WALK: tl.constexpr):
 
 @triton.jit
 def list_pointer(lists, seq, owner, BLOCK: tl.constexpr):
-    """Where the list of the block of a span begins, with its counts."""
+    """Pointer to the list of a span's block, which begins with its counts."""
     return slice_pointer(lists, seq) + tl.cast(owner.start // BLOCK, tl.int64) * lists.row
 
 
 @triton.jit
 def append(pointer, entries, progress, number, live, full):
-    """Add the `live` ones of a chunk of blocks to the list at `pointer`; `progress`, at first (0, 0, 0, -1), is what :func:`close` needs.
+    """Add the `live` ones of a chunk of blocks to the list at `pointer`; the new `progress`.
 
-    It is (live blocks so far, full ones, the block of the last entry, the last live block).
+    `progress` is (live blocks so far, full ones, the block of the last entry, the last live block), at first (0, 0, 0, -1).
     """
     count, fulls, turn, final = progress
     position = count + tl.cumsum(live.to(tl.int32), 0) - 1

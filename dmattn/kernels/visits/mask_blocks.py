@@ -1,6 +1,6 @@
-"""Boolean masks in the kernels: a scan that reads the mask once, and lists of the blocks to visit made from what it found.
+"""Boolean masks in the kernels: a scan reads the mask once, and lists of the blocks to visit are made from the states that it writes.
 
-The states that the scan writes, and why two bits are enough, are described in dmattn/states.py.
+dmattn/states.py describes the states, and why two bits are enough.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from ... import states as states_of_a_mask
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.place import all_in_window, place, query_window, window_range
+from ..base.place import place
+from ..base.window import all_in_window, keys_in_window, queries_in_window
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)
@@ -63,7 +64,7 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
 def mask_lists(problem: Any, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-    From the states of `problem`, which holds them. The window counts too.
+    They are made from the states in `problem`. The window counts too.
     """
     batch, heads = problem.states.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
@@ -152,9 +153,9 @@ def _mask_lists_kernel(
     seq = Sequence(batch, head, len_q, len_k)
     owner = Span(block * OWN, 0, owned)
     if BY_KEY:
-        begin, end = query_window(left, right, seq, owner, OWN)
+        begin, end = queries_in_window(left, right, seq, owner.start, OWN)
     else:
-        begin, end = window_range(left, right, seq, owner, OWN)
+        begin, end = keys_in_window(left, right, seq, owner.start, OWN)
     pointer = list_pointer(lists, seq, owner, OWN)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.layout import load_rows
-from ..base.place import LARGEST, query_window, window_range
+from ..base.place import LARGEST
+from ..base.window import keys_in_window, queries_in_window
 from .intervals import interval_lists
 from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
@@ -37,7 +38,7 @@ def query_lists(problem: Any, block_m: int, block_n: int) -> Tensor | None:
 def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, full_end) of the loops over keys, in steps of BLOCK_N."""
     if rules.lists is None:
-        begin, end = window_range(rules.left, rules.right, seq, rows, BLOCK_M)
+        begin, end = keys_in_window(rules.left, rules.right, seq, rows.start, BLOCK_M)
         return begin // BLOCK_N * BLOCK_N, end, end
     else:
         partial, full = visits(rules.lists, seq, rows, BLOCK_M)
@@ -58,7 +59,7 @@ def key_step(rules, seq, rows, step, end, full_end, BLOCK_M: tl.constexpr, BLOCK
 def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, full_end) of the loops over queries, in steps of BLOCK_M."""
     if rules.lists is None:
-        begin, end = query_window(rules.left, rules.right, seq, cols, BLOCK_N)
+        begin, end = queries_in_window(rules.left, rules.right, seq, cols.start, BLOCK_N)
         if rules.first is not None:
             first = load_rows(rules.first, seq, cols, LARGEST)
             last = load_rows(rules.last, seq, cols, 0)

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper (sm_90) share that keep a bias on chip: who walks which members, the bias itself.
+"""Common ground of the kernels for Hopper (sm_90) that keep a bias on chip: who walks which members, and the bias.
 
 They are for narrow heads with few keys where many (batch, head) share a bias, as rows of pair representations do. A program walks these members
 of a slice of the bias. Products of Q K^T begin their sums with the bias, so it is kept divided by the scale: in float32, or in its own 16 bits,

@@ -80,7 +80,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a stage, with dO and their terms (`row_terms.Incoming`), in shared memory."""
+    """The queries of a stage, with dO and their terms (`query_terms.Incoming`), in shared memory."""
 
     q: Any  # [BLOCK_M, DIM]
     d_out: Any  # [BLOCK_M, DIM]

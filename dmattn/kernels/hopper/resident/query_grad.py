@@ -1,9 +1,9 @@
 """dQ, and the gradient of a bias that many (batch, head) share, on Hopper (sm_90) of narrow heads with few keys, in Gluon.
 
-All the work, blocks of queries times the members that share their bias, is one line that is cut into as many equal pieces as there are
-processors. A program takes a piece: of each block of queries that it crosses it keeps the bias in shared memory and the gradient of the bias
-in its consumers' registers, a part of the keys each; it walks its members, which a producer copies ahead of it, and stores its sum as a part
-of dBias. What the consumers have of dQ is summed by the first of them.
+All the work, blocks of queries times the members that share their bias, is one line. It is cut into as many equal pieces as there are
+processors, and a program takes a piece. Of each block of queries that it crosses, it keeps the bias in shared memory and the gradient of the
+bias in its consumers' registers, a part of the keys each. It walks its members, which a producer copies ahead of it, and stores its sum as a
+part of dBias. The first consumer sums dQ over all consumers.
 """
 
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class Barriers(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms of queries (`row_terms.Incoming`)."""
+    """Terms of queries (`query_terms.Incoming`)."""
 
     subtrahend: Any  # [BLOCK_M]; scores are lessened by it
     delta: Any  # [BLOCK_M]

@@ -1,0 +1,161 @@
+"""Launches on CPU tensors as a Hopper GPU would get them, seen in place of being done: for tests of repeated calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmattn.equivalence import Case
+from dmattn.execution import backend, replay
+from dmattn.execution.backend import interpreting
+from dmattn.problem import Problem
+
+CASES = (
+    Case("nothing", 130),
+    Case("dense-bias-causal", 37, 65, bias="bhqk", causal=True),
+    Case("hopper-dense-bias-causal", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bhqk", causal=True),
+    Case("hopper-shared-bias", 136, 200, head_dim=64, bias="1hqk"),
+    Case("hopper-mask", 136, 208, head_dim=128, mask="b1qk", keep="blocks"),
+    Case("hopper-intervals-key-bias", 136, 200, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"),
+    Case("mask-in-bytes", 130, 67, mask="bhqk", keep="blocks", bias="bhqk"),
+    Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
+    Case("bias-per-query", 130, 67, bias="1hq1"),
+    Case("keys-in-order", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bg1k"),
+    Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
+    Case("window", 17, 19, batch=70, bias="11qk"),
+    Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
+    Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
+)
+named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches nothing")
+
+
+def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
+    """A problem with its incoming gradients, other numbers for another seed."""
+    inputs = case.inputs(torch.bfloat16, device, seed=seed)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    if case.name == "keys-in-order":
+        bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
+        order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()
+        problem = problem._replace(first=bounds[0], last=bounds[1], order=order)
+    return problem, inputs.d_out, inputs.d_lse
+
+
+class CudaLauncher:
+    """Triton's launcher of a kernel that takes scratch memory."""
+
+    launch, global_scratch_size, profile_scratch_size = None, 8, 0
+
+
+class Compiled:
+    """A kernel, whose launches are seen."""
+
+    run: Any = CudaLauncher()
+
+    def __init__(self, launches: Launches, name: str) -> None:
+        self.launches, self.name = launches, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, stream: self.launches.seen.append((self.name, grid[0], self.launches.plain(given)))
+
+
+class Kernel:
+    """A kernel with arguments of these names, and a list of its launches: how many programs, and with what."""
+
+    def __init__(self, *arg_names: str, run: Any = None) -> None:
+        self.arg_names, self.run = arg_names, run or CudaLauncher()
+        self.launched: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def asked(**given: Any) -> Kernel:
+            self.launched.append((grid[0], *(given[name] for name in self.arg_names)))
+            return self
+
+        return asked if len(grid) == 1 else lambda *given, stream: self.launched.append((grid[0], *given))
+
+
+class Launches(TorchDispatchMode):
+    """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers.
+
+    Inside, what is allocated stays, so that no address is given to two tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+        self.alive: list[Tensor] = []
+        self.asked = 0  # launches that were not repeated
+        self.compiled: dict[str, Any] = {}
+
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        if operator._schema.is_mutable:
+            self.seen.append((str(operator), 0, self.plain(tuple(arguments))))
+        self.alive.append(operator(*arguments, **(keywords or {})))
+        return self.alive[-1]
+
+    def run(self, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
+        name, given = kernel.fn.__name__, tuple(arguments[name] for name in kernel.arg_names)
+        self.seen.append((name, grid[0], self.plain(given)))
+        self.asked += 1
+        return self.compiled.setdefault(name, Compiled(self, name))
+
+    def plain(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.data_ptr()
+        if hasattr(x, "block_shape"):
+            return x.base.data_ptr(), x.shape, x.strides, x.block_shape, x.layout
+        return tuple(map(self.plain, x)) if isinstance(x, tuple) else x
+
+    def taken(self, operands: list[Any]) -> list[tuple]:
+        """What was launched since the last time; instead of addresses, which operand it is, or which other tensor, in order of appearance."""
+        names = {x.data_ptr(): f"operand {place}" for place, x in enumerate(operands) if isinstance(x, Tensor)}
+
+        def by_name(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(by_name, x))
+            return names.setdefault(x, f"tensor {len(names)}") if isinstance(x, int) and x > 1 << 32 else x
+
+        seen = self.seen.copy()
+        self.seen.clear()
+        return [by_name(each) for each in seen]
+
+
+SETTING = os.environ.get("DMATTN_REPLAY", "1")
+
+
+@pytest.fixture
+def on_cpu_tensors() -> Iterator[Callable[[str], None]]:
+    """Give CPU tensors what a GPU's get by a setting of DMATTN_REPLAY."""
+    yield lambda setting: replay.switch(setting, "cpu")
+    replay.switch(SETTING)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, on_cpu_tensors: Callable[[str], None]) -> Launches:
+    """Launches on CPU tensors, with everything that a Hopper GPU would choose. They are repeated, and not compared as they are counted."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    from dmattn import kernels
+    from dmattn.kernels import traits
+    from dmattn.kernels.base import tiles
+
+    seen = Launches()
+    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
+    for module in (tiles, traits):
+        monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(traits, "GLUON", True)
+    on_cpu_tensors("1")
+    monkeypatch.setattr(backend, "interpreting", lambda: True)
+    monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)
+    monkeypatch.setattr(backend, "path", lambda problem: kernels)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    functions = {"get_current_stream": lambda self, device: 0, "get_current_target": lambda self: GPUTarget("cuda", 90, 32)}
+    monkeypatch.setattr(driver, "_active", type("NoDevice", (), functions)(), raising=False)
+    return seen
