@@ -2,6 +2,7 @@
 
 from . import reference
 from .dynamic import dynamic_mask_attention, topk_mask
+from .explain import explain
 from .first_call import resolve_vector_functions
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .masks import IntervalMask
@@ -18,6 +19,7 @@ __all__ = [
     "attention_varlen",
     "dynamic_bias",
     "dynamic_mask_attention",
+    "explain",
     "merge_attention",
     "reference",
     "scaled_dot_product_attention",

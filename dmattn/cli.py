@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from . import report, verify
+from .explain import PEAKS, Explanation, explain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,9 +21,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     check.add_argument("--steps", type=_positive, default=verify.STEPS, help="training steps of each model (%(default)s)")
     check.add_argument("--skip-models", action="store_true", help="only compare attention with float64")
+    _add_explain(commands.add_parser("explain", help="which kernels serve a call, why no faster ones do, and what it costs at least"))
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(info())
+        return 0
+    if options.command == "explain":
+        try:
+            print(explained(options))
+        except (TypeError, ValueError, RuntimeError) as error:
+            parser.error(str(error))
         return 0
     try:
         device = report.pick_device(options.device)
@@ -34,6 +45,52 @@ def info() -> str:
     named = {**report.versions(), **report.devices()}
     width = max(map(len, named))
     return "\n".join(f"{name:{width}}  {value}" for name, value in named.items())
+
+
+def explained(options: argparse.Namespace) -> Explanation:
+    """The call that the options of ``explain`` describe: contiguous tensors of zeros, of a GPU without memory."""
+    device = "cpu" if options.target is None and not torch.cuda.is_available() else "meta"
+
+    def tensor(sizes: tuple[int, ...] | None, dtype: str) -> Any:
+        return None if sizes is None else torch.zeros(sizes, dtype=getattr(torch, dtype), device=device)
+
+    key = options.key or options.query
+    query, key, value = (tensor(sizes, options.dtype) for sizes in (options.query, key, options.value or key))
+    bias, mask = tensor(options.bias, options.bias_dtype or options.dtype), tensor(options.mask, "bool")
+    given = {name: getattr(options, name) for name in ("target", "processors", "causal", "window", "scale", "softcap", "dropout_p")}
+    explanation = explain(query, key, value, bias=bias, mask=mask, **given)
+    return explanation if options.backward else explanation._replace(passes=explanation.passes[:1])
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("query", "B,H,Sq,D"), ("key", "B,Hk,Sk,D, by default query's"), ("value", "B,Hk,Sk,Dv, by default key's")):
+        parser.add_argument(f"--{name}", type=_sizes, required=name == "query", metavar="SIZES", help=what)
+    for name in ("bias", "mask"):
+        parser.add_argument(f"--{name}", type=_sizes, metavar="SIZES", help="broadcastable to B,H,Sq,Sk")
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of query, key and value (%(default)s)")
+    parser.add_argument("--bias-dtype", choices=dtypes, help="by default that of query, key and value")
+    parser.add_argument("--causal", action="store_true", help="hide the keys after a query, aligned at the last")
+    parser.add_argument("--window", type=_window, metavar="LEFT,RIGHT", help="or one number for both; none for no bound")
+    parser.add_argument("--scale", type=float, help="by default D ** -0.5")
+    parser.add_argument("--softcap", type=float)
+    parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")
+    parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")
+    parser.add_argument("--processors", type=_positive, help="multiprocessors of the target")
+    parser.add_argument("--backward", action="store_true", help="explain the backward pass too, with all gradients")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    if not all(size.isdigit() for size in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 4,16,4096,128, received {text}")
+    return tuple(map(int, text.split(",")))
+
+
+def _window(text: str) -> int | tuple[int | None, int | None]:
+    sides = [None if side == "none" else int(side) if side.isdigit() else -1 for side in text.split(",")]
+    if -1 in sides or len(sides) > 2 or sides == [None]:
+        raise argparse.ArgumentTypeError(f"expected LEFT,RIGHT such as 1023,0 or none,0, received {text}")
+    return (sides[0], sides[1]) if len(sides) == 2 else sides[0] or 0
 
 
 def _positive(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmattn import cli, equivalence, report, verify
+from dmattn import cli, equivalence, explain, report, verify
 from dmattn.execution.backend import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +58,60 @@ def test_runs_as_a_module_and_without_a_command_says_which_there_are():
 def test_verify_names_a_bad_option(arguments, named, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["verify", *arguments])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_explain_tells_the_kernels_of_sizes_and_why_not_faster_ones(capsys):
+    pytest.importorskip("triton")
+    sizes = ["--query", "4,16,1001,64", "--bias", "1,16,1001,1001", "--scale", "1"]
+    assert cli.main(["explain", *sizes, "--target", "sm_90"]) == 0
+    forward = capsys.readouterr().out
+    assert forward.startswith("target: sm_90 (H200: 989 TFLOP/s")
+    assert '\nforward: "portable"\n' in forward
+    assert "backward" not in forward
+    assert cli.main(["explain", *sizes, "--target", "sm_90", "--backward"]) == 0
+    both = capsys.readouterr().out
+    assert both.startswith(forward.rstrip())
+    assert 'backward: "query terms", "portable: d_key, d_value", "portable: d_query, d_bias", "portable: d_bias"\n' in both
+    assert "    rows of bias: stride 1001 is no multiple of 8: pad the key axis to a multiple of 8 and pass a slice\n" in both
+
+
+def test_explain_passes_each_option_on():
+    pytest.importorskip("triton")
+    options = "--query 2,8,40,32 --key 2,4,60,32 --value 2,4,60,16 --bias 8,1,60 --mask 40,60 --dtype float16 --bias-dtype float32"
+    options += " --causal --window none,7 --scale 0.5 --softcap 9 --dropout 0.1 --target sm_120 --processors 170 --backward"
+    query, key, value = (torch.empty(shape, dtype=torch.float16) for shape in ((2, 8, 40, 32), (2, 4, 60, 32), (2, 4, 60, 16)))
+    bias, mask = torch.empty(8, 1, 60), torch.empty(40, 60, dtype=torch.bool)
+    rules = dict(causal=True, window=(None, 7), scale=0.5, softcap=9.0, dropout_p=0.1)
+    wanted = explain(query, key, value, bias=bias, mask=mask, **rules, target="sm_120", processors=170)
+    parsed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "explain", lambda *tensors, **given: parsed.append((tensors, given)) or explain(*tensors, **given))
+        assert cli.main(["explain", *options.split()]) == 0
+    ((tensors, given),) = parsed
+    assert [x.shape for x in tensors] == [query.shape, key.shape, value.shape]
+    assert {name: given[name] for name in rules} == rules
+    assert explain(*tensors, **given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--query"),
+        (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
+        (["--query", "4,16,64"], "query: expected 4 axes"),
+        (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
+        (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),
+        (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),
+        (["--query", "4,16,10,64", "--dropout", "2"], "dropout_p: expected a number from 0 to 1"),
+        (["--query", "4,16,10,64", "--target", "h200"], "target: expected a family of GPUs such as sm_80"),
+        (["--query", "4,16,10,64", "--processors", "0"], "--processors"),
+    ],
+)
+def test_explain_names_a_bad_option(options, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["explain", *options])
     assert stopped.value.code == 2
     assert named in capsys.readouterr().err
 

@@ -239,10 +239,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
     ("forward: Hopper", dict(features=frozenset({"softcap"})), "does not serve softcap"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
-    ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 128 here, not 64 of queries and 128 of values"),
-    ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=2047), "serves head dims padded to 128 here, not 64 of queries and 64 of values"),
+    ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 64 or 128 here, not 64 of queries and 128 of values"),
+    ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=2047), "serves head dims from 33 to 64 from 2048 keys on, without rules but a bias of pairs"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims padded to 64 or 128 here, not 32 of queries and 20 of values"),
-    ("forward: Hopper", dict(len_q=64), "64 queries are no more than one consumer has"),
+    ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),
     ("forward: Hopper", dict(len_q=(1 << 22) + 1, features=INTERVALS), "4194305 queries under intervals are more than 4194304"),
     ("forward: Hopper", dict(scale=-0.1), "scale -0.1 is not from 2**-64 to 2**64"),
@@ -282,7 +282,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value, d_bias by intervals", dict(features=DENSE.features), "is for intervals, of which there are none"),
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "d_bias of pairs is wanted, too"),
-    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64), "serves head dims padded to 128 here"),
+    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64), "serves head dims from 33 to 64 beside a bias of pairs"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
@@ -324,6 +324,9 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
+PAD = "pad the key axis to a multiple of"
+
+
 @not_interpreted
 @pytest.mark.parametrize("target", ["sm_90"])
 @pytest.mark.parametrize(
@@ -338,15 +341,21 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
         ),
         (dict(value=strided((2, 4, 100, 128), (1 << 40, 12800, 128, 1))), "batch axis of value: stride 1099511627776: copy it"),
         (dict(query=strided((2, 4, 100, 129), (51600, 12900, 129, 1))[..., 1:]), "query: begins 2 bytes past a multiple of 16: copy it"),
-        (dict(bias=strided((2, 4, 100, 100), (40000, 10000, 100, 1))), "rows of bias: stride 100 is no multiple of 8: pad the key axis"),
+        (
+            dict(bias=strided((2, 4, 100, 100), (40000, 10000, 100, 1))),
+            f"rows of bias: stride 100 is no multiple of 8: {PAD} 8 and pass a slice",
+        ),
         (
             dict(bias=strided((2, 4, 100, 100), (40004, 10400, 104, 1))),
-            "batch axis of bias: stride 40004 is no multiple of 8: pad the batch axis",
+            f"batch axis of bias: stride 40004 is no multiple of 8: {PAD} 8 and pass a slice",
         ),
         (dict(bias=strided((2, 4, 100, 100), (4, 1, 0, 0))), "key axis of bias: stride 0 is not 1: it is expanded, give it a length of 1"),
-        (dict(bias=strided((2, 4, 100, 100), (41600, 10400, 104, 1), FP32)), "bias: float32 elements have more than 16 bits"),
+        (dict(bias=strided((2, 4, 100, 100), (41600, 10400, 104, 1), FP32)), "bias: float32 elements have more than 16 bits: convert it"),
         (dict(bias=strided((1, 1, 1, 100), (1, 1, 1, 3), FP32)), None),
-        (dict(mask=strided((1, 1, 100, 100), (1, 1, 104, 1), torch.bool)), "rows of mask: stride 104 is no multiple of 16: pad the key axis"),
+        (
+            dict(mask=strided((1, 1, 100, 100), (1, 1, 104, 1), torch.bool)),
+            f"rows of mask: stride 104 is no multiple of 16: {PAD} 16 and pass a slice",
+        ),
         (dict(mask=strided((1, 1, 100, 100), (1, 1, 112, 1), torch.bool)), None),
         (dict(mask=strided((2, 1, 1, 100), (100, 1, 1, 1), torch.bool)), None),
     ],
@@ -373,7 +382,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         names[width] = [choice.row.name for choice in (chosen, keys, queries)]
     assert names[256] == ["Hopper", "Hopper: d_key, d_value, d_bias", "portable: d_query of d_bias"]
     assert names[251] == ["portable", "portable: d_key, d_value, d_bias", "portable: d_query of d_bias"]
-    why = "rows of bias: stride 251 is no multiple of 8: pad the key axis"
+    why = f"rows of bias: stride 251 is no multiple of 8: {PAD} 8 and pass a slice"
     assert dispatch.Refusal("Hopper", why) in chosen.refusals
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
 

@@ -56,7 +56,7 @@ LAYERS = (
     ("execution.operators",),
     ("execution.eager",),
     ("functional",),
-    ("dynamic", "varlen"),
+    ("dynamic", "explain", "varlen"),
     ("module",),
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),

@@ -64,7 +64,8 @@ class Row(NamedTuple):
         if self.targets is not None and traits.family not in self.targets:
             return f"is for {', '.join(sorted(self.targets))}, not {traits.family}"
         unknown = traits.features - self.understands
-        return f"does not serve {', '.join(sorted(unknown))}" if unknown else self.plan(traits)
+        named = ("causal or window" if feature == "window" else feature for feature in sorted(unknown))
+        return f"does not serve {', '.join(named)}" if unknown else self.plan(traits)
 
 
 class Refusal(NamedTuple):
@@ -139,6 +140,13 @@ def _tile(kernel: str, traits: Traits) -> Tile:
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 
 
+_OF_NARROW = "serves head dims from 33 to 64"
+
+
+def _are_narrow(traits: Traits) -> bool:
+    return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+
+
 def _always(traits: Traits) -> None:
     """The plan of a row that serves whatever it understands."""
 
@@ -182,7 +190,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
             f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
         )
     if traits.len_q <= 64:
-        return f"{traits.len_q} queries are no more than one consumer has, 64"
+        return f"is for more than 64 queries, not {traits.len_q}"
     if traits.len_k == 0:
         return "there is no key"
     if "intervals" in traits.features and traits.len_q > 1 << 22:
@@ -199,7 +207,9 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 def _hopper_forward(traits: Traits) -> str | None:
     """Narrow heads only where there are many keys and no rule but a bias of pairs, as the portable kernel is faster with others."""
-    return _on_hopper(traits, (64, 128) if traits.features <= PAIR_BIAS and traits.len_k >= 2048 else (128,))
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs; others are faster in the portable kernel"
+    return _on_hopper(traits, (64, 128))
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -245,7 +255,10 @@ def _whole_rows(traits: Traits) -> str | None:
         return _GROUPED
     tile = _tile("rows", traits)
     if tile.block_m == 0:
-        return f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}"
+        return (
+            f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}, "
+            "as it keeps all queries of a (batch, head) in registers"
+        )
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
         return f"{traits.len_q} x {traits.len_k} pairs are no whole tiles of {tile.block_m} x {tile.block_n}"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
@@ -294,7 +307,9 @@ def _hopper_query(traits: Traits) -> str | None:
     """Narrow heads only beside a bias of pairs, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
-    return _on_hopper(traits, (64, 128) if traits.features >= PAIR_BIAS else (128,), "d_out", "out")
+    if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
+        return f"{_OF_NARROW} beside a bias of pairs; others are faster in the portable kernel"
+    return _on_hopper(traits, (64, 128), "d_out", "out")
 
 
 def _hopper_keys(traits: Traits) -> str | None:

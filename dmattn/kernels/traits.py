@@ -32,6 +32,7 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INPUTS = ("query", "key", "value", "mask", "first", "last", "bias")
 _AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
 _AXES["d_bias"] = _AXES["bias"]
+_SIZED_BY = {"out": "value", "d_out": "value", "d_query": "query and key"}  # results, dense whatever padding their inputs have
 
 
 class Bias(NamedTuple):
@@ -186,7 +187,7 @@ def _why_not_copied(name: str, dtype: torch.dtype, shape: tuple[int, ...], strid
     """Why the copy engine cannot address a tensor, None if it can: 16-bit or bool, last axis dense, all else at multiples of 16 bytes."""
     axes = _AXES.get(name, ("batch", "head", "length", "dim"))
     if dtype.itemsize > 2:
-        return f"{name}: {str(dtype).removeprefix('torch.')} elements have more than 16 bits"
+        return f"{name}: {str(dtype).removeprefix('torch.')} elements have more than 16 bits: convert it"
     if address:
         return f"{name}: begins {address} bytes past a multiple of 16: copy it"
     if strides[3] != 1:
@@ -197,5 +198,14 @@ def _why_not_copied(name: str, dtype: torch.dtype, shape: tuple[int, ...], strid
             return f"{axis} axis of {name}: stride {stride}: {'copy it' if stride else 'it is expanded, give that axis a length of 1'}"
         if size > 1 and stride % unit:
             where = f"rows of {name}" if axis == axes[2] else f"{axis} axis of {name}"
-            return f"{where}: stride {stride} is no multiple of {unit}: pad the {axes[3] if axis == axes[2] else axis} axis"
+            return f"{where}: stride {stride} is no multiple of {unit}: {_remedy(name, axes[3], shape[3], unit)}"
     return None
+
+
+def _remedy(name: str, axis: str, length: int, unit: int) -> str:
+    """How strides become multiples of a unit, by the length of the last axis."""
+    if length % unit == 0:
+        return "copy it"
+    if name in _SIZED_BY:
+        return f"pad {_SIZED_BY[name]} with zeros to a head dim that is a multiple of {unit}"
+    return f"pad the {axis} axis to a multiple of {unit} and pass a slice"

@@ -1,0 +1,350 @@
+"""Why a call runs as it does: the kernels that serve it, why faster ones do not, and the memory, work and time that follow from its shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import check_flag, refuse_keywords
+from .execution import backend, torch_kernel
+from .functional import attention
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from .kernels.dispatch import Choice
+
+__all__ = ["Explanation", "Pass", "Refusal", "explain"]
+
+
+class Peak(NamedTuple):
+    """A GPU as its maker's data sheet has it: multiprocessors, dense 16-bit products with float32 sums, memory."""
+
+    name: str
+    processors: int
+    flops: float  # a second, of float16 and bfloat16; half as many of TF32
+    bandwidth: float  # bytes a second
+
+
+# NVIDIA's data sheets of A100 (SXM, 80 GB), H200 and B200 (HGX), AMD's of MI300X.
+PEAKS = {
+    "sm_80": Peak("A100", 108, 312e12, 2.039e12),
+    "sm_90": Peak("H200", 132, 989e12, 4.8e12),
+    "sm_100": Peak("B200", 148, 2250e12, 8.0e12),
+    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12),
+}
+PYTORCH, CPU_KERNEL = "PyTorch, in chunks of query rows", "PyTorch's attention kernel for CPUs"
+NAMES = ("query", "key", "value", "bias")  # of what can require a gradient
+
+
+class Refusal(NamedTuple):
+    """Kernels that were asked in vain, with their reason."""
+
+    row: str
+    reason: str
+
+
+class Pass(NamedTuple):
+    """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
+
+    `memory` is in bytes, beyond inputs and results; None where it is not counted. Where `memory_is_least`, the kernels may add lists of blocks,
+    columns of a bias of keys and sums in parts, as many as they find worth it.
+    `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
+    that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. A mask hides none
+    here, as its values are not read.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    refusals: tuple[Refusal, ...]
+    memory: int | None
+    memory_is_least: bool
+    flops: int
+    bytes: int
+    seconds: float | None
+
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for refusal in self.refusals:
+            reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
+        names = [f'"{row}"' for row in self.rows]
+        memory = "not counted" if self.memory is None else _scaled(self.memory)
+        if self.memory_is_least:
+            memory = f"at least {memory}, without lists of blocks, columns of a bias of keys and sums in parts"
+        return "\n".join(
+            [
+                f"{self.name}: {', '.join(names) or 'nothing to compute'}",
+                *(line for reason, rows in reasons.items() for line in (f"  not {', '.join(rows)}:", f"    {reason}")),
+                f"  memory beyond inputs and results: {memory}",
+                f"  products: {_operations(self.flops)}; inputs and results: {_scaled(self.bytes)}",
+                f"  time at the peak: {'unknown' if self.seconds is None else f'{self.seconds * 1e3:.3f} ms or more'}",
+            ]
+        )
+
+
+class Explanation(NamedTuple):
+    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward."""
+
+    target: str
+    passes: tuple[Pass, ...]
+    is_masked: bool
+
+    def __str__(self) -> str:
+        peak = PEAKS.get(self.target)
+        known = "" if peak is None else f" ({peak.name}: {peak.flops / 1e12:.0f} TFLOP/s of 16-bit products, {peak.bandwidth / 1e12:.1f} TB/s)"
+        masked = ["products, bytes and times are those of a mask that hides nothing"] if self.is_masked else []
+        return "\n".join([f"target: {self.target}{known}", *masked, *map(str, self.passes)])
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None, processors: int | None = None, **options: Any
+) -> Explanation:
+    r"""Explain a call of :func:`dmattn.attention`: its kernels, why no faster ones serve it, and what it costs at least. Computes nothing.
+
+    With P visible pairs of query and key in all batch entries and heads, a matrix product takes ``2 * P * D`` or ``2 * P * Dv`` operations.
+    A forward pass has two. A backward pass has five, and those that its kernels repeat. ``seconds = max(flops / peak, bytes / bandwidth)``.
+
+    Args:
+        query: (B, H, Sq, D), key: (B, Hk, Sk, D), value: (B, Hk, Sk, Dv), as :func:`dmattn.attention` takes them, on "cpu", "meta" or a GPU.
+            Shapes, dtypes, strides and addresses matter, and values do not, but on a CPU for whether PyTorch's own kernel is exact.
+        target: family of a GPU, "sm_80", "sm_90", "sm_100" or "gfx942", whether it is there or not. By default the device of the tensors; for
+            those on "meta" the current GPU.
+        processors: multiprocessors of the target: by default 108 (A100), 132 (H100, H200), 148 (B200), 304 (MI300X). Other families need it.
+        options: the keywords of :func:`dmattn.attention`.
+
+    The backward pass is that for the inputs that require a gradient, for all of them if none does. Its incoming gradient is taken to lie in
+    memory as `out` does.
+
+    Returns:
+        An :class:`Explanation`, whose text is for people: memory in bytes, products in FLOP, time in seconds in its fields.
+
+    Raises:
+        TypeError, ValueError: as :func:`dmattn.attention`; also for a target that is no family of GPUs, or whose `processors` are not known.
+        RuntimeError: the GPU or Triton needed is missing.
+    """
+    defaults: dict[str, Any] = attention.__kwdefaults__ or {}
+    unknown = {name: option for name, option in options.items() if name not in defaults}
+    if unknown:
+        refuse_keywords(attention, unknown)
+    given = {**defaults, **options}
+    with_lse = given.pop("return_lse")
+    check_flag("return_lse", with_lse)
+    problem = _canonical(query, key, value, given)
+    learned = {name: x for name, x in zip(NAMES, (query, key, value, given["bias"]), strict=True) if x is not None}
+    some = any(x.requires_grad for x in learned.values())
+    needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
+    family, count = _device_of(problem, target, processors)
+    served, peak = _by_kernels(problem, target), PEAKS.get(family)
+    call = _Call(problem, needs, with_lse, served)
+    if served:
+        forward, backward = _chosen(call, (_table_family(family), count))
+        passes = (call.explained("forward", forward, peak), call.explained("backward", backward, peak))
+    else:
+        row = CPU_KERNEL if family == "cpu" and torch_kernel.serves(problem) else PYTORCH
+        passes = (call.by_pytorch("forward", row, peak), call.by_pytorch("backward", PYTORCH, peak))
+    return Explanation(family, passes, problem.mask is not None or problem.first is not None)
+
+
+def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Problem:
+    """The problem of a call; the generator that dropout would draw from is left as it was."""
+    device = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return Problem.canonical(query, key, value, **options)
+
+
+def _device_of(problem: Problem, target: str | None, processors: int | None) -> tuple[str, int]:
+    """(family, processors) by which the call is explained; 0 of a CPU that needs none."""
+    device = problem.query.device
+    if processors is not None and (isinstance(processors, bool) or not isinstance(processors, int) or processors < 1):
+        raise ValueError(f"dmattn: processors: expected a positive integer or None, received {processors}")
+    if target is not None:
+        if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
+            raise ValueError(f"dmattn: target: expected a family of GPUs such as {', '.join(PEAKS)}, or None, received {target}")
+        if processors is None and target not in PEAKS:
+            raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
+        return target, PEAKS[target].processors if processors is None else processors
+    if device.type == "meta":
+        if not torch.cuda.is_available():
+            raise ValueError(f"dmattn: target: expected a family such as {', '.join(PEAKS)} for tensors on meta without a GPU, received None")
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu" and not backend.by_kernels(problem.query):
+        return "cpu", 0
+    backend.path(problem)  # which raises what a call would
+    from .kernels.base.device import device_family
+    from .kernels.base.device import processors as processors_of
+
+    family = device_family(device)
+    if family == "hip":
+        family = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    return family, processors_of(device) if processors is None else processors
+
+
+def _by_kernels(problem: Problem, target: str | None) -> bool:
+    """Whether Triton kernels serve a problem, on a GPU of the target if one is named."""
+    return problem.query.dtype != torch.float64 if target is not None else backend.by_kernels(problem.query)
+
+
+def _table_family(family: str) -> str:
+    return "hip" if family.startswith("gfx") else family
+
+
+def _without_storage(x: Tensor) -> Tensor:
+    """A tensor that lies as `x` does, to 16 bytes, in no memory."""
+    start = x.data_ptr() % 16 // x.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return torch.empty(start + last + 1, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), start)
+
+
+def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+    """The rows of the table for both passes; none where there is nothing to compute."""
+    backend.kernels(torch.device("meta"), backend.interpreting())  # which says that Triton is missing
+    from .kernels import dispatch
+    from .kernels.traits import Traits
+
+    problem, out, lse = call.problem, call.out, call.lse
+    forward = (dispatch.choose_forward(Traits.of(problem, out, target=target)),) if out.numel() or lse.numel() else ()
+    gradients = [x if x is None or x.numel() else None for x in call.gradients]
+    if not lse.numel() or all(x is None for x in gradients):
+        return forward, ()
+    return forward, dispatch.choose_backward(Traits.of(problem, out, out, *gradients, target=target))
+
+
+class _Seen(NamedTuple):
+    """What causal and the window leave of one (batch, head)."""
+
+    queries: int
+    keys: int
+    pairs: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Seen:
+        len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+        place = torch.arange(len_q, device="cpu") + (len_k - len_q)  # of the key that stands where a query does
+        begin = torch.zeros_like(place) if problem.left is None else (place - problem.left).clamp(0, len_k)
+        end = torch.full_like(place, len_k) if problem.right is None else (place + problem.right + 1).clamp(0, len_k)
+        pairs = (end - begin).clamp(min=0)
+        unseen = int(begin.min()) if len_q else 0
+        return cls(int((pairs > 0).sum()), len_k - unseen if len_q else 0, int(pairs.sum()))
+
+
+class _Call:
+    """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels have states of the mask."""
+
+    def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
+        placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+        self.problem = problem._replace(**placed)
+        self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
+        self.out, self.lse, states = backend.allocate_forward(self.problem)
+        self.states = states if by_kernels else None
+        self.gradients = backend.allocate_backward(self.problem, needs)
+
+    def explained(self, name: str, choices: tuple[Choice, ...], peak: Peak | None) -> Pass:
+        """A pass by kernels."""
+        refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
+        memory, is_least = self._memory(name, choices)
+        flops = sum(self._products(choice.makes, choice.row.reads) for choice in choices)
+        return self._costing(name, tuple(choice.row.name for choice in choices), tuple(refusals), memory, is_least, flops, peak)
+
+    def by_pytorch(self, name: str, row: str, peak: Peak | None) -> Pass:
+        """A pass by PyTorch's operations, whose memory is not counted."""
+        made = {"out"} if name == "forward" else {f"d_{name}" for name, need in zip(NAMES, self.needs, strict=True) if need}
+        return self._costing(name, (row,), (), None, False, self._products(made, ()), peak)
+
+    def _costing(
+        self, name: str, rows: tuple[str, ...], refusals: tuple[Refusal, ...], memory: int | None, is_least: bool, flops: int, peak: Peak | None
+    ) -> Pass:
+        moved = self._bytes(name) if rows else 0
+        seconds = None
+        if peak is not None and self.problem.query.dtype != torch.float64:
+            rate = peak.flops / (2 if self.problem.query.dtype == torch.float32 else 1)
+            seconds = max(flops / rate, moved / peak.bandwidth)
+        return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds)
+
+    def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
+        """Operations of the matrix products with which a row makes its results."""
+        batch, heads, _, dim = self.problem.query.shape
+        value_dim = self.problem.value.shape[3]
+        made = {name for name in makes if name.startswith(("out", "d_")) and name != "d_bias of queries"}
+        if not made:
+            return 0
+        dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
+        size = sum(dims.get(name, 0) for name in made)
+        if "d_bias of pairs" not in reads:  # of which d_query is the product, with nothing to repeat
+            size += dim + (value_dim if made - {"out", "d_value"} else 0)
+        return 2 * size * self.seen.pairs * batch * heads
+
+    def _bytes(self, name: str) -> int:
+        """Those of each input and each result once, without what causal and the window hide."""
+        problem, seen = self.problem, self.seen
+        total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
+        total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
+        total += 0 if problem.bias is None else self._between(problem.bias)
+        if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
+            total += self._between(problem.mask)
+        if name == "forward":
+            return total + _size(self.out, self.lse, self.states)
+        results = _size(*self.gradients)
+        read = self._along(self.out, seen.queries) + self._along(self.out, seen.queries) + self._along(self.lse[..., None], seen.queries)
+        return total + read + results + _size(self.states) + (_size(self.lse) if self.with_lse else 0)
+
+    def _along(self, x: Tensor, length: int) -> int:
+        sizes = _sizes(x)
+        return sizes[0] * sizes[1] * min(sizes[2], length) * sizes[3] * x.element_size()
+
+    def _between(self, x: Tensor) -> int:
+        sizes, seen = _sizes(x), self.seen
+        is_pairs = sizes[2] > 1 and sizes[3] > 1
+        entries = seen.pairs if is_pairs else min(sizes[2], seen.queries) * min(sizes[3], seen.keys)
+        return sizes[0] * sizes[1] * entries * x.element_size()
+
+    def _memory(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
+        """(bytes, whether there may be more)."""
+        problem = self.problem
+        if not choices:
+            return 0, False
+        is_of_keys = problem.bias is not None and problem.bias.shape[2] == 1 and problem.bias.shape[3] > 1
+        is_hopper = any(choice.row.targets is not None for choice in choices)
+        is_least = problem.mask is not None or problem.first is not None or (is_of_keys and is_hopper)
+        if name == "forward":
+            return _size(self.states), is_least or choices[0].row.name == "split keys"
+        from .kernels.base.query_terms import Incoming
+
+        makes = frozenset[str]().union(*(choice.makes for choice in choices))
+        total = 0
+        if "query terms" in makes:
+            incoming = Incoming.without_terms(self.out, self.lse, lifted="columns of query terms" in makes)
+            total += _size(incoming.terms, incoming.lifts)
+        d_bias = self.gradients[3]
+        if d_bias is not None and is_of_keys:
+            from .kernels.base.key_sums import empty_key_sums
+
+            sums = empty_key_sums(d_bias, problem)
+            total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
+        by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
+        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or "d_bias of queries" in makes
+
+
+def _sizes(x: Tensor) -> list[int]:
+    """The lengths of four axes, 1 of one that was expanded."""
+    return [size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _size(*tensors: Tensor | None) -> int:
+    return sum(math.prod(x.shape) * x.element_size() for x in tensors if x is not None)
+
+
+def _operations(count: int) -> str:
+    """FLOP as people read them."""
+    return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"
+
+
+def _scaled(count: int) -> str:
+    """Bytes as people read them."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"

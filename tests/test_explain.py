@@ -1,0 +1,337 @@
+"""``dmattn.explain``: the kernels of named calls with their reasons, and numbers that agree with what a pass allocates, computes and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dmattn
+from dmattn import IntervalMask, attention, explain
+from dmattn.execution import backend
+from dmattn.explain import Explanation, Pass
+from dmattn.problem import Problem
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from cases import CASES, HOPPER, LARGE
+from compile_report import FORWARD, LAUNCHES, meta
+from test_dispatch import on_gpu
+from triton.runtime.jit import JITFunction
+
+from dmattn import kernels
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+not_interpreted = pytest.mark.skipif(backend.interpreting(), reason="asks what a GPU or PyTorch serves")
+PAD = "stride 1001 is no multiple of 8: pad the key axis to a multiple of 8 and pass a slice"
+ONE_TILE = "1001 x 1001 pairs are more than one tile of 64 x 64"
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16, needs_grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+
+def same(*shape: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(*shape, dtype=dtype), empty(*shape, dtype=dtype), empty(*shape, dtype=dtype)
+
+
+def reasons(explained: Pass) -> dict[str, str]:
+    return dict(explained.refusals)
+
+
+def t5(length: int, bias: Tensor) -> Explanation:
+    return explain(*same(4, 16, length, 64), bias=bias, scale=1.0, target="sm_90")
+
+
+def test_t5_at_1001_keys_is_told_to_pad_its_bias() -> None:
+    """The question that a reader of the tree asks: which kernels, and why not the faster ones."""
+    forward, backward = t5(1001, empty(1, 16, 1001, 1001)).passes
+    assert forward.rows == ("portable",)
+    assert reasons(forward)["Hopper"].startswith("serves head dims from 33 to 64 from 2048 keys on")
+    assert backward.rows == ("query terms", "portable: d_key, d_value", "portable: d_query, d_bias", "portable: d_bias")
+    refused = reasons(backward)
+    for row in ("Hopper: d_query, d_bias", "Hopper: d_key, d_value", "Hopper: d_query", "Hopper: d_bias"):
+        assert refused[row] == f"rows of bias: {PAD}"
+    assert refused["one tile"] == ONE_TILE
+
+
+def test_t5_with_the_bias_that_it_was_told_to_make_has_the_faster_kernels() -> None:
+    padded = t5(1001, empty(1, 16, 1001, 1008)[..., :1001]).passes[1]
+    assert padded.rows == ("query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value")
+    whole = t5(4096, empty(1, 16, 4096, 4096))
+    assert [explained.rows for explained in whole.passes] == [("Hopper",), padded.rows]
+
+
+QUERY = same(2, 8, 300, 128)
+HEADS = (empty(4, 32, 4096, 128), empty(4, 8, 4096, 128), empty(4, 8, 4096, 128))
+MASK = torch.empty(2, 1, 300, 300, dtype=torch.bool, device="meta")
+ENDS = torch.empty(2, 1, 300, dtype=torch.int32, device="meta")
+KEYS, QUERIES = "Hopper: d_key, d_value", "Hopper: d_query"
+PORTABLE = ("query terms", "portable: d_key, d_value", "portable: d_query, d_bias")
+
+# name: tensors, options, target, rows of both passes, {a row: words of its refusal}
+NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...], tuple[str, ...], dict[str, str]]] = {
+    "plain": (QUERY, {}, "sm_90", ("Hopper",), (QUERIES, KEYS), {"one tile": "300 x 300 pairs"}),
+    "a mask whose rows are odd": (
+        QUERY, dict(mask=MASK), "sm_90", ("Hopper",), (QUERIES, "portable: d_key, d_value"),
+        {KEYS: "rows of mask: stride 300 is no multiple of 16: pad the key axis to a multiple of 16"},
+    ),
+    "intervals": (
+        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300)), "sm_90", ("Hopper",), (QUERIES, f"{KEYS} by intervals"), {KEYS: "does not serve intervals"},
+    ),
+    "a learned score per key, heads that share keys": (
+        HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
+        {"one tile": "heads share keys", "whole rows": "does not serve causal or window"},
+    ),
+    "dropout": (QUERY, dict(dropout_p=0.1), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve dropout", QUERIES: "does not serve dropout"}),
+    "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve softcap"}),
+    "an Ampere GPU": (QUERY, {}, "sm_80", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not sm_80"}),
+    "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not hip"}),
+    "float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), PORTABLE, {"Hopper": "query: float32 elements have more than 16 bits"}),
+    "head dim 100": (
+        same(2, 8, 300, 100), {}, "sm_90", ("portable",), PORTABLE,
+        {"Hopper": "rows of query: stride 100 is no multiple of 8: pad the dim axis to a multiple of 8 and pass a slice"},
+    ),
+    "head dim 100, padded": (
+        tuple(x[..., :100] for x in same(2, 8, 300, 104)), {}, "sm_90", ("Hopper",), PORTABLE,
+        {QUERIES: "head axis of out: stride 100 is no multiple of 8: pad value with zeros to a head dim that is a multiple of 8"},
+    ),
+    "an expanded bias": (
+        QUERY, dict(bias=empty(1, 8, 300, 304).expand(2, -1, -1, -1)[..., :300]), "sm_90", ("portable",),
+        ("query terms", "portable: d_key, d_value, d_bias", "portable: d_query of d_bias"),
+        {"Hopper": "batch axis of bias: stride 0: it is expanded, give that axis a length of 1"},
+    ),
+    "decoding": (
+        (empty(1, 32, 1, 128), empty(1, 8, 131072, 128), empty(1, 8, 131072, 128)), dict(causal=True), "sm_90", ("split keys",), PORTABLE,
+        {QUERIES: "is for more than 64 queries, not 1"},
+    ),
+    "windows": (same(2048, 8, 64, 32), dict(bias=empty(1, 8, 64, 64)), "sm_90", ("one tile",), ("one tile",), {}),
+    "rows of a pair representation": (
+        same(256, 4, 384, 32), dict(bias=empty(1, 4, 384, 384)), "sm_90", ("Hopper, bias on chip",),
+        ("query terms", "Hopper, bias on chip: d_query, d_bias", "Hopper, bias on chip: d_key, d_value"),
+        {"one tile": "384 x 384 pairs"},
+    ),
+    "no key": (
+        (QUERY[0], QUERY[1][:, :, :0], QUERY[2][:, :, :0]), {}, "sm_90", ("portable",), ("query terms", "portable: d_query, d_bias"),
+        {"Hopper": "there is no key"},
+    ),
+    "no query": ((QUERY[0][:, :, :0], *QUERY[1:]), {}, "sm_90", (), (), {}),
+    "no batch": (tuple(x[:0] for x in QUERY), {}, "sm_90", (), (), {}),
+    "float64": (same(2, 8, 300, 64, dtype=FP64), {}, "sm_90", ("PyTorch, in chunks of query rows",), ("PyTorch, in chunks of query rows",), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_calls_have_these_kernels_for_these_reasons(name: str) -> None:
+    tensors, options, target, forward, backward, words = NAMED[name]
+    explained = explain(*tensors, **options, target=target)
+    assert [explained.target, *(one.rows for one in explained.passes)] == [target, forward, backward]
+    told = {row: reason for one in explained.passes[::-1] for row, reason in one.refusals}
+    assert {row: reason for row, reason in words.items() if not told[row].startswith(reason)} == {}
+    for one in explained.passes:
+        assert all(f'"{row}"' in str(one) for row in one.rows)
+        assert all(reason in str(explained) for _, reason in one.refusals)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows"),
+    [
+        ("query", (QUERIES,)),
+        ("key", ("query terms", KEYS)),
+        ("bias", ("query terms", KEYS)),  # whose kernel sums dS by key
+    ],
+)
+def test_the_backward_pass_is_that_of_the_inputs_that_require_a_gradient(wanted: str, rows: tuple[str, ...]) -> None:
+    query, key, value, bias = *QUERY, empty(2, 8, 1, 300)
+    tensors = {name: x.detach().requires_grad_(name == wanted) for name, x in dict(query=query, key=key, value=value, bias=bias).items()}
+    assert explain(**tensors, target="sm_90").passes[1].rows == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (dict(target="h200"), ValueError, "target: expected a family of GPUs such as sm_80, sm_90"),
+        (dict(target=90), ValueError, "target: expected a family of GPUs"),
+        (dict(target="sm_120"), ValueError, "processors: expected the number of multiprocessors of sm_120"),
+        (dict(processors=0), ValueError, "processors: expected a positive integer"),
+        (dict(processors=True), ValueError, "processors: expected a positive integer"),
+        (dict(is_causal=True), TypeError, "is_causal: expected causal"),
+        (dict(return_lse=1), TypeError, "return_lse"),
+        (dict(key=3), TypeError, "key: expected a torch.Tensor"),
+        (dict(bias=empty(3, 8, 300, 300)), ValueError, "bias"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    given = dict(zip(("query", "key", "value"), QUERY, strict=True)) | dict(target="sm_90") | arguments
+    with pytest.raises(error, match=words):
+        explain(**given)
+
+
+def test_tensors_of_no_device_need_a_target_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"target: expected a family such as .* for tensors on meta without a GPU"):
+        explain(*QUERY)
+
+
+def test_processors_decide_whether_keys_are_split() -> None:
+    tensors = (empty(1, 40, 1, 128), empty(1, 40, 8192, 128), empty(1, 40, 8192, 128))
+    assert explain(*tensors, target="sm_80").passes[0].rows == ("split keys",)
+    assert explain(*tensors, target="sm_80", processors=79).passes[0].rows == ("portable",)
+
+
+@not_interpreted
+def test_a_cpu_has_the_kernel_of_pytorch_where_that_is_exact() -> None:
+    query = torch.randn(2, 4, 32, 16)
+    plain, capped = explain(query, query, query), explain(query, query, query, softcap=30.0)
+    assert plain.target == capped.target == "cpu"
+    assert plain.passes[0].rows == ("PyTorch's attention kernel for CPUs",)
+    assert capped.passes[0].rows == plain.passes[1].rows == ("PyTorch, in chunks of query rows",)
+    assert plain.passes[0].memory is None
+    assert plain.passes[0].seconds is None
+
+
+@not_interpreted
+def test_a_cpu_reads_the_mask_in_both_passes_and_makes_no_states() -> None:
+    query, mask = torch.randn(2, 4, 40, 16), torch.ones(40, 40, dtype=torch.bool)
+    plain, masked = explain(query, query, query).passes, explain(query, query, query, mask=mask).passes
+    assert [after.bytes - before.bytes for before, after in zip(plain, masked, strict=True)] == [40 * 40, 40 * 40]
+
+
+def test_nothing_is_drawn_for_dropout() -> None:
+    before = torch.random.get_rng_state()
+    query = torch.randn(1, 1, 4, 16)
+    between = torch.random.get_rng_state()
+    explain(query, query, query, dropout_p=0.5, target="sm_90")
+    assert not before.equal(between)
+    assert between.equal(torch.random.get_rng_state())
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(returned.alias_info for returned in func._schema.returns):  # neither a view nor in place
+            self.bytes += sum(x.numel() * x.element_size() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Tensors without storage stand for this GPU, and launches do nothing."""
+    monkeypatch.setattr(JITFunction, "run", lambda *arguments, **named: None)
+    with on_gpu(request.param):
+        yield request.param
+
+
+def options_of(problem: Problem) -> dict[str, Any]:
+    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
+    window = None if problem.left is problem.right is None else (problem.left, problem.right)
+    mask = intervals if problem.mask is None else problem.mask
+    return dict(mask=mask, bias=problem.bias, window=window, scale=problem.scale, softcap=problem.softcap, dropout_p=problem.dropout_p)
+
+
+@not_interpreted
+def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
+    exact = 0
+    cases = [(case, dtype) for case in (*CASES, *LARGE, *HOPPER) for dtype in (BF16, FP32)]
+    for case, dtype in (*cases, *LAUNCHES, *FORWARD):
+        problem = meta(case, dtype)
+        if any(side is not None and side < 0 for side in (problem.left, problem.right)):  # aligned at the first key, as attention is not
+            continue
+        forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target).passes
+        out, lse, states = backend.allocate_forward(problem)
+        gradients = backend.allocate_backward(problem, (True, True, True, problem.bias is not None))
+        problem = problem._replace(states=states)
+        with Allocated() as by_forward:
+            kernels.forward(problem, out, lse)
+        with Allocated() as by_backward:
+            kernels.backward(problem, out, lse, out, None, *gradients)
+        of_states = 0 if states is None else states.numel()
+        for explained, allocated in ((forward, by_forward.bytes + of_states), (backward, by_backward.bytes)):
+            assert explained.memory is not None
+            if explained.memory_is_least:
+                assert explained.memory <= allocated, f"{case.name}: {explained}"
+            else:
+                assert explained.memory == allocated, f"{case.name}: {explained}"
+                exact += allocated > 0
+    assert exact > 20
+
+
+SHAPES = {"square": (7, 7), "more keys": (3, 9), "more queries": (9, 4)}
+RULES: tuple[dict[str, Any], ...] = (
+    {}, dict(causal=True), dict(window=2), dict(window=(1, 0)), dict(window=(None, 1)), dict(causal=True, window=(0, None)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rules", RULES)
+def test_products_and_bytes_are_those_of_the_pairs_that_are_visible(shape: str, rules: dict[str, Any]) -> None:
+    len_q, len_k = SHAPES[shape]
+    query, key, value = torch.randn(2, 6, len_q, 8), torch.randn(2, 3, len_k, 8), torch.randn(2, 3, len_k, 24)
+    bias = torch.zeros(1, 6, len_q, len_k, dtype=torch.float16)
+    seen = visible(len_q, len_k, rules)
+    pairs, queries = int(seen.sum()), int(seen.any(1).sum())
+    forward, backward = explain(query, key, value, bias=bias, **rules, target="sm_80").passes
+    assert forward.rows == ("portable",)
+    assert backward.rows[1:] == ("portable: d_key, d_value", "portable: d_query, d_bias", "portable: d_bias")
+    products = 2 * pairs * 2 * 6  # operations for each element of a head
+    assert forward.flops == products * (8 + 24)
+    # d_key and d_value: scores, dP, dV, dK; d_query: scores, dP, dQ; d_bias: scores, dP
+    assert backward.flops == products * ((8 + 24 + 24 + 8) + (8 + 24 + 8) + (8 + 24))
+    keys = len_k - int(seen.any(0).nonzero()[0])  # all from the first that is seen
+    read = 4 * (2 * 6 * queries * 8 + 2 * 3 * keys * (8 + 24)) + 2 * 6 * pairs
+    out, lse = 4 * 2 * 6 * len_q * 24, 4 * 2 * 6 * len_q
+    assert forward.bytes == read + out + lse
+    gradients = sum(x.numel() * x.element_size() for x in (query, key, value, bias))
+    assert backward.bytes == read + 4 * 2 * 6 * queries * (24 + 24 + 1) + gradients
+
+
+def visible(len_q: int, len_k: int, rules: dict[str, Any]) -> Tensor:
+    """(Sq, Sk): the pairs whose bias changes lse in the reference."""
+    query, value = torch.zeros(1, 1, len_q, 1, dtype=FP64), torch.arange(1.0, len_k + 1, dtype=FP64).view(1, 1, -1, 1)
+    bias = torch.zeros(1, 1, len_q, len_k, dtype=FP64, requires_grad=True)
+    _, lse = dmattn.reference.attention(query, torch.zeros_like(value), value, bias=bias, return_lse=True, **rules)
+    lse[lse.isfinite()].sum().backward()
+    assert bias.grad is not None
+    return bias.grad[0, 0] > 0
+
+
+def test_five_products_are_those_of_a_backward_pass_that_repeats_none() -> None:
+    explained = explain(*same(2, 3, 40, 16), target="sm_80").passes[1]
+    assert (explained.rows, explained.flops) == (("one tile",), 5 * 2 * 2 * 3 * 40 * 40 * 16)
+
+
+def test_a_broadcast_axis_is_read_once() -> None:
+    expanded = empty(1, 8, 1, 128).expand(2, 8, 300, 128)
+    plain, read_once = explain(*QUERY, target="sm_90").passes[0], explain(QUERY[0], expanded, QUERY[2], target="sm_90").passes[0]
+    assert plain.bytes - read_once.bytes == 2 * (2 * 300 - 1) * 8 * 128
+
+
+def test_time_is_the_larger_of_products_and_bytes_at_the_peak() -> None:
+    long, short = explain(*same(1, 1, 8192, 128), target="sm_90").passes[0], explain(*same(64, 64, 16, 128), target="sm_90").passes[0]
+    assert long.seconds == pytest.approx(4 * 8192**2 * 128 / 989e12)
+    assert short.seconds == pytest.approx(short.bytes / 4.8e12)
+    wide = explain(*same(1, 1, 8192, 128, dtype=FP32), target="sm_90").passes[0]
+    assert wide.seconds == pytest.approx(2 * long.seconds)
+    assert explain(*QUERY, target="sm_120", processors=170).passes[0].seconds is None
+
+
+def test_lse_that_is_returned_brings_a_gradient_to_read() -> None:
+    with_lse, without = (explain(*QUERY, return_lse=given, target="sm_90") for given in (True, False))
+    assert with_lse.passes[1].bytes - without.passes[1].bytes == 2 * 8 * 300 * 4
+    assert with_lse.passes[0] == without.passes[0]
+
+
+def test_options_are_those_of_attention() -> None:
+    options = dict(attention.__kwdefaults__)
+    assert explain(*QUERY, **options, target="sm_90") == explain(*QUERY, target="sm_90")
