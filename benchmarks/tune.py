@@ -1,6 +1,6 @@
 """Time the tiles of one kernel at a time on the speed workloads, and print them as rows for dmattn/kernels/base/tiles.py.
 
-The kernels of hopper*.py have tiles of their own and are left out: those of every GPU are timed in their place.
+The kernels for Hopper have tiles of their own and are left out: those of every GPU are timed in their place.
 
 python benchmarks/tune.py --json benchmarks/results/tune_nvidia_h200.json       needs a CUDA device
 """
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import describe, environment, measure, names, reason, write_json
 from benchmarks.workloads import WORKLOADS, Workload
+from dmattn import kernels
 from dmattn.execution import backend
 from dmattn.execution.replay import forget
 from dmattn.kernels.base import tiles
@@ -28,16 +29,15 @@ from dmattn.kernels.base.key_sums import empty_key_sums
 from dmattn.kernels.base.launch import launching
 from dmattn.kernels.base.query_terms import Incoming, fill_terms
 from dmattn.kernels.base.tiles import Tile
-from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
-from dmattn.kernels.hopper import forward as hopper_forward
-from dmattn.kernels.hopper import key_grad as hopper_key_grad
-from dmattn.kernels.portable import split_keys as decoding
-from dmattn.kernels.portable.bias_grad import BiasGradient, shared_gradient
-from dmattn.kernels.portable.forward import forward
-from dmattn.kernels.portable.key_grad import key_gradients, takes_lifts
+from dmattn.kernels.dispatch import choose_forward
+from dmattn.kernels.portable import forward as portable_forward
+from dmattn.kernels.portable import split_keys
+from dmattn.kernels.portable.bias_grad import shared_gradient
+from dmattn.kernels.portable.key_grad import key_gradients
 from dmattn.kernels.portable.query_grad import query_gradients
 from dmattn.kernels.selection.lifetimes import lifetimes
 from dmattn.kernels.selection.reorder import reordered
+from dmattn.kernels.traits import D_BIAS_OF_KEYS, D_BIAS_OF_PAIRS, D_BIAS_SHARED, Traits
 from dmattn.problem import Problem
 
 CANDIDATES = {
@@ -88,25 +88,25 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
     out, lse, states = backend.allocate_forward(problem)
     problem = problem._replace(states=states)
-    forward(problem, out, lse)
-    if decoding.takes(problem):
-        return {"decoding": lambda: forward(problem, out, lse)}
+    kernels.forward(problem, out, lse)
+    if choose_forward(Traits.of(problem, out)).row.name == "split keys":
+        return {"decoding": lambda: split_keys.forward(problem, out, lse)}
     with launching(d_out):
-        incoming = Incoming.without_terms(d_out, lse, takes_lifts(problem, d_out))
+        incoming = Incoming.without_terms(d_out, lse, lifted=False)
         fill_terms(problem, incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = backend.allocate_backward(problem, needs)
-    kind = BiasGradient.of(d_bias, problem) if problem.bias is not None else None
-    key_sums = empty_key_sums(d_bias, problem, False) if kind is BiasGradient.PER_KEY else None
-    dense = d_bias if kind is BiasGradient.DENSE else None
+    wanted = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias).wanted
+    key_sums = empty_key_sums(d_bias, problem) if D_BIAS_OF_KEYS in wanted else None
+    dense = d_bias if D_BIAS_OF_PAIRS in wanted else None
     calls = {
-        "forward": lambda: forward(problem, out, lse),
+        "forward": lambda: portable_forward.forward(problem, out, lse),
         "keys": lambda: key_gradients(problem, incoming, d_key, d_value, key_sums, dense, None),
         "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
     if dense is not None:
         calls["products"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
-    if kind is BiasGradient.SHARED:
+    if D_BIAS_SHARED in wanted:
         calls["bias"] = lambda: shared_gradient(problem, incoming, d_bias)
     return calls
 
@@ -157,8 +157,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device, found none")
     device = torch.device("cuda")
-    for module in (hopper_forward, hopper_key_grad, hopper_bias_grad):  # whose tiles are not in the table
-        module.takes = lambda *arguments: False  # type: ignore[assignment]
     where = environment(device)
     print(describe(where))
     rows = []

@@ -322,7 +322,7 @@ class _Call:
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 
-            sums = empty_key_sums(d_bias, problem, choices[0].row.name == "one tile")
+            sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or "d_bias of queries" in makes

@@ -143,12 +143,14 @@ def launches(monkeypatch: pytest.MonkeyPatch, on_cpu_tensors: Callable[[str], No
     from triton.runtime import driver, jit
 
     from dmattn import kernels
-    from dmattn.kernels.hopper import copies as hopper
+    from dmattn.kernels import traits
+    from dmattn.kernels.base import tiles
 
     seen = Launches()
     monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **options: seen.run(kernel, **options))
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", True)
+    for module in (tiles, traits):
+        monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
+    monkeypatch.setattr(traits, "GLUON", True)
     on_cpu_tensors("1")
     monkeypatch.setattr(backend, "interpreting", lambda: True)
     monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)

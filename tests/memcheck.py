@@ -16,7 +16,7 @@ import cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
-from dmattn.kernels.hopper import copies as hopper
+from dmattn.kernels import traits
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.portable import split_keys as decoding
@@ -99,7 +99,7 @@ def main() -> int:
     With --portable, without the kernels for Hopper and the cases that are there for them.
     """
     portable = "--portable" in sys.argv
-    hopper.GLUON = hopper.GLUON and not portable
+    traits.GLUON = traits.GLUON and not portable
     failed = 0
     for case in CASES:
         if portable and case.name.startswith("hopper-"):

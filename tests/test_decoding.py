@@ -17,6 +17,10 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels import traits
+from dmattn.kernels.dispatch import choose_forward
+from dmattn.kernels.traits import Traits
+
 decoding = importlib.import_module("dmattn.kernels.portable.split_keys")
 
 GQA = dict(heads=4, kv_heads=2)
@@ -75,7 +79,8 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 32 keys, on a device with more processors than these tests have programs."""
     monkeypatch.setattr(decoding, "LEAST_KEYS", 32)
     monkeypatch.setattr(decoding, "KEYS_PER_ROW", 0)
-    monkeypatch.setattr(decoding, "processors", lambda device: 64)
+    for module in (decoding, traits):
+        monkeypatch.setattr(module, "processors", lambda device: 64)
 
 
 def assert_within_budget(case: Case, dtype: torch.dtype, device: str) -> None:
@@ -171,13 +176,11 @@ def problem(len_q: int, len_k: int, heads: int = 32, kv_heads: int = 8, batch: i
     return Problem.canonical(tensor(batch, heads, len_q, 128), key, key, **options)
 
 
-@pytest.fixture
-def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "processors", lambda device: 132)
+def taken(one: Problem) -> bool:
+    """On a device of 132 processors."""
+    return choose_forward(Traits.of(one, one.query, target=("interpreter", 132))).row.name == "split keys"
 
 
-@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
-@pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     ("given", "splits"),
     [
@@ -192,17 +195,16 @@ def of_132_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles"],
 )
-def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int) -> None:
+def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "processors", lambda device: 132)
     one = problem(**given)
-    assert decoding.takes(one)
+    assert taken(one)
     assert decoding.plan_of(one).splits == splits
     batch, heads, len_q, dim = one.query.shape
     parts = splits * batch * heads * len_q * 4 * (dim + 1)
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()
 
 
-@pytest.mark.skipif(not interpreting(), reason="the tiles of a GPU are asked for on a GPU")
-@pytest.mark.usefixtures("of_132_processors")
 @pytest.mark.parametrize(
     "given",
     [
@@ -217,4 +219,4 @@ def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits
     ids=["few-keys", "narrow-window", "many-queries", "many-programs", "dropout", "large-group", "intervals-per-head"],
 )
 def test_leaves(given: dict) -> None:
-    assert not decoding.takes(problem(**given))
+    assert not taken(problem(**given))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import random
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -17,20 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from cases import CASES, HOPPER, LARGE
-from compile_report import DYNAMIC, FORWARD, LAUNCHES, NoDevice, dynamic, gpu_target, meta
-from drawn_problems import Drawn, drawn
+from compile_report import NoDevice, gpu_target
+from drawn_problems import Drawn
+from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, named_problems, record, with_gradients
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
-from dmattn.kernels import dispatch
+from dmattn.kernels import dispatch, run
 from dmattn.kernels.base import device, launch
 from dmattn.kernels.traits import (
     D_BIAS_OF_KEYS,
@@ -45,7 +43,6 @@ from dmattn.kernels.traits import (
     Traits,
 )
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 DRAWN = 5000 if os.environ.get("DMATTN_FULL") else 500  # problems of each target
 not_interpreted = pytest.mark.skipif(
     backend.interpreting(), reason="watches compiled launches, which a process with TRITON_INTERPRET=1 has none of"
@@ -107,7 +104,7 @@ def of_keys(row: str, d_key: Any, d_value: Any, sums: Any, d_bias: Any, suffix: 
     return f"{row}{'' if d_bias is None else ', d_bias'}{suffix}", results
 
 
-@pytest.fixture(params=TARGETS)
+@pytest.fixture(params=list(TARGETS))
 def target(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -143,37 +140,11 @@ def on_gpu(target: str) -> Iterator[None]:
         forget()
 
 
-def named_problems() -> Iterator[tuple[str, Problem]]:
-    """Those of the equivalence tests, in three dtypes, and of the compile report."""
-    for case in (*CASES, *LARGE, *HOPPER):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            yield f"{case.name} {dtype}", placed(case, dtype)
-    for case, dtype in (*LAUNCHES, *FORWARD):
-        yield case.name, meta(case, dtype)
-    yield DYNAMIC.name, dynamic(DYNAMIC, torch.bfloat16)
-
-
-def placed(case: Case, dtype: torch.dtype) -> Problem:
-    """The problem of a case, its tensors in the layout of models where the case says so."""
-    problem = meta(case, dtype)
-    if not case.transposed:
-        return problem
-    swapped = {name: getattr(problem, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("query", "key", "value")}
-    return problem._replace(**swapped)
-
-
 def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
-    for name, problem in named_problems():
-        needs = (True, True, True, problem.bias is not None)
-        yield (
-            name,
-            Drawn(
-                problem, torch.empty(problem.query.shape[:3] + problem.value.shape[3:], dtype=problem.query.dtype, device="meta"), None, needs
-            ),
-        )
-    chance = random.Random(0)
-    for number in range(count):
-        yield f"drawn {number}", drawn(chance)
+    for name, dtype, problem in named_problems():
+        yield f"{name} {dtype}", with_gradients(problem)
+    for number, one in enumerate(drawn_problems(count)):
+        yield f"drawn {number}", one
 
 
 @not_interpreted
@@ -198,6 +169,19 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
     reached = {f"{which}: {row.name}" for which, table in tables.items() for row in table if row.targets is None or target in row.targets}
     assert chosen == (reached if target == "sm_90" else reached - {"backward: whole rows"})  # for which no other GPU has a tile
+
+
+def test_every_row_has_its_function() -> None:
+    assert list(run.FORWARD) == [row.name for row in dispatch.FORWARD]
+    assert list(run.BACKWARD) == [row.name for row in dispatch.BACKWARD]
+
+
+def test_choices_are_those_recorded() -> None:
+    recorded = RECORD.read_text().splitlines()
+    assert record().splitlines() == recorded, "if they should be others now: python tests/recorded_choices.py"
+    for which, table in (("forward: ", dispatch.FORWARD), ("backward: ", dispatch.BACKWARD)):
+        rows = {row for line in recorded if line.startswith(which) for row in line.removeprefix(which).replace(WITH_COLUMNS, "").split("; ")}
+        assert rows - {"nothing"} == {row.name for row in table}
 
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -401,6 +385,15 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     why = f"rows of bias: stride 251 is no multiple of 8: {PAD} 8 and pass a slice"
     assert dispatch.Refusal("Hopper", why) in chosen.refusals
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
+
+
+def test_columns_of_query_terms_are_made_for_the_row_that_reads_them() -> None:
+    for uncopyable, row, columns in (
+        ((), "Hopper: d_key, d_value, d_bias", True),
+        ((("d_bias", "rows of d_bias"),), "portable: d_key, d_value, d_bias", False),
+    ):
+        terms, keys, _query = dispatch.choose_backward(DENSE._replace(uncopyable=uncopyable))
+        assert (keys.row.name, TERM_COLUMNS in terms.makes) == (row, columns)
 
 
 def test_a_field_that_no_row_names_refuses_every_row() -> None:

@@ -16,6 +16,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels import dispatch
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper import forward as hopper_forward
@@ -23,6 +24,7 @@ from dmattn.kernels.hopper import key_grad as hopper_key_grad
 from dmattn.kernels.hopper import key_grad_intervals as hopper_key_grad_intervals
 from dmattn.kernels.hopper import query_grad as hopper_query_grad
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
+from dmattn.kernels.traits import Traits
 
 LENGTH = 128
 
@@ -37,13 +39,15 @@ def problem(head_dim: int = 128, length: int = LENGTH, kv_heads: int = 2, **give
     return Problem.canonical(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", True)
+ROWS = {row.name: row for row in (*dispatch.FORWARD, *dispatch.BACKWARD)}
 
 
-@pytest.mark.usefixtures("on_hopper")
+def serves(row: str, one: Problem, d_out: Tensor | None = None, d_bias: Tensor | None = None, processors: int = 132) -> bool:
+    """Whether a row of the table serves a problem on a Hopper GPU, where `d_out` and `out` lie as its queries do."""
+    d_out = one.query if d_out is None else d_out
+    return ROWS[row].refusal(Traits.of(one, one.query, d_out, d_bias=d_bias, target=("sm_90", processors))._replace(gluon=True)) is None
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -60,44 +64,40 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_takes(given: dict) -> None:
     one = problem(**given)
-    assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query, one.query)
-    assert hopper_key_grad.takes(one, one.query, None)
-    assert hopper_bias_grad.takes(one, one.query)
+    assert serves("Hopper", one)
+    assert serves("Hopper: d_query", one)
+    assert serves("Hopper: d_key, d_value", one)
+    assert serves("Hopper: d_bias", one) == (one.bias is None or one.bias.shape[2] > 1)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
 @pytest.mark.parametrize(
     "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
 )
 def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
     one = problem(mask=mask, bias=bias)
-    assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query, one.query)
-    assert hopper_key_grad.takes(one, one.query, None)
-    assert not hopper_key_grad_intervals.takes(one, one.query, None)
-    assert not hopper_bias_grad.takes(one, one.query)
+    assert serves("Hopper", one)
+    assert serves("Hopper: d_query", one)
+    assert serves("Hopper: d_key, d_value", one)
+    assert not serves("Hopper: d_key, d_value by intervals", one)
+    assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_takes_intervals_but_for_a_shared_bias() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
-    assert hopper_forward.takes(one)
-    assert hopper_query_grad.takes(one, one.query, one.query)
-    assert hopper_key_grad_intervals.takes(one, one.query, None)
-    assert not hopper_key_grad.takes(one, one.query, None)
-    assert not hopper_bias_grad.takes(one, one.query)
+    assert serves("Hopper", one)
+    assert serves("Hopper: d_query", one)
+    assert serves("Hopper: d_key, d_value by intervals", one)
+    assert not serves("Hopper: d_key, d_value", one)
+    assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
     one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
-    assert hopper_forward.takes(one)
-    assert not hopper_key_grad.takes(one, one.query, None)
+    assert serves("Hopper", one)
+    assert not serves("Hopper: d_key, d_value", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     "given",
     [
@@ -122,37 +122,34 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys
 )  # fmt: skip
 def test_leaves(given: dict) -> None:
     one = problem(**given)
-    assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query, one.query)
-    assert not hopper_key_grad.takes(one, one.query, None)
-    assert not hopper_key_grad_intervals.takes(one, one.query, None)
-    assert not hopper_bias_grad.takes(one, one.query)
+    assert not serves("Hopper", one)
+    assert not serves("Hopper: d_query", one)
+    assert not serves("Hopper: d_key, d_value", one)
+    assert not serves("Hopper: d_key, d_value by intervals", one)
+    assert not serves("Hopper: d_bias", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
     """Further than 32-bit offsets in a tile reach; without storage, on the meta device."""
     far = torch.empty((1, 1, 1, LENGTH << 22), dtype=torch.bfloat16, device="meta")[..., :: 1 << 22]
     query = torch.empty((2, 4, LENGTH, 128), dtype=torch.bfloat16, device="meta")
-    assert not hopper_forward.takes(problem(query=query, key=query, value=query, bias=far))
-    assert hopper_forward.takes(problem(query=query, key=query, value=query, bias=far.contiguous()))
+    assert not serves("Hopper", problem(query=query, key=query, value=query, bias=far))
+    assert serves("Hopper", problem(query=query, key=query, value=query, bias=far.contiguous()))
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
-    assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query, one.query)
+    assert not serves("Hopper", one)
+    assert not serves("Hopper: d_query", one)
     long = problem(head_dim=64, length=2048)
-    assert hopper_forward.takes(long)
-    assert not hopper_forward.takes(long._replace(right=0))
-    assert not hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
-    assert hopper_forward.takes(problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
-    assert hopper_query_grad.takes(problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)), one.query, one.query)
-    assert hopper_key_grad.takes(one, one.query, None)
+    assert serves("Hopper", long)
+    assert not serves("Hopper", long._replace(right=0))
+    assert not serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
+    assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
+    assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
+    assert serves("Hopper: d_key, d_value", one)
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
     ("batch", "head_dim", "bias_shape", "processors", "taken"),
     [
@@ -189,34 +186,31 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     ],
 )
 def test_dbias_is_made_with_dq_where_few_share_it_and_fill_the_gpu(
-    batch: int, head_dim: int, bias_shape: tuple[int, int], processors: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int, head_dim: int, bias_shape: tuple[int, int], processors: int, taken: bool
 ) -> None:
     query, key, bias = tensor(batch, 4, LENGTH, head_dim), tensor(batch, 2, LENGTH, head_dim), tensor(*bias_shape, LENGTH, LENGTH)
-    monkeypatch.setattr(hopper_shared_query_grad, "processors", lambda device: processors)
     one = problem(query=query, key=key, value=key, bias=bias)
-    assert hopper_shared_query_grad.takes(one, query, bias) == taken
-    assert not hopper_shared_query_grad.takes(one, query, bias.float())
-    assert not hopper_shared_query_grad.takes(one, query[..., :1].expand(query.shape), bias)
+    assert serves("Hopper: d_query, d_bias", one, query, bias, processors) == taken
+    assert not serves("Hopper: d_query, d_bias", one, query, bias.float(), processors)
+    assert not serves("Hopper: d_query, d_bias", one, query[..., :1].expand(query.shape), bias, processors)
     masked = one._replace(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool))
-    assert not hopper_shared_query_grad.takes(masked, query, bias)
+    assert not serves("Hopper: d_query, d_bias", masked, query, bias, processors)
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_an_incoming_gradient_that_is_expanded_is_left() -> None:
     one = problem()
-    assert not hopper_key_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape), None)
-    assert not hopper_bias_grad.takes(one, tensor(1, 1, 1, 1).expand(one.query.shape))
+    assert not serves("Hopper: d_key, d_value", one, tensor(1, 1, 1, 1).expand(one.query.shape))
+    assert not serves("Hopper: d_bias", one, tensor(1, 1, 1, 1).expand(one.query.shape))
 
 
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-40, math.nextafter(2.0**-64, 0.0), math.nextafter(2.0**64, math.inf)])
 def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None:
-    assert hopper_forward.takes(problem(scale=2.0**-64))
-    assert hopper_forward.takes(problem(scale=2.0**64))
+    assert serves("Hopper", problem(scale=2.0**-64))
+    assert serves("Hopper", problem(scale=2.0**64))
     one = problem(scale=scale)
-    assert not hopper_forward.takes(one)
-    assert not hopper_query_grad.takes(one, one.query, one.query)
-    assert not hopper_key_grad.takes(one, one.query, None)
+    assert not serves("Hopper", one)
+    assert not serves("Hopper: d_query", one)
+    assert not serves("Hopper: d_key, d_value", one)
 
 
 @pytest.mark.parametrize(
@@ -468,14 +462,6 @@ def test_a_bias_of_keys_is_as_exact_as_float32(intervals: bool) -> None:
             torch.testing.assert_close(after, before, rtol=2e-2, atol=4e-2)
     assert all((gradient[..., 5:90:3, :] == 0).all() for gradient in results[0][3:5])
     assert (results[0][5][..., 5:90:3] == 0).all()
-
-
-def test_other_devices_and_older_compilers_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_100")
-    assert not hopper_forward.takes(problem())
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", False)
-    assert not hopper_forward.takes(problem())
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
     case = Case("full", 37, 96, bias=bias)  # whole tiles of keys: what passes their end has something to hide
     inputs = case.inputs(torch.float32, device)
     expected = results(attention, inputs, case.options)
-    monkeypatch.setattr(importlib.import_module("dmattn.kernels.portable.forward"), "scan", lambda mask, states: states.fill_(ATTENDED))
+    monkeypatch.setattr(importlib.import_module("dmattn.kernels.run"), "scan", lambda mask, states: states.fill_(ATTENDED))
     inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)

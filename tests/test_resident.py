@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
+from torch import Tensor
 
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
@@ -13,11 +14,13 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels import dispatch
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
 from dmattn.kernels.hopper.resident import key_grad as hopper_resident_key_grad
 from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
+from dmattn.kernels.traits import Traits
 
 LARGE = Case("resident", 384, batch=136, heads=4, head_dim=32, bias="1hqk")  # 1088 blocks of 192 queries, 8 for each of 132 processors
 ODD = Case("resident-odd", 200, 264, batch=150, heads=4, head_dim=24, bias="1hqk")  # stored by two bytes: loads wait long behind that
@@ -43,13 +46,6 @@ SMALL = (
     Case("grouped-256x256", 256, batch=4, heads=4, kv_heads=2, head_dim=32, bias="1gqk", reason="the forward pass alone"),
     Case("long-queries-704x256", 704, 256, batch=4, heads=2, head_dim=32, bias="1hqk", reason="the forward pass alone"),
 )
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "device_family", lambda device: "sm_90")
-    monkeypatch.setattr(hopper, "GLUON", True)
-    monkeypatch.setattr(hopper_resident, "processors", lambda device: 132)
 
 
 @pytest.fixture
@@ -87,7 +83,13 @@ def problem(**given) -> Problem:
     )
 
 
-@pytest.mark.usefixtures("on_hopper")
+def served(what: str, one: Problem, *results: Tensor | None) -> bool:
+    """Whether these kernels serve a problem on a Hopper GPU, in the forward pass or for some gradients."""
+    row = "Hopper, bias on chip" if what == "forward" else f"Hopper, bias on chip: {what}"
+    traits = Traits.of(one, *results, target=("sm_90", 132))._replace(gluon=True)
+    return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(traits) is None
+
+
 @pytest.mark.parametrize(
     ("given", "forward", "backward"),
     [
@@ -114,18 +116,17 @@ def problem(**given) -> Problem:
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)
     out = allocate_forward(one)[0]
-    assert hopper_resident_forward.takes(one, out) == forward
-    assert hopper_resident.takes_backward(one, one.query, torch.empty_like(one.query)) == backward
-    assert hopper_resident.takes_backward(one, one.query, None) == backward
+    assert served("forward", one, out) == forward
+    assert served("d_query, d_bias", one, out, one.query, torch.empty_like(one.query)) == backward
+    assert served("d_key, d_value", one, out, one.query) == backward
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
     one = problem()
     dense = torch.empty_like(one.query[..., :20])  # as those are of a tensor that is a part of another
     assert dense.stride(2) == 20
-    assert not hopper_resident_forward.takes(one, dense)
-    assert not hopper_resident.takes_backward(one, one.query, dense)
+    assert not served("forward", one, dense)
+    assert not served("d_key, d_value", one, one.query, one.query, dense)
 
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])

@@ -16,6 +16,9 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels import dispatch
+from dmattn.kernels.traits import Traits
+
 rows = importlib.import_module("dmattn.kernels.portable.rows")
 hopper_resident = importlib.import_module("dmattn.kernels.hopper.resident.bias")
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
@@ -60,7 +63,8 @@ def test_lengths_heads_and_rules_decide(place: Place, queries: int, keys: float,
     problem_case = Case("rows", queries * side, int(keys * side), **(dict(batch=place[2]) | options))
     inputs = problem_case.inputs(torch.float16, place[0])
     problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=None, bias=inputs.bias, **problem_case.options)
-    assert rows.takes(problem) == takes
+    row = next(row for row in dispatch.BACKWARD if row.name == "whole rows")
+    assert (row.refusal(Traits.of(problem, inputs.query)) is None) == takes
 
 
 @pytest.mark.parametrize("place", DEVICES, ids=lambda place: place[0])

@@ -1,6 +1,7 @@
 """Device code. Imports torch and triton, and of our own only leaves: `broadcast`, `dropout`, `precision`, `recording`, `selection`, `states`.
 
-`dispatch` has the table of kernels, which decides by the `traits` of a call; docs/architecture.md follows a call through it.
+`dispatch` has the table of kernels, which decides by the `traits` of a call, and `run` calls them; docs/architecture.md follows a call through
+both.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).
@@ -13,8 +14,7 @@ Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; 
 per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.
 """
 
-from .backward import backward
-from .portable.forward import forward
+from .run import backward, forward
 from .selection.lifetimes import lifetimes
 from .selection.top_keys import best
 

@@ -19,8 +19,7 @@ from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
-from .portable import rows
-from .portable import split_keys as decoding
+from .portable import rows, split_keys
 from .traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -110,27 +109,23 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
             continue
         chosen.append(Choice(row, makes | row.besides, tuple(refusal for other, refusal in refusals if other.makes & makes)))
         made |= makes | row.besides
-        missing = (missing | row.reads) - made
+        missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
         raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
     chosen.sort(key=lambda choice: QUERY_TERMS not in choice.makes)  # which others read
-    if chosen and QUERY_TERMS in chosen[0].makes and _wants_columns(traits):
+    if any(_reads_columns(choice, traits) for choice in chosen):
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
     return tuple(chosen)
 
 
-def _wants_columns(traits: Traits) -> bool:
-    """Whether query terms are made as columns, too: for Hopper's kernels of keys, but for a bias of keys under intervals.
+def _reads_columns(choice: Choice, traits: Traits) -> bool:
+    """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
     The kernel is 1 % slower then with columns of queries beside those of keys.
     """
-    # The kernels are asked as if no d_bias were theirs to store: where d_bias keeps them from serving, columns are made that nobody reads. Once
-    # the backward pass follows this table, the chosen row is to decide.
-    if traits.wanted.isdisjoint({D_KEY, D_VALUE}):
-        return False
     if {"intervals", "bias of keys"} <= traits.features:
         return False
-    return HOPPER_KEYS.refusal(traits) is None or HOPPER_INTERVAL_KEYS.refusal(traits) is None
+    return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
 
 def _nobody(refusals: list[Refusal]) -> str:
@@ -139,13 +134,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 def _tile(kernel: str, traits: Traits) -> Tile:
     """The tile of "windows", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
-    if traits.family == "interpreter":
-        return tiles._INTERPRETED
-    sizes = tiles._TABLE.get(traits.family, tiles._DEFAULT)[kernel]
-    if traits.dtype == torch.float32:
-        sizes = {"windows": tiles._WIDE_WINDOWS, "rows": tiles._NO_ROWS}.get(kernel, tiles._WIDE_FLOATS)
-    dim = max(block_dim(traits.head_dim), block_dim(traits.value_dim))
-    return next(tile for largest, tile in sizes if dim <= largest)
+    return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
@@ -177,16 +166,12 @@ def _one_tile(traits: Traits) -> str | None:
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
     limits, group = _tile("decoding", traits), traits.heads // traits.kv_heads
-    begin = 0 if traits.left is None else max(0, traits.len_k - traits.len_q - traits.left)
-    end = traits.len_k if traits.right is None else min(traits.len_k, traits.len_k + traits.right)
-    least = max(decoding.LEAST_KEYS, decoding.KEYS_PER_ROW * group * traits.len_q)
-    if end - begin < 2 * least:
-        return f"{max(0, end - begin)} visible keys are fewer than two splits of {least}"
+    visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
+    if visible < 2 * least:
+        return f"{visible} visible keys are fewer than two splits of {least}"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
-    height = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(traits.len_q) * group)))
-    queries = 1 << ((height // group).bit_length() - 1)
-    programs = triton.cdiv(traits.len_q, queries) * traits.kv_heads * traits.batch
+    _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     packed = group > 1 and traits.len_q <= queries
     if not packed and 2 * programs > traits.processors:
         return f"{programs} programs keep {traits.processors} processors busy with whole keys"
@@ -265,7 +250,7 @@ def _resident_backward(traits: Traits) -> str | None:
 
 
 def _whole_rows(traits: Traits) -> str | None:
-    """d_query of a (batch, head) stays in registers, which leaves none for bounds."""
+    """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules."""
     if traits.heads != traits.kv_heads:
         return _GROUPED
     tile = _tile("rows", traits)
@@ -291,7 +276,7 @@ def _shared_query(traits: Traits) -> str | None:
     reason = _on_hopper(traits, (64, 128), "d_out", "d_bias")
     if reason is not None:
         return reason
-    blocks = hopper_shared_query_grad._blocks(traits.members, block_dim(traits.head_dim))
+    blocks = hopper_shared_query_grad.blocks_of(traits.members, block_dim(traits.head_dim))
     if blocks == 0:
         return f"{traits.members} (batch, head) share a slice of the bias, and registers are for few, but for more than one"
     programs = triton.cdiv(traits.len_q, blocks * BLOCK_M.value) * traits.bias.batch * traits.bias.heads
@@ -358,8 +343,9 @@ GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _hopper_keys, **ON_HOPPER)
-HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **ON_HOPPER)
+WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _hopper_keys, **WITH_COLUMNS)
+HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **WITH_COLUMNS)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
     Row("Hopper, bias on chip: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS, _resident_backward, **ON_HOPPER),

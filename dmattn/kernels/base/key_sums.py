@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def empty_key_sums(d_bias: Tensor, problem: Any, by_heads: bool) -> Tensor:
+def empty_key_sums(d_bias: Tensor, problem: Any) -> Tensor:
     """Uninitialised sums, float32 (B, H, 1, Sk); or the gradient itself, where its heads are the key-value heads.
 
-    Kernels then sum over the heads of a group. Those with programs `by_heads` of queries cannot, such as the kernel of one tile. Sk is the
-    bias's own length: in a problem with an order, keys are only those that the order names.
+    Kernels then sum over the heads of a group. Sk is the bias's own length: in a problem with an order, keys are only those that the order
+    names.
     """
     batch, heads = problem.query.shape[:2]
-    if d_bias.shape[:2] == problem.key.shape[:2] and (d_bias.shape[1] == heads or not by_heads):
+    if d_bias.shape[:2] == problem.key.shape[:2]:
         return d_bias
     return torch.empty((batch, heads, 1, d_bias.shape[3]), dtype=torch.float32, device=d_bias.device)
 
@@ -26,3 +26,9 @@ def by_group(problem: Any, key_sums: Tensor | None) -> bool:
 def vectors_of(key_sums: Tensor | None) -> Tensor | None:
     """The same without the axis of 1."""
     return None if key_sums is None else key_sums[:, :, 0]
+
+
+def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
+    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
+    by_head = key_sums.unflatten(1, (d_bias.shape[1], -1))
+    d_bias.copy_(by_head.sum((0, 2) if d_bias.shape[0] == 1 else 2).view(d_bias.shape))

@@ -72,23 +72,27 @@ _INTERPRETED = Tile(32, 32, 4, 1)
 def pick(kernel: str, problem: Any) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
     query = problem.query
-    family = device_family(query.device)
-    if family == "interpreter":
-        return _INTERPRETED
-    dim = max(block_dim(query.shape[3]), block_dim(problem.value.shape[3]))
-    table = _TABLE.get(family, _DEFAULT)
     kinds = [f"{kernel} by intervals"] if problem.first is not None else []
     if any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (problem.bias, problem.mask)):
         kinds.append(f"{kernel} with pairs")
-    rows = table[next((kind for kind in kinds if kind in table), kernel)]
-    if query.dtype == torch.float32:
-        rows = {"windows": _WIDE_WINDOWS, "rows": _NO_ROWS}.get(kernel, _WIDE_FLOATS)
-    tile = next(tile for largest, tile in rows if dim <= largest)
+    tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
         tile = Tile(64, tile.block_n, 4, tile.stages)
     return tile
+
+
+def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
+    """The tile of the first of `kinds` that the table has; the last is a kernel, which it has."""
+    if family == "interpreter":
+        return _INTERPRETED
+    table = _TABLE.get(family, _DEFAULT)
+    rows = table[next(kind for kind in kinds if kind in table)]
+    if dtype == torch.float32:
+        rows = {"windows": _WIDE_WINDOWS, "rows": _NO_ROWS}.get(kinds[-1], _WIDE_FLOATS)
+    dim = max(block_dim(head_dim), block_dim(value_dim))
+    return next(tile for largest, tile in rows if dim <= largest)
 
 
 def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ as large as registers allow.
 
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,13 +21,13 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, serves, stage_of, tiled
+from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .registers import Hiding, exponent_factor, load_vector, ruled
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
-ROWS, COLS = 2 * BLOCK_M.value, BLOCK_N.value  # of a program's tile
 
 
 class Config(NamedTuple):
@@ -78,19 +79,18 @@ class Vectors(NamedTuple):
     delta: Any
 
 
-def takes(problem: Any, d_out: Tensor) -> bool:
-    """Whether `shared_gradient` takes a problem with this d_out."""
-    return problem.mask is None and problem.first is None and serves(problem, (64, 128), d_out)
-
-
-def shared_gradient(problem: Any, incoming: Incoming, parts: Tensor, programs: int, sharing: tuple[int, int, int, int]) -> None:
-    """Fill `parts` (parts * B or 1, H or Hk or 1, Sq, Sk), each tile by one of the programs, which share the members as `sharing` says."""
-    heads, len_q = problem.query.shape[1:3]
+def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
+    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
+    heads = problem.query.shape[1]
+    bias_batch, bias_heads, len_q, len_k = d_bias.shape
+    tiles = triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
+    sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
+    parts = sharing.parts(d_bias)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     launch(
         _shared_gradient_kernel,
-        programs,
+        tiles * sharing.splits,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
@@ -99,18 +99,19 @@ def shared_gradient(problem: Any, incoming: Incoming, parts: Tensor, programs: i
         rules=rules_of(problem),
         lse=lse,
         delta=delta,
-        parts=strided(parts, parts.shape[1]),
-        sharing=sharing,
+        parts=strided(parts, bias_heads),
+        sharing=sharing.argument,
         heads=heads,
         groups=heads // problem.key.shape[1],
         len_q=len_q,
-        len_k=problem.key.shape[2],
+        len_k=len_k,
         DIM=dim,
         STAGES=2,
         LATE_STAGES=2 if dim == 64 else 1,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
+    sharing.sum_parts(parts, d_bias)
 
 
 @gluon.jit

@@ -1,10 +1,9 @@
-"""Common ground of the kernels for Hopper (sm_90): the calls that they serve, tensors as the copy engine takes them, and barriers.
+"""Common ground of the kernels for Hopper (sm_90): tensors as the copy engine takes them, and barriers.
 
 The kernels are written in Gluon, which ships with Triton and says what runs beside what. A program has consumers, which multiply, and a
 producer, which copies tiles to shared memory ahead of them.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..base.device import device_family
 from ..base.tiles import block_dim
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -28,30 +26,6 @@ GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.9 on, and before
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.7 on, and before
-
-
-def serves(problem: Any, dims: tuple[int, ...], *others: Tensor | None) -> bool:
-    """Whether a kernel for head dims padded to one of `dims` takes a canonical problem (`dmattn.problem.Problem`) and the `others` it copies.
-
-    It does on sm_90 with 16-bit tensors that the copy engine can address (an expanded axis it cannot), more queries than one consumer has,
-    a positive scale (a larger product is a larger score then) that leaves room to say a bias in units of the products, and neither softcap nor
-    dropout.
-    """
-    query, key, value, bias = problem.query, problem.key, problem.value, problem.bias
-    if device_family(query.device) != "sm_90" or not GLUON:
-        return False
-    if padded_dim(problem) not in dims or query.shape[2] <= 64 or key.shape[2] == 0:
-        return False
-    if problem.first is not None and query.shape[2] > 1 << 22:
-        return False  # twice a place is not exact in float32
-    if problem.softcap is not None or problem.seed is not None or not 2.0**-64 <= problem.scale <= 2.0**64:
-        return False
-    by_pointer = (problem.mask, problem.first, problem.last, None if of_pairs(bias) else bias)
-    if any(x is not None and max(x.stride()[2:]) >= 1 << 22 for x in by_pointer):
-        return False  # an offset within a tile is 32-bit
-    if bias is not None and bias.dtype == torch.float64:
-        return False  # a vector of it takes too many registers
-    return all(x is None or copyable(x) for x in (query, key, value, bias if of_pairs(bias) else None, *others))
 
 
 def consumers_of(length: int, dim: int) -> int:
@@ -71,11 +45,6 @@ def padded_dim(problem: Any) -> int:
 def of_pairs(bias: Tensor | None) -> bool:
     """Whether a bias has an entry for every pair of query and key."""
     return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
-
-
-def copyable(x: Tensor) -> bool:
-    """Whether the copy engine can address the tensor: 16-bit or bool, the last axis dense, all else at multiples of 16 bytes, none expanded."""
-    return x.data_ptr() % 16 == 0 and _addressable(x.dtype, x.shape, x.stride())
 
 
 def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
@@ -102,13 +71,6 @@ _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank
 _NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=4)  # of 32 columns
 _VECTOR_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
 _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=4)
-
-
-@lru_cache(maxsize=4096)
-def _addressable(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    outer = [stride for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
-    aligned = all(stride * dtype.itemsize % 16 == 0 and 0 < stride < 1 << 38 for stride in outer)
-    return dtype.itemsize <= 2 and strides[3] == 1 and aligned
 
 
 @gluon.jit

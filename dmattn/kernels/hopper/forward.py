@@ -37,7 +37,6 @@ from .copies import (
     copy,
     of_pairs,
     padded_dim,
-    serves,
     stage_of,
     sync_threads,
     tiled,
@@ -61,17 +60,8 @@ class Descriptors(NamedTuple):
     lifts: Any  # [1, 1, SUB, COLUMNS]
 
 
-def takes(problem: Any) -> bool:
-    """Whether `forward` takes a problem. Of head dims to 64 it takes long ones without masks and windows.
-
-    portable/forward.py is faster with others.
-    """
-    narrow = problem.mask is None and problem.first is None and problem.left is None and problem.right is None and problem.key.shape[2] >= 2048
-    return serves(problem, (64, 128) if narrow and (problem.bias is None or of_pairs(problem.bias)) else (128,))
-
-
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     batch, heads, len_q = problem.query.shape[:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)

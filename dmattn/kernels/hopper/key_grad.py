@@ -36,7 +36,6 @@ from .copies import (
     copy,
     of_pairs,
     padded_dim,
-    serves,
     stage_of,
     tiled,
     tiled_mask,
@@ -82,11 +81,6 @@ class Config(NamedTuple):
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
-def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
-    """Whether `key_gradients` takes a problem with these."""
-    return problem.first is None and serves(problem, (64, 128), d_out, d_bias, problem.mask if of_pairs(problem.mask) else None)
-
-
 def key_gradients(
     problem: Any,
     incoming: Incoming,
@@ -95,7 +89,7 @@ def key_gradients(
     key_sums: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, for what it takes."""
+    """As in portable/key_grad.py, without intervals."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)

@@ -23,7 +23,7 @@ from ..base.rules import rules_of
 from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
 from .bias_columns import lift_room, ones_for_lifts, store_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, serves, stage_of, tiled
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .key_tile import (
     BLOCK_M,
@@ -90,11 +90,6 @@ class Steps(NamedTuple):
     open_end: Any
 
 
-def takes(problem: Any, d_out: Tensor, d_bias: Tensor | None) -> bool:
-    """Whether `key_gradients` takes a problem with these."""
-    return problem.first is not None and serves(problem, (64, 128), d_out, d_bias)
-
-
 def key_gradients(
     problem: Any,
     incoming: Incoming,
@@ -104,7 +99,7 @@ def key_gradients(
     d_bias: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, for what it takes."""
+    """As in portable/key_grad.py, with intervals."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)

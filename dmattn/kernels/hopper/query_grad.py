@@ -22,7 +22,7 @@ from ..base.query_terms import LIFT_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, serves, stage_of, tiled
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
 from .walk import (
@@ -124,13 +124,8 @@ class Sums(NamedTuple):
     turn: Any  # tiles so far, of all blocks of queries
 
 
-def takes(problem: Any, d_out: Tensor, out: Tensor) -> bool:
-    """Whether `query_gradients` takes a problem with these. Without pairs to load head dims to 64 are faster in portable/query_grad.py."""
-    return serves(problem, (64, 128) if of_pairs(problem.bias) else (128,), d_out, out)
-
-
 def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
-    """As in portable/query_grad.py without a dBias, for what it takes.
+    """As in portable/query_grad.py without a dBias.
 
     And `incoming.terms` are filled, as a program has what makes them at hand.
     """

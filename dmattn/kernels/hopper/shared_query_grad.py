@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, strided
 from ..base.overlap import follow
@@ -27,7 +26,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import open_keys
 from ..visits.walk import key_range
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, serves, stage_of, store, tiled, tiled_vectors
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, stage_of, store, tiled, tiled_vectors
 from .copies import barriers as new_barriers
 from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
 from .shared_members import (
@@ -92,27 +91,13 @@ class Next(NamedTuple):
     phase: Any
 
 
-def takes(problem: Any, d_out: Tensor, d_bias: Tensor) -> bool:
-    """Whether `query_and_bias_gradients` takes a problem with these."""
-    if problem.mask is not None or problem.first is not None or d_bias.dtype != problem.bias.dtype:
-        return False
-    if not serves(problem, (64, 128), d_out, d_bias):
-        return False
-    blocks = _blocks(_members(problem, d_bias), padded_dim(problem))
-    if blocks == 0:
-        return False
-    programs = triton.cdiv(problem.query.shape[2], blocks * BLOCK_M.value) * d_bias.shape[0] * d_bias.shape[1]
-    at_once = processors(problem.query.device)
-    return programs >= LEAST_FILL[blocks] * triton.cdiv(programs, at_once) * at_once
-
-
 def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
     """Fill the gradients of query and bias; `incoming` has its terms."""
     heads, len_q, head_dim = problem.query.shape[1:]
     bias_batch, bias_heads = d_bias.shape[:2]
     len_k = problem.key.shape[2]
     members, dim = _members(problem, d_bias), padded_dim(problem)
-    blocks = _blocks(members, dim)
+    blocks = blocks_of(members, dim)
     block_m, block_n = BLOCK_M.value, 64 if members * dim <= MOST_SUMS // 2 else 32
     launch(
         _query_gradients_kernel,
@@ -148,7 +133,7 @@ def _members(problem: Any, d_bias: Tensor) -> int:
     return batch // d_bias.shape[0] * (heads // d_bias.shape[1])
 
 
-def _blocks(members: int, dim: int) -> int:
+def blocks_of(members: int, dim: int) -> int:
     """How many blocks of BLOCK_M queries a program has: one for each consumer, one for both, who share the members then, or 0 if it cannot."""
     if 2 <= members <= MOST_SUMS // dim:
         return 2

@@ -1,8 +1,7 @@
-"""Where the gradient of the bias is made, by the axes on which it was broadcast; and the kernel for one shared by several (batch, head)."""
+"""The gradient of a bias of pairs that several (batch, head) share: who shares a slice of it, and the kernel for every GPU."""
 
 from __future__ import annotations
 
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -20,37 +19,12 @@ from ..base.rules import load_bias2, rules_of
 from ..base.softmax import probabilities
 from ..base.tiles import launch_options, pick
 from ..base.window import all_in_window, any_in_window
-from ..hopper import bias_grad as hopper_bias_grad
 from ..visits.intervals import any_live_interval
 from ..visits.mask_blocks import tile_state
 
 PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
 PARTS_ROWS, PARTS_COLS = 8, 64  # of the tile of a program that adds parts: small, as biases in many parts are small
-
-
-class BiasGradient(Enum):
-    """Where dBias comes from."""
-
-    DENSE = auto()  # (B, H, Sq, Sk): the dQ kernel stores dS
-    SHARED = auto()  # batch or heads broadcast: a kernel that keeps a tile of dBias and walks the members that share it
-    PER_KEY = auto()  # (..., 1, Sk): the dK/dV kernel sums dS over the queries
-    PER_QUERY = auto()  # (..., Sq or 1, 1): the sum of dS over the keys is dLSE, no kernel
-
-    @classmethod
-    def of(cls, bias: Tensor, problem: Any) -> BiasGradient:
-        """The kind for a bias with four axes, each full or 1."""
-        if bias.shape[3] == 1:
-            return cls.PER_QUERY
-        if bias.shape[2] == 1:
-            return cls.PER_KEY
-        return cls.DENSE if bias.shape[:2] == problem.query.shape[:2] else cls.SHARED
-
-
-def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
-    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
-    by_head = key_sums.unflatten(1, (d_bias.shape[1], -1))
-    d_bias.copy_(by_head.sum((0, 2) if d_bias.shape[0] == 1 else 2).view(d_bias.shape))
 
 
 class Sharing(NamedTuple):
@@ -143,26 +117,21 @@ def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tile = pick("bias", problem)
-    on_hopper = hopper_bias_grad.takes(problem, incoming.d_out)
-    rows, cols = (hopper_bias_grad.ROWS, hopper_bias_grad.COLS) if on_hopper else tile[:2]
-    tiles = triton.cdiv(len_q, rows) * triton.cdiv(len_k, cols) * bias_batch * bias_heads
+    tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
     parts = sharing.parts(d_bias)
-    if on_hopper:
-        hopper_bias_grad.shared_gradient(problem, incoming, parts, tiles * sharing.splits, sharing.argument)
-    else:
-        launch(
-            _shared_gradient_kernel,
-            tiles * sharing.splits,
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
-            rules=rules_of(problem, states=None if problem.mask is None else problem.states),
-            incoming=incoming.strided(heads),
-            parts=strided(parts, bias_heads),
-            sharing=sharing.argument,
-            **launch_options(problem, tile, incoming.d_out, parts),
-        )
+    launch(
+        _shared_gradient_kernel,
+        tiles * sharing.splits,
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, states=None if problem.mask is None else problem.states),
+        incoming=incoming.strided(heads),
+        parts=strided(parts, bias_heads),
+        sharing=sharing.argument,
+        **launch_options(problem, tile, incoming.d_out, parts),
+    )
     sharing.sum_parts(parts, d_bias)
 
 

@@ -7,42 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..base.dropout import kept_factor
-from ..base.launch import launch, on_its_device
+from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from ..base.overlap import follow
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
-from ..hopper import forward as hopper_forward
-from ..hopper.resident import forward as hopper_resident_forward
-from ..selection.reorder import reordered
-from ..visits.mask_blocks import scan
 from ..visits.walk import key_lists, key_range, key_step
-from . import one_tile_forward as window_forward
-from . import split_keys as decoding
-from .one_tile import fits
 
 
-@on_its_device
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
-    if problem.mask is not None:
-        scan(problem.mask, problem.states)
-    if problem.order is not None:
-        problem = reordered(problem, decoding.takes)
-    if fits(problem):
-        window_forward.forward(problem, out, lse)
-        return
-    if decoding.takes(problem):
-        decoding.forward(problem, out, lse)
-        return
-    if hopper_forward.takes(problem):
-        hopper_forward.forward(problem, out, lse)
-        return
-    if hopper_resident_forward.takes(problem, out):
-        hopper_resident_forward.forward(problem, out, lse)
-        return
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`), with its `states` if masked."""
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("forward", problem)
     launch(

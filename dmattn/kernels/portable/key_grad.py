@@ -15,20 +15,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import launch_options, pick
-from ..hopper import key_grad as hopper_key_grad
-from ..hopper import key_grad_intervals as hopper_key_grad_intervals
-from ..visits.intervals import of_keys
 from ..visits.walk import query_lists, query_range, query_step
-
-
-def takes_lifts(problem: Any, d_out: Tensor) -> bool:
-    """Whether `key_gradients` wants the terms of queries as lifts, too: on Hopper, but for a bias of keys under intervals.
-
-    The kernel is 1 % slower then with lifts of queries beside those of keys.
-    """
-    if problem.first is not None and of_keys(problem.bias):
-        return False
-    return hopper_key_grad.takes(problem, d_out, None) or hopper_key_grad_intervals.takes(problem, d_out, None)
 
 
 def key_gradients(
@@ -46,12 +33,6 @@ def key_gradients(
     (B, H, Sq, Sk) is dS itself, every element of which is written. Where the problem's keys are copies in an `order` (B, Hk, listed), with
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
-    if hopper_key_grad.takes(problem, incoming.d_out, d_bias):
-        hopper_key_grad.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias)
-        return
-    if hopper_key_grad_intervals.takes(problem, incoming.d_out, d_bias):
-        hopper_key_grad_intervals.key_gradients(problem, incoming, d_key, d_value, key_sums, d_bias, order)
-        return
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)

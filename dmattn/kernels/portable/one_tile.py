@@ -18,19 +18,11 @@ from ..base.place import LARGEST, member_of
 from ..base.rules import load_bias2, rules_of, through_softcap
 from ..base.softmax import probabilities
 from ..base.tiles import Tile, launch_options, pick
-from .bias_grad import BiasGradient, Sharing
+from .bias_grad import Sharing
 
 SUMMING_PER_PROCESSOR = 2  # programs that sum dBias: as many as run at once by their registers, so that all of them end together
 PROGRAMS_PER_PROCESSOR = 12  # others: whole rounds, whether two, three or four run at once
 LEAST_BLOCK = 32
-
-
-def fits(problem: Any) -> bool:
-    """Whether one tile holds all pairs of a (batch, head). Heads that share keys are left to the kernels that sum over a group."""
-    _, heads, len_q, _ = problem.query.shape
-    _, kv_heads, len_k, _ = problem.key.shape
-    tile = pick("windows", problem)
-    return heads == kv_heads and 0 < len_q <= tile.block_m and 0 < len_k <= tile.block_n
 
 
 def window_gradients(
@@ -43,13 +35,13 @@ def window_gradients(
     key_sums: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """Fill those that are not None of a problem that :func:`fits`; `incoming` is (d_out, lse, d_lse).
+    """Fill those that are not None; `incoming` is (d_out, lse, d_lse).
 
     `d_bias` has the bias's shape, with its lengths in full; `key_sums` (B, H, 1, Sk) are the sums of dS over the queries.
     `order` says where the gradients and sums of keys belong, as in key_grad.py.
     """
     heads = problem.query.shape[1]
-    shared = d_bias is not None and BiasGradient.of(d_bias, problem) is BiasGradient.SHARED
+    shared = d_bias is not None and d_bias.shape[:2] != problem.query.shape[:2]
     if shared:
         slices = d_bias.shape[0] * d_bias.shape[1]
         sharing = Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR)
@@ -80,7 +72,7 @@ def window_gradients(
 
 
 def tile_of(problem: Any) -> Tile:
-    """The smallest tile that holds all pairs of a problem that :func:`fits`."""
+    """The smallest tile that holds all pairs of a (batch, head)."""
     tile = pick("windows", problem)
 
     def block(length: int, most: int) -> int:

@@ -24,7 +24,7 @@ PROGRAMS_PER_PROCESSOR = 12  # whole rounds, whether two, three or four run at o
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that `windows.fits`."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     heads = problem.query.shape[1]
     sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
     launch(

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..base.device import processors
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
@@ -18,29 +17,10 @@ from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.rules import by_query, load_bias2, rules_of, scores
 from ..base.softmax import divisor2
-from ..base.tiles import block_dim, launch_options, pick
+from ..base.tiles import launch_options, pick
 
 MOST_QUERIES = 384  # of head dim 32, whose dQ 128 threads hold in 96 registers each
 PROGRAMS_PER_PROCESSOR = 2  # at least, as fewer would leave processors idle that the kernels by blocks keep busy
-
-
-def takes(problem: Any) -> bool:
-    """Whether `row_gradients` takes a problem.
-
-    It does where dQ of a head fits in registers, lengths are whole tiles, head dims powers of two (bounds would take registers, and so would
-    intervals, softcap and dropout), and heads enough to fill the GPU. Heads that share keys are left to the kernels that sum over a group, and
-    windows to those that skip tiles.
-    """
-    batch, heads, len_q, head_dim = problem.query.shape
-    _, kv_heads, len_k, value_dim = problem.value.shape
-    if heads != kv_heads or any(x is not None for x in (problem.left, problem.right, problem.first, problem.softcap, problem.seed)):
-        return False
-    tile = pick("rows", problem)
-    if tile.block_m == 0 or len_k == 0 or len_q % tile.block_m or len_k % tile.block_n:
-        return False
-    if head_dim != block_dim(head_dim) or value_dim != block_dim(value_dim) or len_q > MOST_QUERIES:
-        return False
-    return batch * heads >= PROGRAMS_PER_PROCESSOR * processors(problem.query.device)
 
 
 def row_gradients(
@@ -52,7 +32,7 @@ def row_gradients(
     d_bias: Tensor | None,
     key_sums: Tensor | None,
 ) -> None:
-    """Fill those that are not None of a problem that :func:`takes` admits.
+    """Fill those that are not None.
 
     `d_bias` (B, H, Sq, Sk) is dS itself, `key_sums` (B, H, 1, Sk) are the sums of dS over the queries.
     """

@@ -2,8 +2,7 @@
 
 A program takes the queries of all heads of a group together, so that their keys and values are read once, and a share of the keys, so that a
 single query keeps every processor busy. Each share gives an attention of its own; a second kernel merges them by their lse, always in the
-same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.) What `takes` refuses goes
-through forward.py.
+same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
 """
 
 from typing import Any, NamedTuple
@@ -40,41 +39,39 @@ class Plan(NamedTuple):
     splits: int
 
 
-def takes(problem: Any) -> bool:
-    """Whether `forward` takes a canonical problem (`dmattn.problem.Problem`).
+def visible_keys(len_q: int, len_k: int, left: int | None, right: int | None) -> int:
+    """How many keys any query sees."""
+    begin, end = keys_of_queries(left, right, len_q, len_k)
+    return end - begin
 
-    It does where there are keys for two splits, and either the programs would leave half of the processors without work or one tile holds
-    all queries of several heads. Dropout it leaves, and groups larger than a tile, and intervals that differ within a group.
+
+def least_keys(group: int, len_q: int) -> int:
+    """How many keys a split is worth at least, where so many heads share keys."""
+    return max(LEAST_KEYS, KEYS_PER_ROW * group * len_q)
+
+
+def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int, int]:
+    """(rows of a tile, its queries of every head of a group, programs without splitting) for so many groups in all batch entries.
+
+    The tile has the fewest rows that hold all queries of a group; else the most, and there are several.
     """
-    if problem.seed is not None or _most_splits(problem) < 2 or _by_head(problem.first, problem) or _by_head(problem.last, problem):
-        return False
-    plan = plan_of(problem)
-    if plan is None:
-        return False
-    packed = _group(problem) > 1 and problem.query.shape[2] <= plan.queries
-    return packed or 2 * plan.programs <= processors(problem.query.device)
-
-
-def plan_of(problem: Any) -> Plan | None:
-    """The division of a problem; None where a group is larger than a tile.
-
-    The tile has the fewest rows that hold all queries of a group; else the most, and there are several. The keys are split for a whole round of
-    programs, as far as there are keys for it.
-    """
-    limits, group = pick("decoding", problem), _group(problem)
-    if group > limits.block_m:
-        return None
-    batch, kv_heads = problem.key.shape[:2]
-    len_q = problem.query.shape[2]
     rows = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
     queries = 1 << ((rows // group).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
-    programs = triton.cdiv(len_q, queries) * kv_heads * batch
+    return rows, queries, triton.cdiv(len_q, queries) * groups
+
+
+def plan_of(problem: Any) -> Plan:
+    """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it."""
+    limits, group = pick("decoding", problem), _group(problem)
+    (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
+    rows, queries, programs = packing(limits, group, len_q, kv_heads * batch)
     fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // programs
-    return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, _most_splits(problem))))
+    most = min(MOST_SPLITS, visible_keys(len_q, len_k, problem.left, problem.right) // least_keys(group, len_q))
+    return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, most)))
 
 
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes, with its `states` where there is a mask."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem of which `plan_of` makes a plan, with its `states` where there is a mask."""
     batch, heads, len_q, value_dim = out.shape
     tile, queries, programs, splits = plan_of(problem)
     parts, lse_parts = out, lse
@@ -135,13 +132,6 @@ def _group(problem: Any) -> int:
 def _by_head(x: Tensor | None, problem: Any) -> bool:
     """Whether a tensor on heads differs within a group."""
     return x is not None and _group(problem) > 1 and x.shape[1] == problem.query.shape[1]
-
-
-def _most_splits(problem: Any) -> int:
-    """How many splits the keys that any query sees are worth."""
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    begin, end = keys_of_queries(problem.left, problem.right, len_q, len_k)
-    return min(MOST_SPLITS, (end - begin) // max(LEAST_KEYS, KEYS_PER_ROW * _group(problem) * len_q))
 
 
 @triton.jit(do_not_specialize=["splits"])

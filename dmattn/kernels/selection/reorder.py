@@ -5,7 +5,6 @@ it stands made the forward pass on an H200 a quarter slower). Keys that no query
 copied; where they stand among others, or may be read all the same, they become 0.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -22,11 +21,11 @@ ROWS = 128  # keys a program; no block of keys that another kernel visits is lar
 PART = 64  # keys of them that are copied at once
 
 
-def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: False) -> Any:
+def reordered(problem: Any, reads_all: bool = False) -> Any:
     """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`).
 
     Where it names all, those that no query attends stand last, and lists of the blocks to visit (`lists`) name no block of them: past the
-    first ROWS, which a single tile takes in, they are left as memory held them. `reads_all` says of the result whether a kernel walks no lists.
+    first ROWS, which a single tile takes in, they are left as memory held them. `reads_all` says that a kernel walks no lists.
     """
     if problem.seed is not None:
         raise ValueError("dmattn: order: expected None beside dropout, which numbers keys by their place, received an order")
@@ -58,7 +57,7 @@ def reordered(problem: Any, reads_all: Callable[[Any], bool] = lambda listed: Fa
             BLOCK_DV=block_dim(value_dim),
             BLOCK=ROWS,
             PART=PART,
-            EVERY=listed < len_k or reads_all(result),
+            EVERY=listed < len_k or reads_all,
             num_warps=8,
         )
     return result

@@ -1,4 +1,4 @@
-"""Common ground of the kernels for Hopper (sm_90) that keep a bias on chip: the calls that they serve, who walks which members, the bias.
+"""Common ground of the kernels for Hopper (sm_90) that keep a bias on chip: who walks which members, and the bias.
 
 They are for narrow heads with few keys where many (batch, head) share a bias, as rows of pair representations do. A program walks these members
 of a slice of the bias. Products of Q K^T begin their sums with the bias, so it is kept divided by the scale: in float32, or in its own 16 bits,
@@ -7,7 +7,6 @@ which are widened at every use.
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -16,7 +15,7 @@ from ...base.bias_columns import bounded
 from ...base.device import processors
 from ...base.layout import Sequence
 from ...base.place import member_of
-from ..copies import copy, of_pairs, serves, store, sync_threads
+from ..copies import copy, store, sync_threads
 from ..registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
@@ -38,24 +37,6 @@ class Part(NamedTuple):
     len_k: Any
 
 
-def admits(problem: Any, rows: int, *others: Tensor | None) -> bool:
-    """Whether a problem is one for these kernels, whose programs have so many rows of the bias, with the `others` that the copy engine moves.
-
-    The bias of pairs is the only rule, has no batch axis and is of the queries' type; its slices have members enough for
-    each processor to walk many.
-    """
-    bias = problem.bias
-    if not of_pairs(bias) or bias.shape[0] > 1 or any(x is not None for x in (problem.mask, problem.first, problem.left, problem.right)):
-        return False
-    if problem.key.shape[2] > MOST_KEYS or not serves(problem, (16, DIM), *others):
-        return False
-    batch, heads, len_q, _ = problem.query.shape
-    if bias.dtype != problem.query.dtype or batch * (heads // bias.shape[1]) < FEWEST_MEMBERS:
-        return False
-    members = -(-len_q // rows) * batch * heads
-    return members >= FEWEST_MEMBERS * processors(problem.query.device)
-
-
 def parts_of(problem: Any, blocks: int) -> tuple[int, dict[str, int]]:
     """(programs, who walks which members) for programs that have one of so many blocks of a slice, and share its members evenly."""
     batch, heads = problem.query.shape[:2]
@@ -63,11 +44,6 @@ def parts_of(problem: Any, blocks: int) -> tuple[int, dict[str, int]]:
     members = batch * (heads // slices)
     splits = min(members, max(1, processors(problem.query.device) // (blocks * slices)))
     return blocks * slices * splits, dict(sharing_heads=heads // slices, members=members, splits=splits)
-
-
-def takes_backward(problem: Any, d_out: Tensor, d_query: Tensor | None) -> bool:
-    """Whether the kernels for dQ and dBias, and for dK and dV, take a problem: queries are few too, and no heads share keys."""
-    return problem.query.shape[2] <= MOST_KEYS and problem.key.shape[1] == problem.query.shape[1] and admits(problem, 64, d_out, d_query)
 
 
 @gluon.jit

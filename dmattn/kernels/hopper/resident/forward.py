@@ -30,7 +30,7 @@ from ..copies import (
     tiled,
 )
 from ..registers import as_factor, lane_sums, rounded_pairs, sums_of_lanes
-from .bias import DIM, KEYS, Part, admits, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, store_sums
+from .bias import DIM, KEYS, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, store_sums
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 CHUNK = gl.constexpr(32)  # of the keys, whose bias is loaded at once
@@ -64,13 +64,8 @@ class Barriers(NamedTuple):
     kv_free: Any  # [STAGES]
 
 
-def takes(problem: Any, out: Tensor) -> bool:
-    """Whether `forward` takes a problem."""
-    return admits(problem, BLOCK_M.value * consumers_of(problem.query.shape[2], DIM), out)
-
-
 def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem that it takes."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k = problem.value.shape[1:3]
     consumers = consumers_of(len_q, DIM)

@@ -96,7 +96,7 @@ class Sums(NamedTuple):
 
 
 def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_value: Tensor | None) -> None:
-    """Fill those that are not None of a problem that `hopper_resident.takes_backward` admits."""
+    """Fill those that are not None."""
     heads, len_q, head_dim = problem.query.shape[1:]
     len_k, value_dim = problem.value.shape[2:]
     consumers = consumers_of(len_k, DIM)

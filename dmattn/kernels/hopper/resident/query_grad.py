@@ -102,7 +102,7 @@ class Context(NamedTuple):
 
 
 def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, spare: tuple[Tensor | None, ...]) -> None:
-    """Fill those that are not None of a problem that `hopper_resident.takes_backward` admits.
+    """Fill those that are not None.
 
     The `spare` tensors are to be filled later, and lend their memory to the parts of dBias.
     """

@@ -1,0 +1,211 @@
+"""The two passes: `dispatch` chooses rows of its table for a call, and the functions of these rows are called here, in the order chosen."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ..broadcast import per_query_gradient
+from .base.key_sums import empty_key_sums, sum_of_key_sums
+from .base.launch import on_its_device
+from .base.query_terms import Incoming, fill_terms
+from .dispatch import choose_backward, choose_forward
+from .hopper import bias_grad as hopper_bias_grad
+from .hopper import forward as hopper_forward
+from .hopper import key_grad as hopper_key_grad
+from .hopper import key_grad_intervals as hopper_key_grad_intervals
+from .hopper import query_grad as hopper_query_grad
+from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.resident import forward as hopper_resident_forward
+from .hopper.resident import key_grad as hopper_resident_key_grad
+from .hopper.resident import query_grad as hopper_resident_query_grad
+from .portable import bias_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, split_keys
+from .portable import forward as portable_forward
+from .selection.reorder import reordered
+from .traits import (
+    D_BIAS_OF_KEYS,
+    D_BIAS_OF_PAIRS,
+    D_BIAS_OF_QUERIES,
+    D_BIAS_SHARED,
+    D_KEY,
+    D_QUERY,
+    D_VALUE,
+    TERM_COLUMNS,
+    Traits,
+)
+from .visits.mask_blocks import scan
+
+D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES}
+Made = dict[str, Tensor]  # the results that a row makes in a call, by the names that `traits` gives them
+# The module of each row of the table, whose `forward` fills out and lse of a problem.
+FORWARD = {
+    "one tile": one_tile_forward,
+    "split keys": split_keys,
+    "Hopper": hopper_forward,
+    "Hopper, bias on chip": hopper_resident_forward,
+    "portable": portable_forward,
+}
+
+
+@on_its_device
+def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
+    kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
+    if problem.mask is not None:
+        scan(problem.mask, problem.states)
+    if problem.order is not None:
+        problem = reordered(problem, reads_all=kernels is split_keys)
+    kernels.forward(problem, out, lse)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A backward pass: all that its rows read. Where there is an `order`, the keys of `problem` are copies in that order."""
+
+    problem: Any
+    order: Tensor | None  # (B, Hk, listed)
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    d_lse: Tensor | None
+    results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
+    columns: bool  # whether terms of queries are made as columns, too
+
+    @cached_property
+    def incoming(self) -> Incoming:
+        """d_out and lse with room for the terms of queries, which one row fills and others read."""
+        return Incoming.without_terms(self.d_out, self.lse, self.columns)
+
+
+@on_its_device
+def backward(
+    problem: Any,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    d_query: Tensor | None,
+    d_key: Tensor | None,
+    d_value: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
+    traits = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias)
+    choices = choose_backward(traits)
+    order, len_k = problem.order, problem.key.shape[2]
+    if order is not None:
+        problem = reordered(problem)
+    results = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value} | dict.fromkeys(traits.wanted & D_BIASES, d_bias)
+    if D_BIAS_OF_KEYS in results:
+        results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
+    if order is not None and order.shape[2] < len_k:
+        for of_keys in map(results.get, (D_KEY, D_VALUE, D_BIAS_OF_KEYS)):
+            if of_keys is not None:
+                of_keys.zero_()  # what the order does not name
+    call = Call(problem, order, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices))
+    for choice in choices:
+        BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
+    key_sums = results.get(D_BIAS_OF_KEYS)
+    if key_sums is not None and key_sums is not d_bias:
+        sum_of_key_sums(key_sums, d_bias)
+
+
+def _one_tile(call: Call, made: Made) -> None:
+    one_tile.window_gradients(
+        call.problem,
+        (call.d_out, call.lse, call.d_lse),
+        *_of_inputs(made),
+        made.get(D_BIAS_SHARED, made.get(D_BIAS_OF_PAIRS)),
+        made.get(D_BIAS_OF_KEYS),
+        call.order,
+    )
+
+
+def _resident_query(call: Call, made: Made) -> None:
+    spare = call.results[D_KEY], call.results[D_VALUE]  # whose memory is free until they are made
+    hopper_resident_query_grad.query_gradients(call.problem, call.incoming, made.get(D_QUERY), made.get(D_BIAS_SHARED), spare)
+
+
+def _resident_keys(call: Call, made: Made) -> None:
+    hopper_resident_key_grad.key_gradients(call.problem, call.incoming, made.get(D_KEY), made.get(D_VALUE))
+
+
+def _whole_rows(call: Call, made: Made) -> None:
+    rows.row_gradients(call.problem, call.incoming, *_of_inputs(made), made.get(D_BIAS_OF_PAIRS), made.get(D_BIAS_OF_KEYS))
+
+
+def _shared_query(call: Call, made: Made) -> None:
+    hopper_shared_query_grad.query_and_bias_gradients(call.problem, call.incoming, made[D_QUERY], made[D_BIAS_SHARED])
+
+
+def _hopper_keys(call: Call, made: Made) -> None:
+    hopper_key_grad.key_gradients(call.problem, call.incoming, *_of_keys(made))
+
+
+def _hopper_interval_keys(call: Call, made: Made) -> None:
+    hopper_key_grad_intervals.key_gradients(call.problem, call.incoming, *_of_keys(made), call.order)
+
+
+def _portable_keys(call: Call, made: Made) -> None:
+    key_grad.key_gradients(call.problem, call.incoming, *_of_keys(made), call.order)
+
+
+def _query_of_d_bias(call: Call, made: Made) -> None:
+    query_grad.query_gradients(call.problem, call.incoming, made[D_QUERY], call.results[D_BIAS_OF_PAIRS], stored=True)
+
+
+def _hopper_query(call: Call, made: Made) -> None:
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY])
+
+
+def _portable_query(call: Call, made: Made) -> None:
+    query_grad.query_gradients(call.problem, call.incoming, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS))
+
+
+def _hopper_shared(call: Call, made: Made) -> None:
+    hopper_bias_grad.shared_gradient(call.problem, call.incoming, made[D_BIAS_SHARED])
+
+
+def _portable_shared(call: Call, made: Made) -> None:
+    bias_grad.shared_gradient(call.problem, call.incoming, made[D_BIAS_SHARED])
+
+
+def _sums_of_d_lse(call: Call, made: Made) -> None:
+    per_query_gradient(call.lse, call.d_lse, made[D_BIAS_OF_QUERIES])
+
+
+def _query_terms(call: Call, made: Made) -> None:
+    fill_terms(call.problem, call.incoming, call.out, call.d_lse)
+
+
+def _of_inputs(made: Made) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return made.get(D_QUERY), made.get(D_KEY), made.get(D_VALUE)
+
+
+def _of_keys(made: Made) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    return made.get(D_KEY), made.get(D_VALUE), made.get(D_BIAS_OF_KEYS), made.get(D_BIAS_OF_PAIRS)
+
+
+# The function of each row of the table.
+BACKWARD: dict[str, Callable[[Call, Made], None]] = {
+    "one tile": _one_tile,
+    "Hopper, bias on chip: d_query, d_bias": _resident_query,
+    "Hopper, bias on chip: d_key, d_value": _resident_keys,
+    "whole rows": _whole_rows,
+    "Hopper: d_query, d_bias": _shared_query,
+    "Hopper: d_key, d_value, d_bias": _hopper_keys,
+    "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,
+    "portable: d_key, d_value, d_bias": _portable_keys,
+    "portable: d_query of d_bias": _query_of_d_bias,
+    "Hopper: d_query": _hopper_query,
+    "Hopper: d_key, d_value": _hopper_keys,
+    "Hopper: d_key, d_value by intervals": _hopper_interval_keys,
+    "portable: d_key, d_value": _portable_keys,
+    "portable: d_query, d_bias": _portable_query,
+    "Hopper: d_bias": _hopper_shared,
+    "portable: d_bias": _portable_shared,
+    "sums of d_lse": _sums_of_d_lse,
+    "query terms": _query_terms,
+}
