@@ -306,7 +306,7 @@ class _Call:
         problem = self.problem
         if not choices:
             return 0, False
-        is_of_keys = problem.bias is not None and problem.bias.shape[2] == 1 and problem.bias.shape[3] > 1
+        is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
         is_least = problem.mask is not None or problem.first is not None or (is_of_keys and is_hopper)
         if name == "forward":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,6 +21,8 @@ UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions 
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Kinds of a bias or mask, by the axes along which its entries differ.
+PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -64,6 +67,21 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     states: Tensor | None = None
+
+    @property
+    def pair_bias(self) -> Tensor | None:
+        """The bias if it is one of `PAIRS`, else None."""
+        return self.bias if self.bias is not None and kind_of(self.bias.shape) == PAIRS else None
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """The bias if it is one of `KEYS`, else None."""
+        return self.bias if self.bias is not None and kind_of(self.bias.shape) == KEYS else None
+
+    @property
+    def pair_mask(self) -> Tensor | None:
+        """The mask if it is one of `PAIRS`, else None."""
+        return self.mask if self.mask is not None and kind_of(self.mask.shape) == PAIRS else None
 
     @classmethod
     def canonical(
@@ -141,6 +159,13 @@ class Problem(NamedTuple):
         return cls(
             query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, dropout_p=_float(dropout_p), seed=seed
         )  # fmt: skip
+
+
+def kind_of(shape: Sequence[int]) -> str:
+    """The kind of a bias or mask with four axes, each full or 1: `PAIRS`, `KEYS`, `QUERIES` or `HEADS`."""
+    if shape[3] > 1:
+        return PAIRS if shape[2] > 1 else KEYS
+    return QUERIES if shape[2] > 1 else HEADS
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

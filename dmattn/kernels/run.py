@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
+from ..problem import Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
 from .base.query_terms import Incoming, fill_terms
@@ -50,7 +50,7 @@ FORWARD = {
 
 
 @on_its_device
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
     kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
     if problem.mask is not None:
@@ -64,7 +64,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
 class Call:
     """A backward pass: all that its rows read. Where there is an `order`, the keys of `problem` are copies in that order."""
 
-    problem: Any
+    problem: Problem
     order: Tensor | None  # (B, Hk, listed)
     out: Tensor
     lse: Tensor
@@ -81,7 +81,7 @@ class Call:
 
 @on_its_device
 def backward(
-    problem: Any,
+    problem: Problem,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,

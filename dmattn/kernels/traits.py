@@ -6,16 +6,14 @@ A :class:`Traits` holds no tensor, so that a test or a report makes one without 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..problem import KEYS, PAIRS, Problem, kind_of
 from .base.device import device_family, processors
 from .hopper.copies import GLUON
-
-# Kinds of a bias or mask, by the axes along which its entries differ.
-PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
 
 # Results of the two passes. A gradient of the bias is made in four ways, which its shape decides.
 OUT, D_QUERY, D_KEY, D_VALUE = "out", "d_query", "d_key", "d_value"
@@ -73,7 +71,7 @@ class Traits(NamedTuple):
     @classmethod
     def of(
         cls,
-        problem: Any,
+        problem: Problem,
         out: Tensor,
         d_out: Tensor | None = None,
         d_query: Tensor | None = None,
@@ -134,14 +132,7 @@ class Traits(NamedTuple):
         return self.batch // self.bias.batch * (self.heads // self.bias.heads)
 
 
-def kind_of(shape: tuple[int, ...]) -> str:
-    """The kind of a bias or mask with four axes, each full or 1."""
-    if shape[3] > 1:
-        return PAIRS if shape[2] > 1 else KEYS
-    return QUERIES if shape[2] > 1 else HEADS
-
-
-def _features(problem: Any, kinds: dict[str, str]) -> frozenset[str]:
+def _features(problem: Problem, kinds: dict[str, str]) -> frozenset[str]:
     """Which rules and inputs a problem has beyond queries, keys and values: a word for each field that is not None.
 
     A field that this file has never heard of is a feature of its own name, and so is a dtype: a kernel that does not name it does not serve it.

@@ -1,12 +1,12 @@
 """Sums of dS over the queries for each key, by query head or by group of heads. The gradient of a bias of keys is made of them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from ...problem import Problem
 
-def empty_key_sums(d_bias: Tensor, problem: Any) -> Tensor:
+
+def empty_key_sums(d_bias: Tensor, problem: Problem) -> Tensor:
     """Uninitialised sums, float32 (B, H, 1, Sk); or the gradient itself, where its heads are the key-value heads.
 
     Kernels then sum over the heads of a group. Sk is the bias's own length: in a problem with an order, keys are only those that the order
@@ -18,7 +18,7 @@ def empty_key_sums(d_bias: Tensor, problem: Any) -> Tensor:
     return torch.empty((batch, heads, 1, d_bias.shape[3]), dtype=torch.float32, device=d_bias.device)
 
 
-def by_group(problem: Any, key_sums: Tensor | None) -> bool:
+def by_group(problem: Problem, key_sums: Tensor | None) -> bool:
     """Whether sums (B, H or Hk, 1, Sk) have one entry for all query heads of a key-value head."""
     return key_sums is not None and key_sums.shape[1] < problem.query.shape[1]
 

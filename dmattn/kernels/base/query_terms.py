@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .bias_columns import three_parts
 from .launch import launch
 from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
@@ -48,7 +49,7 @@ class Incoming(NamedTuple):
         return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
 
 
-def fill_terms(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
+def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
     """Make the terms of all queries of a `dmattn.problem.Problem`."""
     batch, heads, len_q, value_dim = out.shape
     launch(

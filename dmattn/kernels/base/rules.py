@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dropout import kept_scale, threshold
+from ...problem import Problem
 from .layout import Span, inside, load_rows, load_tile, strided
 from .window import within_window
 
@@ -51,7 +52,7 @@ class Rules(NamedTuple):
     shared: Any
 
 
-def rules_of(problem: Any, lists: Tensor | None = None, states: Tensor | None = None) -> Rules:
+def rules_of(problem: Problem, lists: Tensor | None = None, states: Tensor | None = None) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
@@ -82,9 +83,8 @@ def _varies(x: Tensor | None, axis: int) -> int | None:
     return None if x is None or x.shape[axis] == 1 else 1
 
 
-def _shared(problem: Any) -> int | None:
-    pairs = [x for x in (problem.bias, problem.mask) if x is not None and x.shape[2] > 1 and x.shape[3] > 1]
-    return 1 if any(x.shape[0] < problem.query.shape[0] for x in pairs) else None
+def _shared(problem: Problem) -> int | None:
+    return 1 if any(x is not None and x.shape[0] < problem.query.shape[0] for x in (problem.pair_bias, problem.pair_mask)) else None
 
 
 @triton.jit

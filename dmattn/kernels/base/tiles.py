@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...precision import dot_precision
+from ...problem import Problem
 from .device import device_family
 
 
@@ -69,11 +70,11 @@ _WIDE_WINDOWS = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for
 _INTERPRETED = Tile(32, 32, 4, 1)
 
 
-def pick(kernel: str, problem: Any) -> Tile:
+def pick(kernel: str, problem: Problem) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
     query = problem.query
     kinds = [f"{kernel} by intervals"] if problem.first is not None else []
-    if any(x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (problem.bias, problem.mask)):
+    if problem.pair_bias is not None or problem.pair_mask is not None:
         kinds.append(f"{kernel} with pairs")
     tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
@@ -95,7 +96,7 @@ def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int,
     return next(tile for largest, tile in rows if dim <= largest)
 
 
-def launch_options(problem: Any, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
+def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
     """Keyword arguments that every attention kernel takes, from the problem's lengths and head dims and the tile."""
     query, key, value = problem.query, problem.key, problem.value
     (_, heads, len_q, head_dim), len_k, value_dim = query.shape, key.shape[2], value.shape[3]

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, slice_pointer, strided
 from ..base.overlap import follow
@@ -79,7 +80,7 @@ class Vectors(NamedTuple):
     delta: Any
 
 
-def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
+def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape

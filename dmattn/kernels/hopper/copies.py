@@ -4,8 +4,6 @@ The kernels are written in Gluon, which ships with Triton and says what runs bes
 producer, which copies tiles to shared memory ahead of them.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...problem import Problem
 from ..base.tiles import block_dim
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -36,15 +35,10 @@ def consumers_of(length: int, dim: int) -> int:
     return 3 if dim <= 64 and triton.cdiv(length, 192) * 192 <= 1.1 * triton.cdiv(length, 128) * 128 else 2
 
 
-def padded_dim(problem: Any) -> int:
+def padded_dim(problem: Problem) -> int:
     """What the head dims of query and value are padded to as they are copied, which is the same; 0 if it is not."""
     dim, value_dim = (block_dim(x.shape[3]) for x in (problem.query, problem.value))
     return dim if dim == value_dim else 0
-
-
-def of_pairs(bias: Tensor | None) -> bool:
-    """Whether a bias has an entry for every pair of query and key."""
-    return bias is not None and bias.shape[2] > 1 and bias.shape[3] > 1
 
 
 def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:

@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
 from ..base.launch import launch
@@ -35,7 +36,6 @@ from .copies import (
     barriers,
     consumers_of,
     copy,
-    of_pairs,
     padded_dim,
     stage_of,
     sync_threads,
@@ -60,13 +60,13 @@ class Descriptors(NamedTuple):
     lifts: Any  # [1, 1, SUB, COLUMNS]
 
 
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     batch, heads, len_q = problem.query.shape[:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
-    pairs = of_pairs(problem.bias)
+    pairs = problem.pair_bias is not None
     rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, KEYS)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
@@ -99,7 +99,7 @@ def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
     )
 
 
-def scales_exactly(problem: Any) -> bool:
+def scales_exactly(problem: Problem) -> bool:
     """Whether queries times the scale have no other digits: it is 1, or they are bfloat16 and it is a smaller power of 2.
 
     The bias is then what products are added to, and the tensor cores round it with each 16 dims: beside a bias far from 0, lse is off by about

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, slice_pointer, strided
@@ -34,7 +35,6 @@ from .copies import (
     PRODUCER_REGISTERS,
     consumers_of,
     copy,
-    of_pairs,
     padded_dim,
     stage_of,
     tiled,
@@ -82,7 +82,7 @@ class Config(NamedTuple):
 
 
 def key_gradients(
-    problem: Any,
+    problem: Problem,
     incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,
@@ -104,8 +104,8 @@ def key_gradients(
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
-        mask=tiled_mask(problem.mask, block_m, block_n) if of_pairs(problem.mask) else None,
+        bias=tiled(problem.pair_bias, block_m, block_n),
+        mask=None if problem.pair_mask is None else tiled_mask(problem.pair_mask, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem, lists),

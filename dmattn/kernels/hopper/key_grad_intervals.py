@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Strided, slice_pointer, strided
@@ -23,7 +24,7 @@ from ..base.rules import rules_of
 from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
 from .bias_columns import lift_room, ones_for_lifts, store_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .key_tile import (
     BLOCK_M,
@@ -91,7 +92,7 @@ class Steps(NamedTuple):
 
 
 def key_gradients(
-    problem: Any,
+    problem: Problem,
     incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,
@@ -112,7 +113,7 @@ def key_gradients(
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, block_n),
+        bias=tiled(problem.pair_bias, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
 from ..base.launch import launch
@@ -22,7 +23,7 @@ from ..base.query_terms import LIFT_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, of_pairs, padded_dim, stage_of, tiled
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
 from .walk import (
@@ -124,7 +125,7 @@ class Sums(NamedTuple):
     turn: Any  # tiles so far, of all blocks of queries
 
 
-def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
+def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
     """As in portable/query_grad.py without a dBias.
 
     And `incoming.terms` are filled, as a program has what makes them at hand.
@@ -140,7 +141,7 @@ def query_gradients(problem: Any, incoming: Incoming, out: Tensor, d_lse: Tensor
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.bias if of_pairs(problem.bias) else None, block_m, sub),
+        bias=tiled(problem.pair_bias, block_m, sub),
         intervals=intervals,
         lifts=lifts,
         d_out=tiled(incoming.d_out, block_m, dim),

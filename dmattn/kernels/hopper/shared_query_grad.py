@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, strided
 from ..base.overlap import follow
@@ -91,7 +92,7 @@ class Next(NamedTuple):
     phase: Any
 
 
-def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
+def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
     """Fill the gradients of query and bias; `incoming` has its terms."""
     heads, len_q, head_dim = problem.query.shape[1:]
     bias_batch, bias_heads = d_bias.shape[:2]
@@ -127,7 +128,7 @@ def query_and_bias_gradients(problem: Any, incoming: Incoming, d_query: Tensor, 
     )
 
 
-def _members(problem: Any, d_bias: Tensor) -> int:
+def _members(problem: Problem, d_bias: Tensor) -> int:
     """How many (batch, head) share one slice of the bias."""
     batch, heads = problem.query.shape[:2]
     return batch // d_bias.shape[0] * (heads // d_bias.shape[1])

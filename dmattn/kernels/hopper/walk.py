@@ -9,11 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.layout import Sequence, Span
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
-from ..visits.intervals import described_keys, of_keys
+from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_lifts
@@ -44,17 +45,17 @@ class Walk(NamedTuple):
     full: Any
 
 
-def even_work(problem: Any) -> bool:
+def even_work(problem: Problem) -> bool:
     """Whether a program for each processor may take every so many-th block of queries, for all have about the same work.
 
     Under a dynamic mask most queries keep as many keys; a bias of keys is its sign. Other intervals may be a causal mask's.
     """
     if problem.first is not None:
-        return of_keys(problem.bias)
+        return problem.key_bias is not None
     return problem.mask is None and problem.left is None and problem.right is None
 
 
-def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
+def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
     """(rules, packed intervals and lifts as the copy engine takes them, keys of a block of them) for a walk over tiles of `block_n` keys.
 
     Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
@@ -65,7 +66,7 @@ def key_walk(problem: Any, block_m: int, block_n: int) -> tuple[Rules, TensorDes
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
         _, intervals, lifts = described_keys(problem, block_m, sub)
     else:
-        sub = KEYS_TOGETHER if of_keys(problem.bias) else PANEL.value
+        sub = KEYS_TOGETHER if problem.key_bias is not None else PANEL.value
         lists, intervals, lifts = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_lifts(lifts, sub), sub

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
@@ -37,7 +38,7 @@ class Sharing(NamedTuple):
     splits: int
 
     @classmethod
-    def of(cls, d_bias: Tensor, problem: Any, tiles: int, programs_per_processor: int) -> Sharing:
+    def of(cls, d_bias: Tensor, problem: Problem, tiles: int, programs_per_processor: int) -> Sharing:
         """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
         batch, heads = problem.query.shape[:2]
         bias_batch, bias_heads = d_bias.shape[:2]
@@ -47,7 +48,7 @@ class Sharing(NamedTuple):
         return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)))
 
     @classmethod
-    def of_nothing(cls, problem: Any, programs_per_processor: int) -> Sharing:
+    def of_nothing(cls, problem: Problem, programs_per_processor: int) -> Sharing:
         """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
         batch, heads = problem.query.shape[:2]
         fill = programs_per_processor * processors(problem.query.device) // heads
@@ -112,7 +113,7 @@ def _sum_parts_kernel(
     store_tile(d_bias, Sequence(entry, head, len_q, len_k), rows, cols, total)
 
 
-def shared_gradient(problem: Any, incoming: Incoming, d_bias: Tensor) -> None:
+def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk)."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
@@ -198,7 +199,7 @@ def _member(tensors, rules, seq, rows, cols, bias2, HIDES: tl.constexpr, dims, v
     return p * (d_p - delta_rows[:, None])
 
 
-def _bytes_read(problem: Any) -> int:
+def _bytes_read(problem: Problem) -> int:
     """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
     query, value = problem.query, problem.value
     outs = 2 * query[..., 0].numel() * value.shape[3] * query.element_size()

@@ -1,11 +1,10 @@
 """The forward pass: out and lse by online softmax over tiles of keys."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.dropout import kept_factor
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
@@ -17,7 +16,7 @@ from ..base.tiles import launch_options, pick
 from ..visits.walk import key_lists, key_range, key_step
 
 
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`), with its `states` if masked."""
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("forward", problem)

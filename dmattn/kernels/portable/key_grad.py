@@ -1,11 +1,10 @@
 """dK and dV, and the per-key dBias as column sums: a program owns a block of keys and walks the queries that may attend them."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
@@ -19,7 +18,7 @@ from ..visits.walk import query_lists, query_range, query_step
 
 
 def key_gradients(
-    problem: Any,
+    problem: Problem,
     incoming: Incoming,
     d_key: Tensor | None,
     d_value: Tensor | None,

@@ -4,12 +4,11 @@ Everything comes from one look at each (batch, head): dQ, dK, dV and dBias are f
 that neither `out` nor a kernel for delta is needed. A program walks (batch, head) after (batch, head), and loads the next while it computes.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
@@ -26,7 +25,7 @@ LEAST_BLOCK = 32
 
 
 def window_gradients(
-    problem: Any,
+    problem: Problem,
     incoming: tuple[Tensor, Tensor, Tensor | None],
     d_query: Tensor | None,
     d_key: Tensor | None,
@@ -71,7 +70,7 @@ def window_gradients(
         sharing.sum_parts(stored, d_bias)
 
 
-def tile_of(problem: Any) -> Tile:
+def tile_of(problem: Problem) -> Tile:
     """The smallest tile that holds all pairs of a (batch, head)."""
     tile = pick("windows", problem)
 

@@ -4,12 +4,11 @@ A program walks the batch entries of a head, one after the other, and loads the 
 registers.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.dropout import kept_factor
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
@@ -23,7 +22,7 @@ from .one_tile import tile_of
 PROGRAMS_PER_PROCESSOR = 12  # whole rounds, whether two, three or four run at once
 
 
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     heads = problem.query.shape[1]
     sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)

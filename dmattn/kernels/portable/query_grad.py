@@ -1,11 +1,10 @@
 """dQ, and the dBias of a bias that no two (batch, head) share: a program owns a block of queries and walks the keys they may attend."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, store_zeros, strided
 from ..base.overlap import follow
@@ -17,7 +16,7 @@ from ..base.tiles import launch_options, pick
 from ..visits.walk import key_lists, key_range, key_step
 
 
-def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False) -> None:
+def query_gradients(problem: Problem, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False) -> None:
     """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), every element of which is written.
 
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.

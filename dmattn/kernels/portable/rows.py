@@ -4,12 +4,11 @@ A program walks the keys of one (batch, head) block by block, and for each the q
 scores is made once, for dQ, dK, dV and a dense dBias: five products and one exp a pair, where the kernels by blocks take seven and two.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
@@ -24,7 +23,7 @@ PROGRAMS_PER_PROCESSOR = 2  # at least, as fewer would leave processors idle tha
 
 
 def row_gradients(
-    problem: Any,
+    problem: Problem,
     incoming: Incoming,
     d_query: Tensor | None,
     d_key: Tensor | None,

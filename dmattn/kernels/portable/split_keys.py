@@ -5,13 +5,14 @@ single query keeps every processor busy. Each share gives an attention of its ow
 same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
@@ -60,7 +61,7 @@ def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int
     return rows, queries, triton.cdiv(len_q, queries) * groups
 
 
-def plan_of(problem: Any) -> Plan:
+def plan_of(problem: Problem) -> Plan:
     """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it."""
     limits, group = pick("decoding", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
@@ -70,7 +71,7 @@ def plan_of(problem: Any) -> Plan:
     return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, most)))
 
 
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem of which `plan_of` makes a plan, with its `states` where there is a mask."""
     batch, heads, len_q, value_dim = out.shape
     tile, queries, programs, splits = plan_of(problem)
@@ -124,12 +125,12 @@ def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, sp
     )
 
 
-def _group(problem: Any) -> int:
+def _group(problem: Problem) -> int:
     """How many query heads share keys."""
     return problem.query.shape[1] // problem.key.shape[1]
 
 
-def _by_head(x: Tensor | None, problem: Any) -> bool:
+def _by_head(x: Tensor | None, problem: Problem) -> bool:
     """Whether a tensor on heads differs within a group."""
     return x is not None and _group(problem) > 1 and x.shape[1] == problem.query.shape[1]
 

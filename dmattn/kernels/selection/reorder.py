@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from ..base.overlap import follow
@@ -21,7 +22,7 @@ ROWS = 128  # keys a program; no block of keys that another kernel visits is lar
 PART = 64  # keys of them that are copied at once
 
 
-def reordered(problem: Any, reads_all: bool = False) -> Any:
+def reordered(problem: Problem, reads_all: bool = False) -> Any:
     """The problem over the keys that `order` names, in that order: key, value, bias and intervals (`dmattn.problem.Problem`).
 
     Where it names all, those that no query attends stand last, and lists of the blocks to visit (`lists`) name no block of them: past the

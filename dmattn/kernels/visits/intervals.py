@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from ..base.bias_columns import COLUMNS, lift_columns
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
@@ -22,19 +23,19 @@ CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it mak
 SUMMARY = 512  # keys that a program sums up
 
 
-def interval_lists(problem: Any, block_m: int, block_n: int) -> Tensor:
+def interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
     return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
 
 
-def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
 
     Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): twice the middle of each key's interval, then the lengths, as the
     bits of float32. They are intervals as the window leaves them, and exact up to 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
     Sk, COLUMNS); blocks of keys that no query attends have none.
     """
-    bias = problem.bias if of_keys(problem.bias) else None
+    bias = problem.key_bias
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
     if not given:
         return None, None, None
@@ -49,12 +50,7 @@ def described_keys(problem: Any, block_m: int, block_n: int) -> tuple[Tensor | N
     return _lists(problem, bounds, block_m, block_n), packed, lifts
 
 
-def of_keys(bias: Tensor | None) -> bool:
-    """Whether a bias differs by key and not by query."""
-    return bias is not None and bias.shape[2] == 1 and bias.shape[3] > 1
-
-
-def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
+def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     blocks_m = triton.cdiv(len_q, block_m)
     batch, heads, blocks_n = bounds.shape[:3]
@@ -78,7 +74,7 @@ def _lists(problem: Any, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
     return lists
 
 
-def block_bounds(problem: Any, block_n: int) -> Tensor:
+def block_bounds(problem: Problem, block_n: int) -> Tensor:
     """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
 
     A query from the first bound to the second may attend a key of the block; one from the third to the fourth attends all its keys. Empty
@@ -88,7 +84,7 @@ def block_bounds(problem: Any, block_n: int) -> Tensor:
     return _summary(problem, block_n, (batch, heads), None, None)
 
 
-def _summary(problem: Any, block_n: int, entries: tuple[int, int], packed: Tensor | None, lifts: Tensor | None) -> Any:
+def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: Tensor | None, lifts: Tensor | None) -> Any:
     """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it."""
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     first, last, bounds = problem.first, problem.last, None

@@ -3,14 +3,13 @@
 dmattn/states.py describes the states, and why two bits are enough.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ... import states as states_of_a_mask
+from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, inside, load_tile, slice_pointer, strided
 from ..base.overlap import follow
@@ -61,7 +60,7 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
     return mask, 1
 
 
-def mask_lists(problem: Any, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
+def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
     They are made from the states in `problem`. The window counts too.

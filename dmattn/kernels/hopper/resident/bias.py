@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ....problem import Problem
 from ...base.bias_columns import bounded
 from ...base.device import processors
 from ...base.layout import Sequence
@@ -37,7 +38,7 @@ class Part(NamedTuple):
     len_k: Any
 
 
-def parts_of(problem: Any, blocks: int) -> tuple[int, dict[str, int]]:
+def parts_of(problem: Problem, blocks: int) -> tuple[int, dict[str, int]]:
     """(programs, who walks which members) for programs that have one of so many blocks of a slice, and share its members evenly."""
     batch, heads = problem.query.shape[:2]
     slices = problem.bias.shape[1]

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ....problem import Problem
 from ...base.launch import launch
 from ...base.layout import slice_pointer, strided
 from ...base.overlap import follow
@@ -64,7 +65,7 @@ class Barriers(NamedTuple):
     kv_free: Any  # [STAGES]
 
 
-def forward(problem: Any, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k = problem.value.shape[1:3]

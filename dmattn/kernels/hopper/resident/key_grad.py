@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ....problem import Problem
 from ...base.launch import launch
 from ...base.layout import strided
 from ...base.overlap import follow
@@ -95,7 +96,7 @@ class Sums(NamedTuple):
     dv: Any  # [BLOCK_N, DIM]
 
 
-def key_gradients(problem: Any, incoming: Incoming, d_key: Tensor | None, d_value: Tensor | None) -> None:
+def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_value: Tensor | None) -> None:
     """Fill those that are not None."""
     heads, len_q, head_dim = problem.query.shape[1:]
     len_k, value_dim = problem.value.shape[2:]

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ....problem import Problem
 from ...base.device import processors
 from ...base.launch import launch
 from ...base.layout import Sequence, slice_pointer, strided
@@ -101,7 +102,9 @@ class Context(NamedTuple):
     row: Any  # the first query of the block
 
 
-def query_gradients(problem: Any, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, spare: tuple[Tensor | None, ...]) -> None:
+def query_gradients(
+    problem: Problem, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, spare: tuple[Tensor | None, ...]
+) -> None:
     """Fill those that are not None.
 
     The `spare` tensors are to be filled later, and lend their memory to the parts of dBias.
