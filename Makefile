@@ -63,6 +63,9 @@ test-full:
 	$(MAKE) test-replay
 	$(MAKE) test-processors
 
+# The files of tests, which lie in folders as what they test does, by their names.
+files_of = $(foreach name,$(1),$(or $(wildcard $(patsubst %,%/test_$(name).py,tests tests/* tests/*/*)),$(error there is no test_$(name).py)))
+
 # ATen obeys ATEN_CPU_CAPABILITY without asking the processor, so only those that it has. They differ in rounding, so a few files, in
 # minutes, whose tests judge numbers by a rule: that of equivalence.py, or that of tests/models.py. Two threads have one worker: they wait
 # for each other where cores are few.
@@ -78,17 +81,17 @@ test-processors: $(installed)
 	done; done
 
 numerical: $(installed)
-	$(pytest) -m "not gpu" $(judged:%=tests/test_%.py)
+	$(pytest) -m "not gpu" $(call files_of,$(judged))
 
-# Without a GPU nothing else has a record: the fake one of tests/fake_gpu.py stands in.
-faked := tests/test_replay.py tests/test_replay_settings.py
-repeating := best bias_grad decoding dropout dynamic equivalence functional hopper lifetimes module ops random resident rows varlen windows
+# Without a GPU nothing else has a record: the fake one of tests/execution/fake_gpu.py stands in.
+faked := tests/execution/test_replay.py tests/execution/test_replay_settings.py
+repeating := bias_grad dropout dynamic equivalence functional hopper lifetimes module one_tile operators random resident rows split_keys top_keys varlen
 
 test-replay: export DMATTN_REPLAY = check
 test-replay: export TRITON_INTERPRET = 0
 test-replay: $(installed)
 	$(pytest) $(faked)
-	if $(python) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(pytest) -m gpu $(repeating:%=tests/test_%.py); fi
+	if $(python) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(pytest) -m gpu $(call files_of,$(repeating)); fi
 
 test-pytorch: $(installed)
 	TRITON_INTERPRET=0 $(pytest)

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dmattn import kernels
 from dmattn.equivalence import Case
 from dmattn.execution import backend
+from dmattn.kernels.base import device, launch
 from dmattn.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -218,6 +220,24 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     early = getattr(compiled.metadata, "launch_pdl", False) != (len(waits) == 1) or bool(waits and touches and touches.start() < waits[0])
     counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early)}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
+
+
+@contextlib.contextmanager
+def on_gpu(target: str) -> Iterator[None]:
+    """Tensors without storage stand for a GPU."""
+    active = driver._active
+
+    def forget() -> None:
+        for cached in (device.device_family, launch._assembler, device.processors):
+            cached.cache_clear()
+
+    forget()
+    driver.set_active(NoDevice(gpu_target(target)))
+    try:
+        yield
+    finally:
+        driver._active = active
+        forget()
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:

@@ -20,8 +20,7 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from cases import CASES, HOPPER, LARGE
-from compile_report import FORWARD, LAUNCHES, meta
-from test_dispatch import on_gpu
+from compile_report import FORWARD, LAUNCHES, meta, on_gpu
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels

@@ -49,8 +49,8 @@ def test_every_test_runs_in_one_half_or_on_a_gpu() -> None:
     pytorch, kernels = collected("0"), collected("1")
     assert pytorch["status"] == kernels["status"] == 0
     written = set()
-    for file in TESTS.glob("test_*.py"):
-        name = f"tests/{file.name}"
+    for file in TESTS.rglob("test_*.py"):
+        name = file.relative_to(TESTS.parent).as_posix()
         if name in pytorch["not_here"]:  # a package that it needs is not installed
             continue
         functions = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]

@@ -28,7 +28,7 @@ _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows" and "rows", which keep whole le
 _NO_ROWS = ((256, _NOTHING_FITS),)
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
-# 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/test_compile_targets.py), not by time.
+# 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/kernels/test_compile_targets.py), not by time.
 _DEFAULT = {
     "forward": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "keys": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),

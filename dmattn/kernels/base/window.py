@@ -2,7 +2,7 @@
 
 No other file of the kernels compares `left` or `right` with places. Those of Triton and of Gluon call the functions here, and give them `left`
 and `right` of the rules, and the lengths as a `Sequence`. A tile begins at query `row` and key `col`. The functions spell one sum in several
-orders: with another order kernels compile to other code. tests/test_window.py compares each function with all pairs.
+orders: with another order kernels compile to other code. tests/kernels/base/test_window.py compares each function with all pairs.
 """
 
 import triton

@@ -7,7 +7,6 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,15 +20,13 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from compile_report import NoDevice, gpu_target
+from compile_report import on_gpu
 from drawn_problems import Drawn
 from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, named_problems, record, with_gradients
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
 from dmattn.kernels import dispatch, run
-from dmattn.kernels.base import device, launch
 from dmattn.kernels.traits import (
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -122,24 +119,6 @@ def launches(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tupl
         yield found
 
 
-@contextmanager
-def on_gpu(target: str) -> Iterator[None]:
-    """Tensors without storage stand for a GPU."""
-    active = driver._active
-
-    def forget() -> None:
-        for cached in (device.device_family, launch._assembler, device.processors):
-            cached.cache_clear()
-
-    forget()
-    driver.set_active(NoDevice(gpu_target(target)))
-    try:
-        yield
-    finally:
-        driver._active = active
-        forget()
-
-
 def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
     for name, dtype, problem in named_problems():
         yield f"{name} {dtype}", with_gradients(problem)
@@ -178,7 +157,7 @@ def test_every_row_has_its_function() -> None:
 
 def test_choices_are_those_recorded() -> None:
     recorded = RECORD.read_text().splitlines()
-    assert record().splitlines() == recorded, "if they should be others now: python tests/recorded_choices.py"
+    assert record().splitlines() == recorded, "if they should be others now: python tests/kernels/recorded_choices.py"
     for which, table in (("forward: ", dispatch.FORWARD), ("backward: ", dispatch.BACKWARD)):
         rows = {row for line in recorded if line.startswith(which) for row in line.removeprefix(which).replace(WITH_COLUMNS, "").split("; ")}
         assert rows - {"nothing"} == {row.name for row in table}

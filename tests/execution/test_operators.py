@@ -341,7 +341,7 @@ for line in (
 def test_float32_precision_is_read_however_it_was_set() -> None:
     """By torch's setter, or by its newer attributes, after which torch.get_float32_matmul_precision() raises."""
     pytest.importorskip("triton", reason="the kernels need Triton")
-    subprocess.run([sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[1], check=True)
+    subprocess.run([sys.executable, "-c", PRECISIONS], cwd=Path(__file__).parents[2], check=True)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Types of MODEL_MAPPING that the sweep finds neither equal to their eager attention nor refused: the verdict, the versions of Transformers
 (all, where none is named), the reason, and the types.
 
-A row that is not needed any more fails the test as a missing one does. `python tests/sweep.py` prints both at its end.
+A row that is not needed any more fails the test as a missing one does. `python tests/integrations/sweep.py` prints both at its end.
 """
 
 from __future__ import annotations

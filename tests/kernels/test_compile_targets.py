@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.compile_only,
     pytest.mark.skipif(interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
 ]
-REPORT = Path(__file__).with_name("compile_report.py")
+REPORT = Path(__file__).parents[1] / "compile_report.py"
 # sm_80 has 166912 bytes, but its tiles are those of sm_86, sm_89 and sm_120 too.
 SHARED_MEMORY = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 EVERY_LAUNCH = set(SHARED_MEMORY) if os.environ.get("DMATTN_FULL") else {"sm_80", "sm_90"}

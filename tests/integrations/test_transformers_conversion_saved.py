@@ -210,7 +210,7 @@ def test_a_process_loads_a_converted_model_converted_or_not_at_all(imported: boo
     convert(llama()).save_pretrained(tmp_path)
     code = ("import dmattn.integrations.transformers\n" if imported else "") + LOADS
     run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2]
     )
     assert run.returncode == 0, run.stderr
     decoder, model = (["loaded LlamaModel 4"] * 3, ["loaded LlamaForCausalLM 4"] * 3) if imported else (["refused"] * 3,) * 2

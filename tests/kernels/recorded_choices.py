@@ -1,6 +1,6 @@
-"""Which kernels the table chooses for named and for drawn problems, beside the choices that tests/choices.txt records.
+"""Which kernels the table chooses for named and for drawn problems, beside the choices that tests/kernels/choices.txt records.
 
-python tests/recorded_choices.py        writes tests/choices.txt, whose difference shows the problems that get other kernels than before
+python tests/kernels/recorded_choices.py        writes tests/kernels/choices.txt, whose difference shows the problems that get other kernels than before
 
 A paragraph there has the row of the table that serves the forward pass, those that serve the backward pass, in the order in which they run, and
 then the problems for which they are chosen, each after the GPUs for which they are.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import CASES, HOPPER, LARGE

@@ -1,6 +1,6 @@
 """Every type of Transformers' MODEL_MAPPING with dmattn, against its own eager attention.
 
-    python tests/sweep.py [--types bert t5] [--shard 0/4] [--json results.json]
+    python tests/integrations/sweep.py [--types bert t5] [--shard 0/4] [--json results.json]
 
 Everything runs in float64, both eager attention and dmattn's PyTorch path, and RoundingNothing keeps models from rounding to float32 in
 between. So the two agree to TOLERANCE = 1e-8 or differ: there is no allowance in which a small mistake could hide, and no choice of experts

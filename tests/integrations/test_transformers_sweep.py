@@ -1,7 +1,7 @@
 """Every type of Transformers' MODEL_MAPPING is served exactly, refused by name, or listed with its reason in sweep_listed.py.
 
 ``make test`` tries the types in FEW, ``make test-full`` (``DMATTN_FULL=1``) all of them. By hand, with the figures:
-``python tests/sweep.py --types bert t5``.
+``python tests/integrations/sweep.py --types bert t5``.
 """
 
 from __future__ import annotations
