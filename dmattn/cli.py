@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     check.add_argument("--steps", type=_positive, default=verify.STEPS, help="training steps of each model (%(default)s)")
     check.add_argument("--skip-models", action="store_true", help="only compare attention with float64")
-    _add_explain(commands.add_parser("explain", help="which kernels serve a call, why no faster ones do, and what it costs at least"))
+    _add_explain(commands.add_parser("explain", help="which kernels serve a call, why no faster ones do, and what work it is"))
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(info())
@@ -52,7 +52,11 @@ def explained(options: argparse.Namespace) -> Explanation:
     device = "cpu" if options.target is None and not torch.cuda.is_available() else "meta"
 
     def tensor(sizes: tuple[int, ...] | None, dtype: str) -> Any:
-        return None if sizes is None else torch.zeros(sizes, dtype=getattr(torch, dtype), device=device)
+        try:
+            return None if sizes is None else torch.zeros(sizes, dtype=getattr(torch, dtype), device=device)
+        except RuntimeError as error:
+            kinds = ", ".join(PEAKS)
+            raise ValueError(f"dmattn: --target: expected a family such as {kinds}, as this machine has no room for {sizes}") from error
 
     key = options.key or options.query
     query, key, value = (tensor(sizes, options.dtype) for sizes in (options.query, key, options.value or key))

@@ -54,8 +54,8 @@ class Pass(NamedTuple):
     `memory` is in bytes, beyond inputs and results; None where it is not counted. Where `memory_is_least`, the kernels may add lists of blocks,
     columns of a bias of keys and sums in parts, as many as they find worth it.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
-    that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. A mask hides none
-    here, as its values are not read.
+    that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
+    are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that hides pairs may take less.
     """
 
     name: str
@@ -66,12 +66,16 @@ class Pass(NamedTuple):
     flops: int
     bytes: int
     seconds: float | None
+    is_masked: bool
 
     def __str__(self) -> str:
         reasons: dict[str, list[str]] = {}
         for refusal in self.refusals:
             reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
         names = [f'"{row}"' for row in self.rows]
+        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
+        if self.seconds is not None:
+            seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
         if self.memory_is_least:
             memory = f"at least {memory}, without lists of blocks, columns of a bias of keys and sums in parts"
@@ -81,7 +85,7 @@ class Pass(NamedTuple):
                 *(line for reason, rows in reasons.items() for line in (f"  not {', '.join(rows)}:", f"    {reason}")),
                 f"  memory beyond inputs and results: {memory}",
                 f"  products: {_operations(self.flops)}; inputs and results: {_scaled(self.bytes)}",
-                f"  time at the peak: {'unknown' if self.seconds is None else f'{self.seconds * 1e3:.3f} ms or more'}",
+                f"  time at the peak: {seconds}",
             ]
         )
 
@@ -91,19 +95,17 @@ class Explanation(NamedTuple):
 
     target: str
     passes: tuple[Pass, ...]
-    is_masked: bool
 
     def __str__(self) -> str:
         peak = PEAKS.get(self.target)
         known = "" if peak is None else f" ({peak.name}: {peak.flops / 1e12:.0f} TFLOP/s of 16-bit products, {peak.bandwidth / 1e12:.1f} TB/s)"
-        masked = ["products, bytes and times are those of a mask that hides nothing"] if self.is_masked else []
-        return "\n".join([f"target: {self.target}{known}", *masked, *map(str, self.passes)])
+        return "\n".join([f"target: {self.target}{known}", *map(str, self.passes)])
 
 
 def explain(
     query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None, processors: int | None = None, **options: Any
 ) -> Explanation:
-    r"""Explain a call of :func:`dmattn.attention`: its kernels, why no faster ones serve it, and what it costs at least. Computes nothing.
+    r"""Explain a call of :func:`dmattn.attention`: its kernels, why no faster ones serve it, and its work. Computes nothing.
 
     With P visible pairs of query and key in all batch entries and heads, a matrix product takes ``2 * P * D`` or ``2 * P * Dv`` operations.
     A forward pass has two. A backward pass has five, and those that its kernels repeat. ``seconds = max(flops / peak, bytes / bandwidth)``.
@@ -123,7 +125,8 @@ def explain(
         An :class:`Explanation`, whose text is for people: memory in bytes, products in FLOP, time in seconds in its fields.
 
     Raises:
-        TypeError, ValueError: as :func:`dmattn.attention`; also for a target that is no family of GPUs, or whose `processors` are not known.
+        TypeError, ValueError: as :func:`dmattn.attention`; also for a target that is no family of GPUs, or whose `processors` are not known,
+            and for `processors` of a CPU.
         RuntimeError: the GPU or Triton needed is missing.
     """
     defaults: dict[str, Any] = attention.__kwdefaults__ or {}
@@ -146,7 +149,7 @@ def explain(
     else:
         row = CPU_KERNEL if family == "cpu" and torch_kernel.serves(problem) else PYTORCH
         passes = (call.by_pytorch("forward", row, peak), call.by_pytorch("backward", PYTORCH, peak))
-    return Explanation(family, passes, problem.mask is not None or problem.first is not None)
+    return Explanation(family, passes)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Problem:
@@ -172,6 +175,8 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
             raise ValueError(f"dmattn: target: expected a family such as {', '.join(PEAKS)} for tensors on meta without a GPU, received None")
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu" and not backend.by_kernels(problem.query):
+        if processors is not None:
+            raise ValueError(f"dmattn: processors: expected None for a call on a CPU, received {processors}")
         return "cpu", 0
     backend.path(problem)  # which raises what a call would
     from .kernels.base.device import device_family
@@ -262,7 +267,8 @@ class _Call:
         if peak is not None and self.problem.query.dtype != torch.float64:
             rate = peak.flops / (2 if self.problem.query.dtype == torch.float32 else 1)
             seconds = max(flops / rate, moved / peak.bandwidth)
-        return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds)
+        is_masked = self.problem.mask is not None or self.problem.first is not None
+        return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds, is_masked)
 
     def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
         """Operations of the matrix products with which a row makes its results."""

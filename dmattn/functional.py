@@ -103,7 +103,7 @@ def attention(
             rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
             expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
             (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
-            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too.
+            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.

@@ -102,12 +102,14 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
 
 
-def allocate_backward(problem: Problem, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Uninitialised gradients, None where none is needed: strides like the inputs, the bias's contiguous but for padding."""
+def allocate_backward(problem: Problem, needs: Sequence[bool], pads: bool = True) -> tuple[Tensor | None, ...]:
+    """Uninitialised gradients, None where none is needed: strides like the inputs, the bias's contiguous but for padding, if that `pads`."""
     learned = (problem.query, problem.key, problem.value, problem.bias)
     query, key, value, bias = (x if need else None for x, need in zip(learned, needs, strict=True))
     gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
-    return (*gradients, None if bias is None else _empty_d_bias(bias))
+    if bias is None:
+        return (*gradients, None)
+    return (*gradients, _empty_d_bias(bias) if pads else bias.new_empty(bias.shape))
 
 
 def _empty_d_bias(bias: Tensor) -> Tensor:

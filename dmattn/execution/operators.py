@@ -39,11 +39,11 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     "dmattn::backward",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out."""
-    return tuple(_present(gradient, out) for gradient in passes.backward(d_out, d_lse, out, lse, tuple(needs), Problem(*inputs)))
+def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], pads: bool, *inputs: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
+    return tuple(_present(gradient, out) for gradient in passes.backward(d_out, d_lse, out, lse, tuple(needs), pads, Problem(*inputs)))
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @backward.register_fake
-def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(_present(gradient, out) for gradient in backend.allocate_backward(Problem(*inputs), needs))
+def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], pads: bool, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(_present(gradient, out) for gradient in backend.allocate_backward(Problem(*inputs), needs, pads))
 
 
 @forward.register_vmap
@@ -134,9 +134,11 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
-        gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), problem)
+        gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
     else:
-        gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), *problem)
+        # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
+        pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
+        gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
     found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
     if found[3] is not None and bias.ndim < 4:
         found[3] = found[3].view(bias.shape)

@@ -42,10 +42,10 @@ def checked_forward(*arguments: Any) -> Forward:
 
 @replayed
 def backward(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], problem: Problem
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], pads: bool, problem: Problem
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of query, key, value and bias; None for each that `needs` leaves out."""
-    gradients = backend.allocate_backward(problem, needs)
+    """Gradients of query, key, value and bias; None for each that `needs` leaves out. Whether the last may have rows with padding: `pads`."""
+    gradients = backend.allocate_backward(problem, needs, pads)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
         return tuple(gradient if gradient is None else gradient.zero_() for gradient in gradients)
     wanted = [None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -24,6 +23,7 @@ _ALLOCATING = (
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )
+_unknown: set[str] = set()
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
 
 
@@ -192,11 +192,13 @@ def _launcher_past_python(compiled: Any) -> Any:
     return None if more else launcher
 
 
-@cache
 def unknown_launcher(launcher: str) -> None:
     """Say once that launches take longer than they need to."""
     import triton
 
+    if launcher in _unknown:
+        return
+    _unknown.add(launcher)  # first, as the warning may be raised
     warnings.warn(
         f"dmattn: Triton {triton.__version__} launches kernels by {launcher}, which dmattn does not know: repeated calls pass through "
         "Triton's Python and stay slower. Results are the same.",

@@ -144,4 +144,4 @@ def _compare(record: Record, expected: list[str], arguments: Sequence[Any]) -> N
             raise RuntimeError(f"{differs} at step {number}: the record has {ours or 'no such step'}; the call did {its or 'no such step'}")
 
 
-switch(os.environ.get("DMATTN_REPLAY", "1"))
+switch(os.environ.get("DMATTN_REPLAY") or "1")

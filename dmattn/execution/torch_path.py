@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import reference
 from ..broadcast import per_query_gradient, sum_to
-from ..problem import Problem
+from ..problem import HEADS, PAIRS, QUERIES, Problem, kind_of
 from ..reference import fold_groups, kept_factor, masked_scores
 from . import torch_kernel
 
@@ -54,10 +54,11 @@ def backward(
     dtype = _compute_dtype(problem)
     kv_heads = problem.key.shape[1]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
-    if d_bias is not None and d_bias.shape[3] == 1:
+    kind = None if d_bias is None else kind_of(d_bias.shape)
+    if d_bias is not None and kind in (QUERIES, HEADS):
         per_query_gradient(lse, d_lse, d_bias)
         d_bias = None
-    d_bias_rows, d_bias_keys = (d_bias, None) if d_bias is not None and d_bias.shape[2] > 1 else (None, d_bias)
+    d_bias_rows, d_bias_keys = (d_bias, None) if kind == PAIRS else (None, d_bias)
     key_sum, value_sum, bias_sum = (
         None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
     )

@@ -47,7 +47,7 @@ class Row(NamedTuple):
     """A family of kernels. `targets` are the GPU families that it is for, None for all.
 
     Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes in any case. It `reads` what
-    other rows make. It is asked only where `needs` are wanted, all of them.
+    other rows make. It is asked only where `needs` are wanted, all of them. While it runs it `borrows` the memory of results of rows after it.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Row(NamedTuple):
     reads: frozenset[str] = frozenset()
     besides: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
+    borrows: frozenset[str] = frozenset()
 
     def refusal(self, traits: Traits) -> str | None:
         """Why the row does not serve a call, or should not; None if it serves."""
@@ -112,7 +113,8 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
         missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
         raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
-    chosen.sort(key=lambda choice: QUERY_TERMS not in choice.makes)  # which others read
+    # Others read the terms of queries. What a row borrows is to be free yet.
+    chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows))
     if any(_reads_columns(choice, traits) for choice in chosen):
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
     return tuple(chosen)
@@ -336,8 +338,9 @@ FORWARD = (
     Row("portable", frozenset({OUT}), ALL, _always),
 )
 
-OF_KEYS = frozenset({D_KEY, D_VALUE, D_BIAS_OF_KEYS})
-OF_KEYS_AND_PAIRS = frozenset({D_KEY, D_VALUE, D_BIAS_OF_PAIRS})
+KEYS_AND_VALUES = frozenset({D_KEY, D_VALUE})
+OF_KEYS = KEYS_AND_VALUES | {D_BIAS_OF_KEYS}
+OF_KEYS_AND_PAIRS = KEYS_AND_VALUES | {D_BIAS_OF_PAIRS}
 OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
@@ -348,8 +351,15 @@ HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _h
 HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **WITH_COLUMNS)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
-    Row("Hopper, bias on chip: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS, _resident_backward, **ON_HOPPER),
-    Row("Hopper, bias on chip: d_key, d_value", frozenset({D_KEY, D_VALUE}), PAIR_BIAS, _resident_backward, **ON_HOPPER),
+    Row(
+        "Hopper, bias on chip: d_query, d_bias",
+        OF_QUERIES_AND_SHARED,
+        PAIR_BIAS,
+        _resident_backward,
+        borrows=frozenset({D_KEY, D_VALUE}),
+        **ON_HOPPER,
+    ),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS, _resident_backward, **ON_HOPPER),
     Row("whole rows", GRADIENTS, MASKS | BIASES, _whole_rows, reads=TERMS),
     Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.

@@ -126,7 +126,7 @@ class Launches(TorchDispatchMode):
         return [by_name(each) for each in seen]
 
 
-SETTING = os.environ.get("DMATTN_REPLAY", "1")
+SETTING = os.environ.get("DMATTN_REPLAY") or "1"
 
 
 @pytest.fixture

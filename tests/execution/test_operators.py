@@ -37,6 +37,29 @@ def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Te
     return problem, inputs.d_out, inputs.d_lse
 
 
+@no_compile
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_biass_gradient_compiles_for_lengths_that_only_the_data_tell(backend: str) -> None:
+    """Its layout may not depend on such a length: a graph cannot branch on it."""
+
+    def loss(bias: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        places = kept.nonzero()[:, 0]
+        query = torch.ones(2, 3, 37, 16)
+        key = query[:, :, places]
+        return attention(query, key, key, bias=bias[..., places]).square().sum()
+
+    torch._dynamo.reset()
+    bias, kept = torch.randn(1, 3, 37, 40)[..., :37], torch.arange(37) % 3 == 0
+    found = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        learned = bias.clone().requires_grad_()
+        function(learned, kept).backward()
+        found.append(learned.grad)
+    torch.testing.assert_close(*found)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_opcheck(case: Case, device: str) -> None:
     problem, d_out, d_lse = problem_of(case, device)
@@ -47,7 +70,7 @@ def test_opcheck(case: Case, device: str) -> None:
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
     out, lse, states = torch.ops.dmattn.forward(*problem)
     needs = [True, True, True, problem.bias is not None]
-    arguments = (d_out, d_lse, out, lse, needs, *problem._replace(states=states))
+    arguments = (d_out, d_lse, out, lse, needs, True, *problem._replace(states=states))
     torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -36,7 +36,7 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -
         problem = problem._replace(states=states)
         operands = [*problem, out, lse, d_out, d_lse]
         seen = launches.taken(operands)
-        gradients = passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), problem)
+        gradients = passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), True, problem)
         return seen + launches.taken([*operands, *gradients])
 
     with launches:

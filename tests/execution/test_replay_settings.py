@@ -21,8 +21,7 @@ from torch import Tensor
 
 from dmattn import attention
 from dmattn.equivalence import Case
-from dmattn.execution import passes, replay
-from dmattn.execution.recorder import unknown_launcher
+from dmattn.execution import passes, recorder, replay
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -36,8 +35,9 @@ def test_a_setting_is_one_of_three() -> None:
         run = subprocess.run(call, env=os.environ | {"DMATTN_REPLAY": setting}, capture_output=True, text=True, check=False)
         devices = "()" if setting == "0" or torch.version.hip is not None else "('cuda',)"
         refused = f"ValueError: dmattn: DMATTN_REPLAY: expected 0, 1 or check, received {setting!r}"
-        assert run.stdout.strip() == (f"{devices} {setting == 'check'}" if setting in replay.SETTINGS else "")
-        assert setting in replay.SETTINGS or run.stderr.splitlines()[-1] == refused
+        obeyed = setting in ("", *replay.SETTINGS)
+        assert run.stdout.strip() == (f"{devices} {setting == 'check'}" if obeyed else "")
+        assert obeyed or run.stderr.splitlines()[-1] == refused
 
 
 @on_a_cpu
@@ -137,7 +137,7 @@ def test_calls_that_look_alike_pass_the_check(case: Case, launches: Launches, on
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
         launches.seen.clear()
         out, lse, states, *_ = passes.forward(problem)
-        passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), problem._replace(states=states))
+        passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), True, problem._replace(states=states))
         return [name for name, *_ in launches.seen]
 
     with launches:
@@ -164,6 +164,16 @@ def test_a_check_draws_no_random_numbers_for_later(launches: Launches, on_cpu_te
 
 
 @on_a_cpu
+def test_a_warning_that_is_raised_is_raised_once(launches: Launches) -> None:
+    recorder._unknown.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="Launcher"):
+            recorder.unknown_launcher("Launcher")
+        recorder.unknown_launcher("Launcher")
+
+
+@on_a_cpu
 def test_an_unknown_launcher_is_named_once(launches: Launches) -> None:
     """One that is known and has more to do is no news."""
 
@@ -173,7 +183,7 @@ def test_an_unknown_launcher_is_named_once(launches: Launches) -> None:
     Incomplete = type("CudaLauncher", (), {"launch": None})
 
     def warned(*launchers: Any) -> list[str]:
-        unknown_launcher.cache_clear()
+        recorder._unknown.clear()
         for launcher in launchers:
             replay.forget()
             kernel = Kernel("x", run=launcher)

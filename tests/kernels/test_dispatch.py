@@ -375,6 +375,22 @@ def test_columns_of_query_terms_are_made_for_the_row_that_reads_them() -> None:
         assert (keys.row.name, TERM_COLUMNS in terms.makes) == (row, columns)
 
 
+def test_a_row_runs_before_those_whose_results_it_borrows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the table has them. Their memory holds what they made afterwards."""
+    query = torch.empty(136, 4, 384, 32, dtype=BF16, device="meta")
+    bias = torch.empty(1, 4, 384, 384, dtype=BF16, device="meta")
+    problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
+    traits = Traits.of(problem, query, query, query, query, query, bias, target=("sm_90", 132))
+    borrowing = "Hopper, bias on chip: d_query, d_bias"
+    for table in (dispatch.BACKWARD, dispatch.BACKWARD[::-1]):
+        kept = [row for row in table if row.name.startswith("Hopper, bias on chip") or row.name == "query terms"]
+        monkeypatch.setattr(dispatch, "BACKWARD", sorted(kept, key=lambda row: row.name == "query terms"))
+        choices = dispatch.choose_backward(traits)
+        assert len(choices) == 3
+        assert choices[1].row.name == borrowing
+        assert choices[2].makes == choices[1].row.borrows
+
+
 def test_a_field_that_no_row_names_refuses_every_row() -> None:
     query = torch.empty(2, 4, 100, 32, dtype=torch.float16)
     problem = Problem.canonical(query, query, query, mask=None, bias=None, causal=True, window=None, scale=None, softcap=None)
