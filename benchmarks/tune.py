@@ -92,7 +92,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     if choose_forward(Traits.of(problem, out)).row.name == "split keys":
         return {"decoding": lambda: split_keys.forward(problem, out, lse)}
     with launching(d_out):
-        incoming = Incoming.without_terms(d_out, lse, lifted=False)
+        incoming = Incoming.without_terms(d_out, lse, with_columns=False)
         fill_terms(problem, incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = backend.allocate_backward(problem, needs)

@@ -121,7 +121,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with columns of queries beside those of keys.
+    The kernel is 1 % slower then with term columns beside bias columns.
     """
     if {"intervals", "bias of keys"} <= traits.features:
         return False

@@ -26,7 +26,7 @@ from ..base.launch import launch
 from ..base.layout import slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
-from .bias_columns import ones_for_lifts
+from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -57,7 +57,7 @@ class Descriptors(NamedTuple):
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 * SUB]
-    lifts: Any  # [1, 1, SUB, COLUMNS]
+    bias_columns: Any  # [1, 1, SUB, COLUMNS]
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -67,7 +67,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
     pairs = problem.pair_bias is not None
-    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, KEYS)
+    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
         _forward_kernel,
@@ -77,7 +77,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if pairs else None, block_m, sub),
         intervals=intervals,
-        lifts=lifts,
+        bias_columns=bias_columns,
         rules=rules,
         out=strided(out, heads),
         lse=strided(lse, heads),
@@ -110,13 +110,13 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, lifts, rules, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
+    q, k, v, bias (of pairs), intervals, bias_columns (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
     rules. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
@@ -144,12 +144,12 @@ def _forward_kernel(
         v=_room(v, STAGES, BLOCK_N, DIM),
         bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
         intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
-        lifts=None if lifts is None else _room(lifts, STAGES * config.BLOCKS, SUB, COLUMNS),
-        ones=None if lifts is None else ones_for_lifts(BLOCK_M),
+        bias_columns=None if bias_columns is None else _room(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
+        ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = _barriers(config)
     fence_async_shared()
-    descriptors = Descriptors(q, k, v, bias, intervals, lifts)
+    descriptors = Descriptors(q, k, v, bias, intervals, bias_columns)
     lengths = Lengths(works, heads, len_q, len_k)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
@@ -187,11 +187,11 @@ def _barriers(config: gl.constexpr):
 
 @gluon.jit
 def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
-    """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
+    """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
     TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
     INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
-    LIFT_BYTES: gl.constexpr = 0 if descriptors.lifts is None else BLOCKS * descriptors.lifts.block_type.nbytes
+    COLUMN_BYTES: gl.constexpr = 0 if descriptors.bias_columns is None else BLOCKS * descriptors.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if descriptors.bias is None else BLOCKS * config.CONSUMERS * descriptors.bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
@@ -209,11 +209,9 @@ def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.co
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
+            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
             copy_blocks(descriptors.k, seq.batch, kv_head, starts, full, tiles.k, stage)
-            copy_described(
-                descriptors.intervals, descriptors.lifts, rules, seq, starts, full, tiles.intervals, tiles.lifts, stage, BLOCKS, config.SUB
-            )
+            copy_described(descriptors, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if descriptors.bias is not None:
                 _copy_bias(descriptors.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)

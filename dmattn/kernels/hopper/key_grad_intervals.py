@@ -23,7 +23,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
-from .bias_columns import lift_room, ones_for_lifts, store_lifts
+from .bias_columns import allocate_columns, ones_for_columns, store_bias_columns
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
 from .copies import barriers as new_barriers
 from .key_tile import (
@@ -40,9 +40,9 @@ from .key_tile import (
     Tiles,
     add_tile,
     allocate_terms,
+    are_columns,
     copy_pairs,
     copy_terms,
-    holds_lifts,
     no_lane_sums,
     no_sums,
     sums_layout,
@@ -179,14 +179,14 @@ def _key_gradients_kernel(
         )
         gradients_given = new_barriers(2, 1)
         sums_given = new_barriers(2, 1)
-        lifts, key_ones = (None, None), None
+        bias_columns, key_ones = (None, None), None
         if rules.bias_by_key is not None:
-            lifts = (lift_room(BLOCK_N), lift_room(BLOCK_N))
-            key_ones = ones_for_lifts(BLOCK_M)
+            bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
+            key_ones = ones_for_columns(BLOCK_M)
         score_ones, d_p_ones = None, None
-        if holds_lifts(terms.dtype):
-            score_ones = ones_for_lifts(BLOCK_N)
-            d_p_ones = ones_for_lifts(BLOCK_N, FIRST=3)
+        if are_columns(terms.dtype):
+            score_ones = ones_for_columns(BLOCK_N)
+            d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
         room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         kv_full = barriers.kv_full.index(0)
@@ -194,7 +194,7 @@ def _key_gradients_kernel(
         copy(k, [batch, kv_head, col, 0], kv_full, k_tile)
         copy(v, [batch, kv_head, col, 0], kv_full, v_tile)
         sources = Sources(q, terms, d_out, bias=bias)
-        tiles = Tiles(k_tile, v_tile, lifts, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
+        tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
         ones = Ones(key_ones, score_ones, d_p_ones)
         exchange = Exchange(gradients_given, sums_given, room)
         results = Results(d_k, d_v, key_sums, d_bias)
@@ -295,7 +295,7 @@ def _consume(
     """Gradients of the program's keys from every second tile of queries; the first consumer stores the sum of both consumers'."""
     SUMS: gl.constexpr = sums_layout(config.DIM)
     k_tile, v_tile = tiles.k.reshape([BLOCK_N, config.DIM]), tiles.v.reshape([BLOCK_N, config.DIM])
-    context = Context(k_tile, v_tile, tiles.lifts[which], ones, tiles, barriers, rules, results, col, which)
+    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, which)
     of_group = 0
     if config.ALIKE:
         of_group = _describe_block(context, bounds, seq)
@@ -346,11 +346,11 @@ def _consume(
 
 @gluon.jit
 def _describe_block(context, bounds, seq):
-    """Store the lifts of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
+    """Store the bias columns of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
     rules, col = context.rules, context.col
     middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
     if rules.bias_by_key is not None:
-        store_lifts(context.lifts, rules, seq, col)
+        store_bias_columns(context.bias_columns, rules, seq, col)
     attending = _attending(rules, bounds, seq, col)
     begin, end = attending.begin, attending.end
     open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
