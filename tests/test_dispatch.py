@@ -49,7 +49,7 @@ not_interpreted = pytest.mark.skipif(
 )
 
 FORWARD_KERNELS = {
-    "portable.one_tile_forward._window_forward_kernel": "one tile",
+    "portable.one_tile_forward._one_tile_forward_kernel": "one tile",
     "portable.split_keys._split_kernel": "split keys",
     "hopper.forward._forward_kernel": "Hopper",
     "hopper.resident.forward._resident_forward_kernel": "Hopper, bias on chip",
@@ -59,7 +59,7 @@ FORWARD_KERNELS = {
 
 # Kernel -> its row, or rows, and where its arguments have results that it makes: those that are not None.
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
-    "portable.one_tile._window_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
+    "portable.one_tile._one_tile_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
     "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
     "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["term_columns"]}),
     "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),

@@ -133,7 +133,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "windows", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
+    """The tile of "one tile", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -153,7 +153,7 @@ def _always(traits: Traits) -> None:
 
 def _one_tile(traits: Traits) -> str | None:
     """One tile holds all pairs of a (batch, head)."""
-    tile = _tile("windows", traits)
+    tile = _tile("one tile", traits)
     if traits.heads != traits.kv_heads:
         return _GROUPED
     if traits.len_k == 0:

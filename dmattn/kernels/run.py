@@ -113,7 +113,7 @@ def backward(
 
 
 def _one_tile(call: Call, made: Made) -> None:
-    one_tile.window_gradients(
+    one_tile.gradients(
         call.problem,
         (call.d_out, call.lse, call.d_lse),
         *_of_inputs(made),
