@@ -133,7 +133,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "one tile", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
+    """The tile of "one tile", "split keys" or "rows", which depends on less than others do (`tiles.pick`)."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -165,7 +165,7 @@ def _one_tile(traits: Traits) -> str | None:
 
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
-    limits, group = _tile("decoding", traits), traits.heads // traits.kv_heads
+    limits, group = _tile("split keys", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
         return f"{visible} visible keys are fewer than two splits of {least}"

@@ -36,14 +36,14 @@ _DEFAULT = {
     "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "one tile": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
-    "decoding": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
+    "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "rows": _NO_ROWS,
 }
 _TABLE = {
-    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
-    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
-    # lives, so that smaller ones waste less. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "rows"
-    # (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "rows".
+    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json, where "split keys" are "decoding"); head dim
+    # 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals,
+    # whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head dim 32 alone was timed (t5_window in
+    # speed_nvidia_h200.json), and so of "rows" (evoformer_row, docs/history.md); with two stages ptxas serialises its matrix products.
     "sm_90": {
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -56,13 +56,13 @@ _TABLE = {
         "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
-        "decoding": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+        "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
         "rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
     },
     "hip": {"rows": _NO_ROWS}
     | {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
-        for kernel in ("forward", "keys", "queries", "products", "bias", "one tile", "decoding")
+        for kernel in ("forward", "keys", "queries", "products", "bias", "one tile", "split keys")
     },
 }
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
