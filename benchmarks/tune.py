@@ -50,7 +50,7 @@ CANDIDATES = {
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2),
         (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3),
     ),
-    "products": (
+    "queries of d_bias": (
         (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4),
     ),
     "queries": (
@@ -106,7 +106,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
         "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
     if dense is not None:
-        calls["products"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
+        calls["queries of d_bias"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
     if D_BIAS_SHARED in wanted:
         calls["bias"] = lambda: shared_gradient(problem, incoming, d_bias)
     return calls
@@ -169,7 +169,7 @@ def main() -> int:
         for kernel in CANDIDATES:
             timed = sorted((row for row in found if row["kernel"] == kernel and row["ms"]), key=lambda row: row["ms"])
             if timed:
-                print(f"{name:20s} {kernel:10s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
+                print(f"{name:20s} {kernel:17s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
         if arguments.json:
             write_json(arguments.json, {"environment": where, "rows": rows})
     return 0

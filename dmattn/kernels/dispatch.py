@@ -133,7 +133,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "one tile", "split keys" or "rows", which depends on less than others do (`tiles.pick`)."""
+    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`)."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -253,7 +253,7 @@ def _whole_rows(traits: Traits) -> str | None:
     """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules."""
     if traits.heads != traits.kv_heads:
         return _GROUPED
-    tile = _tile("rows", traits)
+    tile = _tile("whole rows", traits)
     if tile.block_m == 0:
         return (
             f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}, "

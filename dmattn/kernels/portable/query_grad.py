@@ -22,7 +22,7 @@ def query_gradients(problem: Problem, incoming: Incoming, d_query: Tensor | None
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
     batch, heads, len_q, _ = problem.query.shape
-    tile = pick("products" if stored else "queries", problem)
+    tile = pick("queries of d_bias" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
     if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
