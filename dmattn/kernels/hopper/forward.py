@@ -33,7 +33,7 @@ from .copies import (
     LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     consumers_of,
     copy,
     padded_dim,
@@ -147,7 +147,7 @@ def _forward_kernel(
         bias_columns=None if bias_columns is None else _room(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = _barriers(config)
+    barriers = _make_barriers(config)
     fence_async_shared()
     descriptors = Descriptors(q, k, v, bias, intervals, bias_columns)
     lengths = Lengths(works, heads, len_q, len_k)
@@ -171,16 +171,16 @@ def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexp
 
 
 @gluon.jit
-def _barriers(config: gl.constexpr):
+def _make_barriers(config: gl.constexpr):
     """The barriers of a program, and room for votes."""
     return Barriers(
-        q_full=barriers(1, 1),
-        q_free=barriers(1, config.CONSUMERS),
-        k_full=barriers(config.STAGES, 1),
-        k_free=barriers(config.STAGES, config.CONSUMERS),
-        v_full=barriers(config.STAGES, 1),
-        v_free=barriers(config.STAGES, config.CONSUMERS),
-        turns=barriers(config.CONSUMERS, 1),
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, config.CONSUMERS),
+        k_full=allocate_barriers(config.STAGES, 1),
+        k_free=allocate_barriers(config.STAGES, config.CONSUMERS),
+        v_full=allocate_barriers(config.STAGES, 1),
+        v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
+        turns=allocate_barriers(config.CONSUMERS, 1),
         votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 

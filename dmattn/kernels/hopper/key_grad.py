@@ -33,6 +33,7 @@ from .copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
+    allocate_barriers,
     consumers_of,
     copy,
     padded_dim,
@@ -40,7 +41,6 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .copies import barriers as new_barriers
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -165,10 +165,10 @@ def _key_gradients_kernel(
         score_ones = ones_for_columns(BLOCK_N)
         d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
     barriers = Barriers(
-        kv_full=new_barriers(1, 1),
-        q_full=new_barriers(STAGES, 1),
-        d_out_full=new_barriers(STAGES, 1),
-        free=new_barriers(STAGES, CONSUMERS),
+        kv_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 1),
+        d_out_full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, CONSUMERS),
     )
     fence_async_shared()
     kv_full = barriers.kv_full.index(0)

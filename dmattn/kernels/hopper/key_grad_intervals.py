@@ -24,8 +24,7 @@ from ..base.rules import rules_of
 from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
 from .bias_columns import allocate_columns, ones_for_columns, store_bias_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
-from .copies import barriers as new_barriers
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -172,13 +171,13 @@ def _key_gradients_kernel(
         _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
         barriers = Barriers(
-            kv_full=new_barriers(1, 1),
-            q_full=new_barriers(STAGES, 1),
-            d_out_full=new_barriers(STAGES, 1),
-            free=new_barriers(STAGES, 1),
+            kv_full=allocate_barriers(1, 1),
+            q_full=allocate_barriers(STAGES, 1),
+            d_out_full=allocate_barriers(STAGES, 1),
+            free=allocate_barriers(STAGES, 1),
         )
-        gradients_given = new_barriers(2, 1)
-        sums_given = new_barriers(2, 1)
+        gradients_given = allocate_barriers(2, 1)
+        sums_given = allocate_barriers(2, 1)
         bias_columns, key_ones = (None, None), None
         if rules.bias_by_key is not None:
             bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))

@@ -23,8 +23,7 @@ from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
-from .copies import barriers as new_barriers
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
 from .walk import (
     Lengths,
@@ -194,11 +193,11 @@ def _query_gradients_kernel(
         ones = ones_for_columns(BLOCK_M)
     tiles = Tiles(q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, column_tiles, ones)
     barriers = Barriers(
-        q_full=new_barriers(1, 1),
-        q_free=new_barriers(1, 2),
-        k_full=new_barriers(STAGES, 1),
-        v_full=new_barriers(STAGES, 1),
-        free=new_barriers(STAGES, 2),
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, 2),
+        k_full=allocate_barriers(STAGES, 1),
+        v_full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, 2),
     )
     fence_async_shared()
     lengths = Lengths(works, heads, len_q, len_k)

@@ -27,8 +27,17 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import open_keys
 from ..visits.walk import key_range
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, stage_of, store, tiled, tiled_vectors
-from .copies import barriers as new_barriers
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    padded_dim,
+    stage_of,
+    store,
+    tiled,
+    tiled_vectors,
+)
 from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
 from .shared_members import (
     BLOCK_M,
@@ -168,14 +177,14 @@ def _query_gradients_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    q_full = new_barriers(1, 1)
-    full = new_barriers(2 * MEMBERS // GROUP, 1)
-    free = new_barriers(STAGES, BLOCKS)
+    q_full = allocate_barriers(1, 1)
+    full = allocate_barriers(2 * MEMBERS // GROUP, 1)
+    free = allocate_barriers(STAGES, BLOCKS)
     bias_full, bias_free, given = None, None, None
     if BLOCKS == 1:
-        bias_full, bias_free = new_barriers(BIAS_TILES, 1), new_barriers(1, 1)
+        bias_full, bias_free = allocate_barriers(BIAS_TILES, 1), allocate_barriers(1, 1)
         part = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        given = Given(part, new_barriers(1, 1), new_barriers(1, 1))
+        given = Given(part, allocate_barriers(1, 1), allocate_barriers(1, 1))
     fence_async_shared()
     sharing = Sharing(sharing_heads, groups)
     sources = Sources(q, k, v, bias, d_out, terms)

@@ -23,7 +23,7 @@ from ..copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     consumers_of,
     copy,
     stage_of,
@@ -156,7 +156,7 @@ def _resident_key_gradients_kernel(
         terms=gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout),
         bias=allocate_bias(bias, CONSUMERS, TILES * (BLOCK_M // CHUNK), WIDE=False),
     )
-    barriers = _barriers(CONSUMERS)
+    barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
@@ -184,13 +184,13 @@ def _resident_key_gradients_kernel(
 
 
 @gluon.jit
-def _barriers(CONSUMERS: gl.constexpr):
+def _make_barriers(CONSUMERS: gl.constexpr):
     """:class:`Barriers` in their first phase."""
     return Barriers(
-        bias_full=barriers(CONSUMERS, 1),
-        kv_full=barriers(1, 1),
-        q_full=barriers(STAGES, 1),
-        q_free=barriers(STAGES, CONSUMERS),
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        kv_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 1),
+        q_free=allocate_barriers(STAGES, CONSUMERS),
     )
 
 

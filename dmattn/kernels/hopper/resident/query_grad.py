@@ -29,7 +29,7 @@ from ..copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     copy,
     stage_of,
     sync_threads,
@@ -190,7 +190,7 @@ def _resident_query_gradients_kernel(
         bias=allocate_bias(bias, CONSUMERS, KEYS // CHUNK, WIDE=True),
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
-    barriers = _barriers(CONSUMERS)
+    barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     line = Line(part_count, block_count, sharing_heads, members, len_q, len_k)
     if CONSUMERS == 2:
@@ -217,13 +217,13 @@ def _resident_query_gradients_kernel(
 
 
 @gluon.jit
-def _barriers(CONSUMERS: gl.constexpr):
+def _make_barriers(CONSUMERS: gl.constexpr):
     """:class:`Barriers` in their first phase."""
     return Barriers(
-        bias_full=barriers(CONSUMERS, 1),
-        full=barriers(STAGES, 1),
-        free=barriers(STAGES, CONSUMERS),
-        sums_full=barriers(STAGES, CONSUMERS - 1),
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, CONSUMERS),
+        sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
     )
 
 
