@@ -139,12 +139,12 @@ def _forward_kernel(
         OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
     )
     tiles = Tiles(
-        q=_room(q, CONSUMERS, BLOCK_M, DIM),
-        k=_room(k, STAGES, BLOCK_N, DIM),
-        v=_room(v, STAGES, BLOCK_N, DIM),
-        bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
-        intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
-        bias_columns=None if bias_columns is None else _room(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
+        q=_allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
+        k=_allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=_allocate_tiles(v, STAGES, BLOCK_N, DIM),
+        bias=None if bias is None else _allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else _allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else _allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = _make_barriers(config)
@@ -165,7 +165,7 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
     return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
 

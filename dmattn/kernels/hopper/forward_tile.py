@@ -252,7 +252,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:
-        s = widened(_bias_tile(tiles, stage, which, config))
+        s = widened(_load_bias(tiles, stage, which, config))
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
@@ -267,7 +267,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 if ADDS else 0, [s])
     if config.OF_PAIRS and not config.BIAS_FIRST:
-        bias = _bias_tile(tiles, stage, which, config)
+        bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
@@ -285,6 +285,6 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
 
 
 @gluon.jit
-def _bias_tile(tiles, stage, which: gl.constexpr, config: gl.constexpr):
+def _load_bias(tiles, stage, which: gl.constexpr, config: gl.constexpr):
     """The bias of a consumer's pairs in a tile, [BLOCK_M, BLOCK_N]."""
     return tiles.bias.index(config.CONSUMERS * stage + which).reshape([BLOCK_M, config.BLOCK_N]).load(config.PAIRS)

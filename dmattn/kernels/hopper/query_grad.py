@@ -293,22 +293,22 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
         sums = Sums(dq, ds, turn)
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
-            sums = _tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
+            sums = _add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
-                        sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(open_begin, open_end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
                 if rules.right is not None or not config.EVEN_N:
                     for step in range(open_end, walk.end, BLOCK_N):
-                        sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
             else:
                 for step in range(after, walk.end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(walk.end, walk.full_end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
             turn = sums.turn
             mbarrier.arrive(barriers.q_free.index(0), count=1)
             last = (turn - 1) % STAGES
@@ -345,7 +345,7 @@ def _added(sums, tiles, stage, config: gl.constexpr):
 
 
 @gluon.jit
-def _tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
+def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
     """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
     tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
     DIM: gl.constexpr = config.DIM

@@ -229,14 +229,14 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(context, state, turn, start, which, config, EDGE=True)
+            state = _add_tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(context, state, turn, start, which, config, EDGE=False)
+        state = _add_tile(context, state, turn, start, which, config, EDGE=False)
         turn += 1
     if rules.right is not None or not config.EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(context, state, turn, start, which, config, EDGE=True)
+            state = _add_tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     if BLOCKS == 2 or which == 1:
         tma.store_wait(0)
@@ -261,7 +261,7 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+def _add_tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there."""
     tiles, barriers = context.tiles, context.barriers
     BLOCKS: gl.constexpr = config.BLOCKS
