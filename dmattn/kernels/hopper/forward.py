@@ -49,8 +49,8 @@ from .walk import Lengths, copy_blocks, copy_described, even_work, key_walk, lis
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 
 
-class Descriptors(NamedTuple):
-    """Tensors as the copy engine takes them, in tiles of these shapes; None where there is none."""
+class Sources(NamedTuple):
+    """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
     k: Any  # [1, 1, SUB, PANEL]
@@ -149,14 +149,14 @@ def _forward_kernel(
     )
     barriers = _make_barriers(config)
     fence_async_shared()
-    descriptors = Descriptors(q, k, v, bias, intervals, bias_columns)
+    sources = Sources(q, k, v, bias, intervals, bias_columns)
     lengths = Lengths(works, heads, len_q, len_k)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
             (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
             if which < CONSUMERS
-            else (_produce, (descriptors, tiles, barriers, rules, lengths, groups, config))
+            else (_produce, (sources, tiles, barriers, rules, lengths, groups, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],
@@ -186,13 +186,13 @@ def _make_barriers(config: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
+def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
     TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
-    INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
-    COLUMN_BYTES: gl.constexpr = 0 if descriptors.bias_columns is None else BLOCKS * descriptors.bias_columns.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if descriptors.bias is None else BLOCKS * config.CONSUMERS * descriptors.bias.block_type.nbytes
+    INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
+    COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
@@ -200,9 +200,9 @@ def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.co
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
         mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * descriptors.q.block_type.nbytes)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
         for i in gl.static_range(config.CONSUMERS):
-            copy(descriptors.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
@@ -210,13 +210,13 @@ def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.co
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(descriptors.k, seq.batch, kv_head, starts, full, tiles.k, stage)
-            copy_described(descriptors, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
-            if descriptors.bias is not None:
-                _copy_bias(descriptors.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
+            if sources.bias is not None:
+                _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(descriptors.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
 
 
