@@ -65,10 +65,10 @@ def _forward_kernel(
 
 
 @triton.jit
-def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+def _attend(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, EDGE: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, HIDES, False, PRECISION)
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE, False, PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, False)

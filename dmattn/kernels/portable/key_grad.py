@@ -120,7 +120,7 @@ def _key_gradients_kernel(
 
 @triton.jit
 def _accumulate(
-    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, HIDES: tl.constexpr, PRECISION: tl.constexpr
+    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
@@ -129,7 +129,7 @@ def _accumulate(
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, True, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, True, PRECISION)
     if d_v is not None:
         dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

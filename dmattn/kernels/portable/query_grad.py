@@ -86,7 +86,7 @@ def _query_gradients_kernel(
 @triton.jit
 def _accumulate(
     q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims,
-    HIDES: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dS, stored if dBias is wanted or read where it is STORED already, and added to dq if dQ is wanted."""
     k, v, d_q, d_bias = tensors
@@ -96,7 +96,7 @@ def _accumulate(
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, False, PRECISION)
+        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, False, PRECISION)
         if d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if d_q is not None:
