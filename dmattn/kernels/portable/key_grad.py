@@ -91,14 +91,12 @@ def _key_gradients_kernel(
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-            dk, dv, sums = _accumulate(
-                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION
-            )
+            dk, dv, sums = _add_tile(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION)
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
                 start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-                dk, dv, sums = _accumulate(
+                dk, dv, sums = _add_tile(
                     incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, False, PRECISION
                 )
         if rules.lists is None and rules.first is None:
@@ -119,7 +117,7 @@ def _key_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(
+def _add_tile(
     incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""

@@ -66,12 +66,12 @@ def _query_gradients_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
+        dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
+            dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -84,7 +84,7 @@ def _query_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(
+def _add_tile(
     q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims,
     EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
