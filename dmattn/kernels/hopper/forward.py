@@ -42,7 +42,7 @@ from .copies import (
     tiled,
 )
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
-from .registers import exponent_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
+from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import Lengths, copy_blocks, copy_described, even_work, key_walk, listed_keys, tile_range, visits_of, work_of
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
@@ -281,7 +281,7 @@ def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
     lse_rows = gl.where(row_sum == 0.0, float("-inf"), (sums.row_max * exponent_factor(context.rules) + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-    store_rows(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
+    store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 
 @gluon.jit

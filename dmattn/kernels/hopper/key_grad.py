@@ -65,7 +65,7 @@ from .key_tile import (
     turn_of,
     uniform_bias_of,
 )
-from .registers import store_rows, sums_of_lanes
+from .registers import store_tile, sums_of_lanes
 
 STAGES = gl.constexpr(2)  # tiles of queries, dO and bias in shared memory
 
@@ -285,9 +285,9 @@ def _consume(
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, sums.d_k * rules.scale, config.HEAD_DIM)
+        store_tile(d_k, seq, col, seq.len_k, sums.d_k * rules.scale, config.HEAD_DIM)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, sums.d_v, config.VALUE_DIM)
+        store_tile(d_v, seq, col, seq.len_k, sums.d_v, config.VALUE_DIM)
 
 
 @gluon.jit

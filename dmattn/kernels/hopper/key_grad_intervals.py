@@ -49,7 +49,7 @@ from .key_tile import (
     turn_of,
     uniform_bias_of,
 )
-from .registers import interval_of, places_of, store_rows, sums_of_lanes
+from .registers import interval_of, places_of, store_tile, sums_of_lanes
 
 STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 
@@ -230,9 +230,9 @@ def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constex
     SUMS: gl.constexpr = sums_layout(config.DIM)
     zeros = gl.full([BLOCK_N, config.DIM], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
+        store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
+        store_tile(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
     if key_sums is not None:
         no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         for head in range(seq.head, seq.head + (1 if config.BY_GROUP else groups)):
@@ -331,9 +331,9 @@ def _consume(
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
-            store_rows(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+            store_tile(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
         if results.d_v is not None:
-            store_rows(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
+            store_tile(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
         mbarrier.wait(exchange.gradients.index(0), 0)
         if results.d_k is not None:

@@ -24,7 +24,7 @@ from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
+from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile
 from .walk import (
     Lengths,
     bias_columns_of,
@@ -317,7 +317,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        store_rows(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
+        store_tile(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit

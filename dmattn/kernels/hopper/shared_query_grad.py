@@ -38,7 +38,7 @@ from .copies import (
     tiled,
     tiled_vectors,
 )
-from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
+from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_tile
 from .shared_members import (
     BLOCK_M,
     Barriers,
@@ -244,7 +244,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
             _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
         this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads)
-        store_rows(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
+        store_tile(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit

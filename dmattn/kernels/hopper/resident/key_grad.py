@@ -30,7 +30,7 @@ from ..copies import (
     tiled,
     tiled_vectors,
 )
-from ..registers import as_factor, rounded_pairs, store_rows
+from ..registers import as_factor, rounded_pairs, store_tile
 from .bias import DIM, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
@@ -262,9 +262,9 @@ def _consume(tiles, barriers, bias, rules, part, d_k, d_v, which: gl.constexpr, 
             turn += 1
         seq = sequence_of(part, member)
         if d_k is not None:
-            store_rows(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
+            store_tile(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
         if d_v is not None:
-            store_rows(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
+            store_tile(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
         phase ^= 1
 
 
