@@ -245,7 +245,7 @@ def _consume(
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
-            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+            sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys = Keys(uniform_bias_of(rules, this))
         if rules.bias_by_key is not None:
             store_bias_columns(context.bias_columns, rules, this, col)
@@ -285,9 +285,9 @@ def _consume(
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
-        store_tile(d_k, seq, col, seq.len_k, sums.d_k * rules.scale, config.HEAD_DIM)
+        store_tile(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
     if d_v is not None:
-        store_tile(d_v, seq, col, seq.len_k, sums.d_v, config.VALUE_DIM)
+        store_tile(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
 
 
 @gluon.jit

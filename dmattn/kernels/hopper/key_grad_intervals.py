@@ -304,7 +304,7 @@ def _consume(
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
-            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+            sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
         begin, end = steps.begin, steps.end
         mine = begin + ((before + which) % 2) * BLOCK_M
@@ -331,15 +331,15 @@ def _consume(
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
-            store_tile(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+            store_tile(results.d_k, seq, col, seq.len_k, (sums.dk + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
         if results.d_v is not None:
-            store_tile(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
+            store_tile(results.d_v, seq, col, seq.len_k, sums.dv + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
         mbarrier.wait(exchange.gradients.index(0), 0)
         if results.d_k is not None:
-            given.index(0).store(sums.d_k)
+            given.index(0).store(sums.dk)
         if results.d_v is not None:
-            given.index(1).store(sums.d_v)
+            given.index(1).store(sums.dv)
         mbarrier.arrive(exchange.gradients.index(1), count=1)
 
 

@@ -99,8 +99,8 @@ class Keys(NamedTuple):
 class Sums(NamedTuple):
     """Running sums over queries in float32."""
 
-    d_k: Any  # [BLOCK_N, DIM], without the scale
-    d_v: Any  # [BLOCK_N, DIM]
+    dk: Any  # [BLOCK_N, DIM], without the scale
+    dv: Any  # [BLOCK_N, DIM]
     lanes: Any  # [BLOCK_N, 4], of dS by lane (`lane_sums`)
 
 
@@ -231,7 +231,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     if AS_COLUMNS and rules.bias is not None and rules.bias_by_key is None and tiles.q.dtype.is_fp16():
         exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
     p = gl.exp2(exponents)
-    dk, dv, lanes = sums.d_k, sums.d_v, sums.lanes
+    dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), FACTOR), d_out_tile, dv, is_async=True)
     delta_rows = _term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
