@@ -85,7 +85,7 @@ class Queries(NamedTuple):
 
     q: Any  # [BLOCK_M, DIM]
     d_out: Any  # [BLOCK_M, DIM]
-    subtrahend: Any  # [BLOCK_M]; scores are lessened by it
+    divisor: Any  # [BLOCK_M], the first term
     delta: Any  # [BLOCK_M]
 
 
@@ -275,7 +275,7 @@ def _queries(tiles, stage, config: gl.constexpr):
     return Queries(
         q=tiles.q.index(stage).reshape([BLOCK_M, config.DIM]),
         d_out=tiles.d_out.index(stage).reshape([BLOCK_M, config.DIM]),
-        subtrahend=vectors.index(2 * stage),
+        divisor=vectors.index(2 * stage),
         delta=vectors.index(2 * stage + 1),
     )
 
@@ -297,7 +297,7 @@ def _add(sums, s, d_p, queries, factor, chunk: gl.constexpr, config: gl.constexp
     DTYPE: gl.constexpr = queries.q.dtype
     dk = sums.dk
     dv = sums.dv
-    p = gl.exp2(s * factor - queries.subtrahend.slice(START, CHUNK).load(COLS)[None, :])  # [BLOCK_N, CHUNK]
+    p = gl.exp2(s * factor - queries.divisor.slice(START, CHUNK).load(COLS)[None, :])  # [BLOCK_N, CHUNK]
     if config.OF_VALUES:
         dv = warpgroup_mma(as_factor(rounded_pairs(p, DTYPE), DTYPE, FACTOR), queries.d_out.slice(START, CHUNK), dv, is_async=True)
     ds = p * (d_p - queries.delta.slice(START, CHUNK).load(COLS)[None, :])

@@ -87,7 +87,7 @@ class Barriers(NamedTuple):
 class Terms(NamedTuple):
     """Terms of queries (`query_terms.Incoming`)."""
 
-    subtrahend: Any  # [BLOCK_M]; scores are lessened by it
+    divisor: Any  # [BLOCK_M], the first term
     delta: Any  # [BLOCK_M]
 
 
@@ -359,7 +359,7 @@ def _member(context, vectors, totals, turn, which: gl.constexpr, config: gl.cons
             s, dq = warpgroup_mma_wait(1, [s, dq])
         else:
             s = warpgroup_mma_wait(1, [s])
-        p = gl.exp2(s * context.factor - vectors.subtrahend[:, None])
+        p = gl.exp2(s * context.factor - vectors.divisor[:, None])
         d_p = warpgroup_mma_wait(0, [d_p])
         ds = p * (d_p - vectors.delta[:, None])
         further_totals += (totals[i] + ds,)
