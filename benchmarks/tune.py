@@ -8,6 +8,7 @@ python benchmarks/tune.py --json benchmarks/results/tune_nvidia_h200.json       
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,7 @@ CANDIDATES = {
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (128, 64, 4, 2), (64, 128, 4, 2), (128, 128, 8, 2),
         (64, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3),
     ),
-    "products": (
+    "queries of d_bias": (
         (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4),
     ),
     "queries": (
@@ -57,7 +58,7 @@ CANDIDATES = {
         (128, 32, 4, 2), (128, 32, 8, 3),
     ),
     "bias": ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (128, 128, 8, 2), (128, 64, 4, 2)),
-    "decoding": (
+    "split keys": (
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3), (64, 32, 4, 4),
         (64, 64, 2, 3), (64, 32, 2, 4),
     ),
@@ -85,14 +86,14 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
 
 
 def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Each kernel of the problem's forward and backward pass as a call of its own; of decoding the forward pass."""
+    """Each kernel of the problem's forward and backward pass as a call of its own; of split keys the forward pass."""
     out, lse, states = backend.allocate_forward(problem)
     problem = problem._replace(states=states)
     kernels.forward(problem, out, lse)
     if choose_forward(Traits.of(problem, out)).row.name == "split keys":
-        return {"decoding": lambda: split_keys.forward(problem, out, lse)}
+        return {"split keys": lambda: split_keys.forward(problem, out, lse)}
     with launching(d_out):
-        incoming = Incoming.without_terms(d_out, lse, lifted=False)
+        incoming = Incoming.without_terms(d_out, lse, with_columns=False)
         fill_terms(problem, incoming, out, None)
     needs = [True, True, True, problem.bias is not None]
     d_query, d_key, d_value, d_bias = backend.allocate_backward(problem, needs)
@@ -105,7 +106,7 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
         "queries": lambda: query_gradients(problem, incoming, d_query, None),
     }
     if dense is not None:
-        calls["products"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
+        calls["queries of d_bias"] = lambda: query_gradients(problem, incoming, d_query, dense, stored=True)
     if D_BIAS_SHARED in wanted:
         calls["bias"] = lambda: shared_gradient(problem, incoming, d_bias)
     return calls
@@ -121,7 +122,7 @@ def sweep(workload: Workload, kernels: list[str], device: torch.device) -> list[
             continue
         usual = dict(table)
         for candidate in CANDIDATES[kernel]:
-            table.update({kind: ((256, Tile(*candidate)),) for kind in usual if kind.partition(" ")[0] == kernel})
+            table.update({kind: ((256, Tile(*candidate)),) for kind in usual if re.fullmatch(f"{kernel}( with .*| by .*)?", kind)})
             forget()
             row = {"workload": workload.name, "kernel": kernel, "tile": candidate, "ms": None, "refused": None}
             try:
@@ -168,7 +169,7 @@ def main() -> int:
         for kernel in CANDIDATES:
             timed = sorted((row for row in found if row["kernel"] == kernel and row["ms"]), key=lambda row: row["ms"])
             if timed:
-                print(f"{name:20s} {kernel:8s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
+                print(f"{name:20s} {kernel:17s}", "  ".join(f"{row['tile']} {row['ms']:.3f}" for row in timed[:5]), flush=True)
         if arguments.json:
             write_json(arguments.json, {"environment": where, "rows": rows})
     return 0

@@ -322,8 +322,8 @@ class _Call:
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
         if "query terms" in makes:
-            incoming = Incoming.without_terms(self.out, self.lse, lifted="columns of query terms" in makes)
-            total += _size(incoming.terms, incoming.lifts)
+            incoming = Incoming.without_terms(self.out, self.lse, with_columns="columns of query terms" in makes)
+            total += _size(incoming.terms, incoming.term_columns)
         d_bias = self.gradients[3]
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums

@@ -294,7 +294,7 @@ HOPPER = (
     Case("hopper-even-640", 640, batch=4, heads=12, head_dim=128, reason="no tile with an edge, and two rounds of some programs"),
     Case("hopper-high-scores-400x1300", 400, 1300, head_dim=128, scale=2.0, reason="maxima that do not do for later tiles: they are computed again"),
     Case("hopper-high-scores-block-mask-400x1304", 400, 1304, head_dim=128, mask="b1qk", keep="blocks", scale=2.0, reason="the same, in listed tiles"),
-    Case("hopper-high-scores-several-blocks-a-program-393x900", 393, 900, batch=5, heads=9, head_dim=128, bias="b11k", scale=2.0, reason="the same, with lifts"),
+    Case("hopper-high-scores-several-blocks-a-program-393x900", 393, 900, batch=5, heads=9, head_dim=128, bias="b11k", scale=2.0, reason="the same, with bias columns"),
     Case("hopper-three-consumers-high-scores-380x2056", 380, 2056, batch=9, heads=8, kv_heads=4, head_dim=64, scale=3.0, reason="the same, out of turn"),
     Case("hopper-exact-scale-dense-bias-causal-400x520", 400, 520, heads=3, head_dim=128, bias="bhqk", causal=True, scale=0.125, reason="products are added to the bias"),
     Case("hopper-scale-one-shared-bias-393x904", 393, 904, batch=5, heads=9, head_dim=128, bias="1hqk", scale=1.0, reason="the same in float16, where maxima rise"),

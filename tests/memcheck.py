@@ -19,7 +19,7 @@ from dmattn.equivalence import Case, check
 from dmattn.kernels import traits
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.hopper.resident import bias as hopper_resident
-from dmattn.kernels.portable import split_keys as decoding
+from dmattn.kernels.portable import split_keys
 
 CASES = (
     Case("dense-bias-causal", 65, 37, heads=2, bias="bhqk", causal=True),
@@ -63,7 +63,7 @@ CASES = (
     Case("decoding-listed-intervals-window", 2, 1999, intervals="padding", window=(1500, 0)),
     *cases.FAULTS,
 )
-decoding.LISTED_BYTES = 0  # lists for small problems too
+split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
 hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias beside dQ
 

@@ -123,7 +123,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with columns of queries beside those of keys.
+    The kernel is 1 % slower then with term columns beside bias columns.
     """
     if {"intervals", "bias of keys"} <= traits.features:
         return False
@@ -134,8 +134,8 @@ def _nobody(refusals: list[Refusal]) -> str:
     return "dmattn: no kernel serves this call: " + "; ".join(f"{refusal.row} {refusal.reason}" for refusal in refusals)
 
 
-def _tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "windows", "decoding" or "rows", which depends on less than others do (`tiles.pick`)."""
+def _find_tile(kernel: str, traits: Traits) -> Tile:
+    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`)."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -155,7 +155,7 @@ def _always(traits: Traits) -> None:
 
 def _one_tile(traits: Traits) -> str | None:
     """One tile holds all pairs of a (batch, head)."""
-    tile = _tile("windows", traits)
+    tile = _find_tile("one tile", traits)
     if traits.heads != traits.kv_heads:
         return _GROUPED
     if traits.len_k == 0:
@@ -167,7 +167,7 @@ def _one_tile(traits: Traits) -> str | None:
 
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
-    limits, group = _tile("decoding", traits), traits.heads // traits.kv_heads
+    limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
         return f"{visible} visible keys are fewer than two splits of {least}"
@@ -255,7 +255,7 @@ def _whole_rows(traits: Traits) -> str | None:
     """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules."""
     if traits.heads != traits.kv_heads:
         return _GROUPED
-    tile = _tile("rows", traits)
+    tile = _find_tile("whole rows", traits)
     if tile.block_m == 0:
         return (
             f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}, "

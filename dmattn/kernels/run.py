@@ -71,12 +71,12 @@ class Call:
     d_out: Tensor
     d_lse: Tensor | None
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
-    columns: bool  # whether terms of queries are made as columns, too
+    with_columns: bool  # whether terms of queries are made as columns, too
 
     @cached_property
     def incoming(self) -> Incoming:
         """d_out and lse with room for the terms of queries, which one row fills and others read."""
-        return Incoming.without_terms(self.d_out, self.lse, self.columns)
+        return Incoming.without_terms(self.d_out, self.lse, self.with_columns)
 
 
 @on_its_device
@@ -113,7 +113,7 @@ def backward(
 
 
 def _one_tile(call: Call, made: Made) -> None:
-    one_tile.window_gradients(
+    one_tile.gradients(
         call.problem,
         (call.d_out, call.lse, call.d_lse),
         *_of_inputs(made),

@@ -61,7 +61,7 @@ def test_kernels_compile_without_excess(target):
     assert not ended, "\n".join([*ended, run.stderr[-3000:]])
     kernels = {row["kernel"] for row in rows}
     expected = {"_forward_kernel", "_terms_kernel", "_key_gradients_kernel", "_query_gradients_kernel", "_shared_gradient_kernel"}
-    expected |= {"_window_forward_kernel", "_window_gradients_kernel", "_sum_parts_kernel"}
+    expected |= {"_one_tile_forward_kernel", "_one_tile_gradients_kernel", "_sum_parts_kernel"}
     expected |= {"_summary_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     expected |= {"_split_kernel", "_merge_splits_kernel"}

@@ -46,7 +46,7 @@ not_interpreted = pytest.mark.skipif(
 )
 
 FORWARD_KERNELS = {
-    "portable.one_tile_forward._window_forward_kernel": "one tile",
+    "portable.one_tile_forward._one_tile_forward_kernel": "one tile",
     "portable.split_keys._split_kernel": "split keys",
     "hopper.forward._forward_kernel": "Hopper",
     "hopper.resident.forward._resident_forward_kernel": "Hopper, bias on chip",
@@ -56,9 +56,9 @@ FORWARD_KERNELS = {
 
 # Kernel -> its row, or rows, and where its arguments have results that it makes: those that are not None.
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
-    "portable.one_tile._window_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
+    "portable.one_tile._one_tile_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
     "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
-    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["lifts"]}),
+    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["term_columns"]}),
     "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
     "hopper.key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
@@ -69,7 +69,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     ),
     "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
-        {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["query_lifts"]},
+        {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
     ),
     "hopper.shared_query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query, d_bias",

@@ -1,10 +1,14 @@
 """Compare what kernels compile to, and how they are launched, with an earlier commit.
 
     python tests/tools/same_ptx.py BASE [--targets sm_80 sm_90 gfx942] [--python OTHER ...] [--few] [--kernels hopper_forward]
+                                    [--renamed _old_kernel=_new_kernel ...]
 
 For a change that should move or rename code alone. The launches are those of the compile report of each tree, on tensors without storage, so
 no GPU is needed. A launch is its case, kernel, grid and the numbers that the kernel gets; a compilation is its assembly (PTX, or AMD's), the
 warps and the bytes of shared memory. Assembly is made without line numbers; names of modules do not appear in it, those of kernels do.
+
+A kernel that has another name than in BASE is a difference, unless `--renamed` names it: then BASE's assembly and launches are read with the new
+name.
 
 `--python` is an interpreter with another Triton, and may be repeated; without it the running one is taken. Records of commits are kept in
 build/same_ptx/. Prints each difference, with files to diff, and exits with 1 if there is one.
@@ -48,7 +52,9 @@ def main() -> int:
         default="",
         help="compile only those whose module and name, as in hopper_forward._forward_kernel, have this regular expression",
     )
+    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="a kernel of BASE and its name here")
     options = parser.parse_args()
+    renamed = dict(pair.split("=") for pair in options.renamed)
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", options.base], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -60,10 +66,24 @@ def main() -> int:
         for target in options.targets:
             wanted = Wanted(target, options.few, options.kernels)
             name = "-".join([target, triton, *["few"] * options.few, *re.findall(r"\w+", options.kernels)])
-            base = _base(commit, python, wanted, name)
+            base = with_names(renamed, _base(commit, python, wanted, name), KEPT / commit / name)
             here = _record(ROOT, python, wanted, KEPT / "here" / name)
             differences += compare(base, here, f"{target}, Triton {triton}")
     return int(differences > 0)
+
+
+def with_names(renamed: dict[str, str], record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A record whose assembly is in `folder`, as it would be with other names of kernels."""
+    compilations = []
+    for kernel, digest, *measured in record["compilations"]:
+        if kernel in renamed and measured:
+            code = (folder / f"{digest}.txt").read_text()
+            code = re.sub(rf"(?<![a-z0-9_]){kernel}(?=_param_|\b)", renamed[kernel], code)
+            digest = hashlib.sha256(code.encode()).hexdigest()[:12]
+            (folder / f"{digest}.txt").write_text(code)
+        compilations.append([renamed.get(kernel, kernel), digest, *measured])
+    launches = [[case, renamed.get(kernel, kernel), *others] for case, kernel, *others in record["launches"]]
+    return {"launches": launches, "compilations": compilations}
 
 
 def compare(base: dict[str, Any], here: dict[str, Any], title: str) -> int:

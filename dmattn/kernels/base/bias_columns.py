@@ -1,7 +1,7 @@
-"""Bias columns: three more columns of a product, which meet ones. They add a number to whole rows or columns for no instruction a pair.
+"""Bias columns: a bias of keys as three more columns of a product, which meet ones. It is added to the scores for no instruction a pair.
 
-A bias of keys lifts the scores of its keys in this way. Terms of queries (base/query_terms.py) lower scores and dP in the kernels of dK and dV,
-except beside a bias of keys with intervals. The number is the sum of three bfloat16 numbers, in units of the products; that is as near as
+Term columns (base/query_terms.py) are terms of queries in the same form. They lower scores and dP in the kernels of dK and dV, except beside a
+bias of keys with intervals. The number is the sum of three bfloat16 numbers, in units of the products; that is as near as
 float32 comes. Products take 16 columns at a time, so the others are 0.
 """
 
@@ -22,8 +22,8 @@ def bounded(bias, scale):
 
 
 @triton.jit
-def lift_columns(bias, scale, column):
-    """The lifts of keys in these columns: three parts of the bias, in units of the products, then 0. `bias` and `column` broadcast."""
+def columns_of(bias, scale, column):
+    """The bias columns of these numbers: three parts of the bias, in units of the products, then 0. `bias` and `column` broadcast."""
     return three_parts(tl.div_rn(bounded(bias.to(tl.float32), scale), scale), column)
 
 

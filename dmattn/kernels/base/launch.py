@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...recording import recorder
 from .device import device_family
-from .overlap import launch_options
+from .overlap import overlap_options
 
 _one_at_a_time = RLock()  # the assembler is a setting of the process, and every device has its own backward thread
 
@@ -47,7 +47,7 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel on a grid of one axis; `arguments` are its own and Triton's options."""
-    compiled = kernel[(programs,)](**arguments, **launch_options())
+    compiled = kernel[(programs,)](**arguments, **overlap_options())
     writer = recorder()
     if writer is None:
         return

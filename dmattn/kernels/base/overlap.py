@@ -16,7 +16,7 @@ from triton.runtime import driver
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-def launch_options() -> dict[str, Any]:
+def overlap_options() -> dict[str, Any]:
     """Keyword arguments of Triton's for a launch on the current device."""
     if INTERPRETED.value:
         return {}

@@ -19,7 +19,7 @@ from .tiles import block_dim
 
 BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
 ROWS = 32  # queries of a program
-LIFT_COLUMNS = tl.constexpr(8)  # of lifts in memory; the copy engine fills up with 0
+STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
@@ -27,22 +27,22 @@ class Incoming(NamedTuple):
     """Inputs of the backward pass by query: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
 
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
-    is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `lifts` (B, H, Sq in whole BLOCKs, LIFT_COLUMNS)
-    bfloat16 hold both terms once more, for products to add (base/bias_columns.py); or they are None.
+    is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
+    STORED_COLUMNS), hold both terms once more, for products to add (base/bias_columns.py); or they are None.
     """
 
     d_out: Tensor
     lse: Tensor
     terms: Tensor
-    lifts: Tensor | None
+    term_columns: Tensor | None
 
     @classmethod
-    def without_terms(cls, d_out: Tensor, lse: Tensor, lifted: bool) -> "Incoming":
+    def without_terms(cls, d_out: Tensor, lse: Tensor, with_columns: bool) -> "Incoming":
         """With room for the terms, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
-        lifts = lse.new_empty((batch, heads, padded, LIFT_COLUMNS.value), dtype=torch.bfloat16) if lifted else None
-        return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), lifts)
+        term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if with_columns else None
+        return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), term_columns)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
@@ -60,7 +60,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
-        lifts=strided(incoming.lifts, heads),
+        term_columns=strided(incoming.term_columns, heads),
         scale=problem.scale,
         heads=heads,
         len_q=len_q,
@@ -74,7 +74,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
 
 @triton.jit
 def _terms_kernel(
-    out, d_out, lse, d_lse, terms, lifts, scale, heads, len_q, padded_len_q,
+    out, d_out, lse, d_lse, terms, term_columns, scale, heads, len_q, padded_len_q,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
@@ -89,28 +89,28 @@ def _terms_kernel(
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     if d_lse is not None:
         delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
-    store_terms((terms, lifts, scale), seq, rows.start, rows.index, tl.arange(0, LIFT_COLUMNS), lse_rows, delta)
+    store_terms((terms, term_columns, scale), seq, rows.start, rows.index, tl.arange(0, STORED_COLUMNS), lse_rows, delta)
 
 
 @triton.jit
 def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
-    """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, lifts, scale).
+    """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, term_columns, scale).
 
-    `column` are the numbers of the lifts' columns. Columns 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
+    `column` numbers the term columns. Columns 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
     products. Columns 3 to 5 hold -delta, which lowers dP. The others hold 0. Each column is finite, because the other product meets it with 0:
     for a row without probabilities, too, and for an infinite delta. The three columns of such a row sum to -inf and leave no score. A NaN, of
     dLSE too, reaches dV so, as it reaches dQ and dK.
     """
-    terms, lifts, scale = places
+    terms, term_columns, scale = places
     pointers = slice_pointer(terms, seq) + start + index
     divisor_rows = divisor2(lse_rows)
     tl.store(pointers, divisor_rows)
     tl.store(pointers + terms.row, delta_rows)
-    if lifts is not None:
+    if term_columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")
         lowered = three_parts(-tl.div_rn(tl.where(none_left, 0.0, divisor_rows), scale * LOG2E)[:, None], column)
         lowered = tl.where(none_left[:, None] & (column < 3), -FINITE, lowered.to(tl.float32)).to(tl.bfloat16)
         d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
         parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
-        tl.store(slice_pointer(lifts, seq) + (tl.cast(start, tl.int64) + index)[:, None] * lifts.row + column, parts)
+        tl.store(slice_pointer(term_columns, seq) + (tl.cast(start, tl.int64) + index)[:, None] * term_columns.row + column, parts)

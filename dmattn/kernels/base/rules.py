@@ -88,10 +88,10 @@ def _shared(problem: Problem) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, HIDES: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
-    Without HIDES no pair of the tile is hidden, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
+    A tile that is no EDGE hides no pair, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
     queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
@@ -108,7 +108,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, HIDES: tl.constexpr, KEYS_DOW
         s += bias2
     elif rules.bias is not None:
         s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
-    if HIDES:
+    if EDGE:
         s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
     return s, tanh
 

@@ -24,8 +24,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "windows" and "rows", which keep whole lengths on chip
-_NO_ROWS = ((256, _NOTHING_FITS),)
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip
+_NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
 # 99 KiB of shared memory; it and hip are chosen by the compile-only report (tests/kernels/test_compile_targets.py), not by time.
@@ -33,17 +33,18 @@ _DEFAULT = {
     "forward": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "keys": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
-    "products": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
+    "queries of d_bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
     "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
-    "windows": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
-    "decoding": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
-    "rows": _NO_ROWS,
+    "one tile": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
+    "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
+    "whole rows": _NO_WHOLE_ROWS,
 }
 _TABLE = {
-    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json); head dim 256 untimed. "with pairs" is with
-    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
-    # lives, so that smaller ones waste less. Of "windows" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "rows"
-    # (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "rows".
+    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json, where "split keys" are "decoding" and
+    # "queries of d_bias" are "products"); head dim 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
+    # shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head dim
+    # 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with two stages ptxas
+    # serialises the matrix products of "whole rows".
     "sm_90": {
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -53,20 +54,20 @@ _TABLE = {
         "keys by intervals": ((128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
         "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
         "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
-        "products": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
+        "queries of d_bias": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
-        "windows": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
-        "decoding": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
-        "rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
+        "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
+        "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+        "whole rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
     },
-    "hip": {"rows": _NO_ROWS}
+    "hip": {"whole rows": _NO_WHOLE_ROWS}
     | {
         kernel: ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1)))
-        for kernel in ("forward", "keys", "queries", "products", "bias", "windows", "decoding")
+        for kernel in ("forward", "keys", "queries", "queries of d_bias", "bias", "one tile", "split keys")
     },
 }
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
-_WIDE_WINDOWS = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "windows", which spills where heads are wider
+_WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "one tile", which spills where heads are wider
 _INTERPRETED = Tile(32, 32, 4, 1)
 
 
@@ -91,7 +92,7 @@ def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int,
     table = _TABLE.get(family, _DEFAULT)
     rows = table[next(kind for kind in kinds if kind in table)]
     if dtype == torch.float32:
-        rows = {"windows": _WIDE_WINDOWS, "rows": _NO_ROWS}.get(kinds[-1], _WIDE_FLOATS)
+        rows = {"one tile": _WIDE_ONE_TILE, "whole rows": _NO_WHOLE_ROWS}.get(kinds[-1], _WIDE_FLOATS)
     dim = max(block_dim(head_dim), block_dim(value_dim))
     return next(tile for largest, tile in rows if dim <= largest)
 

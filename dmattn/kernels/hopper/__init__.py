@@ -4,7 +4,7 @@ One program of the forward pass::
 
     producer, 1 warp      shared memory                       consumer, 4 warps and 64 queries, one of two or three
     wait q_free, copy ->  q[consumer]                         S = Q K^T, of the next tile
-    wait k_free, copy ->  k, bias, intervals, lifts [stage]   P = softmax(S + bias), while others multiply
+    wait k_free, copy ->  k, bias, intervals [stage]          P = softmax(S + bias), while others multiply
     wait v_free, copy ->  v[stage]                            O += P V, of the tile before
 
 `full` barriers say that a copy has come, `free` barriers that all consumers have used it.
@@ -14,6 +14,6 @@ Reading order: `copies` (descriptors, barriers, stages), `registers` (`ruled`: t
 `shared_query_grad` with its `shared_members`; `resident`, for narrow heads that share a bias.
 
 Glossary: a stage is a place of a tile in shared memory; a turn counts tiles and gives the stage, and the phase by its parity. An edge is a
-tile that may hide pairs; an open one hides none. Members are the (batch, head) that share a slice of the bias. Lifts are a bias of keys as
-columns of a product, and ones their other factor. Terms are lse and delta of queries.
+tile that may hide pairs; an open one hides none. Members are the (batch, head) that share a slice of the bias. Bias columns are a bias of
+keys as columns of a product, and ones their other factor. Terms are lse and delta of queries.
 """

@@ -23,8 +23,7 @@ from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
 from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
-from .copies import barriers as new_barriers
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
 from .registers import Hiding, exponent_factor, load_vector, ruled
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -151,11 +150,11 @@ def _shared_gradient_kernel(
         bias=gl.allocate_shared_memory(bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], bias.layout),
     )
     barriers = Barriers(
-        bias_full=new_barriers(1, 1),
-        full=new_barriers(STAGES, 1),
-        free=new_barriers(STAGES, 2),
-        late_full=new_barriers(LATE_STAGES, 1),
-        late_free=new_barriers(LATE_STAGES, 2),
+        bias_full=allocate_barriers(1, 1),
+        full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, 2),
+        late_full=allocate_barriers(LATE_STAGES, 1),
+        late_free=allocate_barriers(LATE_STAGES, 2),
     )
     fence_async_shared()
     mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)

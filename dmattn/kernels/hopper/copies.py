@@ -68,7 +68,7 @@ _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, r
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     """`count` barriers in shared memory, each of which completes a phase with that many arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):

@@ -26,14 +26,14 @@ from ..base.launch import launch
 from ..base.layout import slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
-from .bias_columns import ones_for_lifts
+from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     consumers_of,
     copy,
     padded_dim,
@@ -42,22 +42,22 @@ from .copies import (
     tiled,
 )
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
-from .registers import exponent_factor, lane_sums, rounded_pairs, store_rows, sums_of_lanes
+from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import Lengths, copy_blocks, copy_described, even_work, key_walk, listed_keys, tile_range, visits_of, work_of
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 
 
-class Descriptors(NamedTuple):
-    """Tensors as the copy engine takes them, in tiles of these shapes; None where there is none."""
+class Sources(NamedTuple):
+    """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
     k: Any  # [1, 1, SUB, PANEL]
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 * SUB]
-    lifts: Any  # [1, 1, SUB, COLUMNS]
+    bias_columns: Any  # [1, 1, SUB, COLUMNS]
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -67,7 +67,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
     pairs = problem.pair_bias is not None
-    rules, intervals, lifts, sub = key_walk(problem, consumers * block_m, KEYS)
+    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
     works = triton.cdiv(len_q, consumers * block_m) * heads * batch
     launch(
         _forward_kernel,
@@ -77,7 +77,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if pairs else None, block_m, sub),
         intervals=intervals,
-        lifts=lifts,
+        bias_columns=bias_columns,
         rules=rules,
         out=strided(out, heads),
         lse=strided(lse, heads),
@@ -110,13 +110,13 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, lifts, rules, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, bias (of pairs), intervals and lifts (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
+    q, k, v, bias (of pairs), intervals, bias_columns (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
     rules. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
@@ -139,24 +139,24 @@ def _forward_kernel(
         OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
     )
     tiles = Tiles(
-        q=_room(q, CONSUMERS, BLOCK_M, DIM),
-        k=_room(k, STAGES, BLOCK_N, DIM),
-        v=_room(v, STAGES, BLOCK_N, DIM),
-        bias=None if bias is None else _room(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
-        intervals=None if intervals is None else _room(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
-        lifts=None if lifts is None else _room(lifts, STAGES * config.BLOCKS, SUB, COLUMNS),
-        ones=None if lifts is None else ones_for_lifts(BLOCK_M),
+        q=_allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
+        k=_allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=_allocate_tiles(v, STAGES, BLOCK_N, DIM),
+        bias=None if bias is None else _allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else _allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else _allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
+        ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = _barriers(config)
+    barriers = _make_barriers(config)
     fence_async_shared()
-    descriptors = Descriptors(q, k, v, bias, intervals, lifts)
+    sources = Sources(q, k, v, bias, intervals, bias_columns)
     lengths = Lengths(works, heads, len_q, len_k)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
             (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
             if which < CONSUMERS
-            else (_produce, (descriptors, tiles, barriers, rules, lengths, groups, config))
+            else (_produce, (sources, tiles, barriers, rules, lengths, groups, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],
@@ -165,34 +165,34 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _room(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+def _allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
     return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
 
 
 @gluon.jit
-def _barriers(config: gl.constexpr):
+def _make_barriers(config: gl.constexpr):
     """The barriers of a program, and room for votes."""
     return Barriers(
-        q_full=barriers(1, 1),
-        q_free=barriers(1, config.CONSUMERS),
-        k_full=barriers(config.STAGES, 1),
-        k_free=barriers(config.STAGES, config.CONSUMERS),
-        v_full=barriers(config.STAGES, 1),
-        v_free=barriers(config.STAGES, config.CONSUMERS),
-        turns=barriers(config.CONSUMERS, 1),
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, config.CONSUMERS),
+        k_full=allocate_barriers(config.STAGES, 1),
+        k_free=allocate_barriers(config.STAGES, config.CONSUMERS),
+        v_full=allocate_barriers(config.STAGES, 1),
+        v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
+        turns=allocate_barriers(config.CONSUMERS, 1),
         votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 
 
 @gluon.jit
-def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
-    """Copy queries, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages."""
+def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
+    """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
     TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
-    INTERVAL_BYTES: gl.constexpr = 0 if descriptors.intervals is None else BLOCKS * descriptors.intervals.block_type.nbytes
-    LIFT_BYTES: gl.constexpr = 0 if descriptors.lifts is None else BLOCKS * descriptors.lifts.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if descriptors.bias is None else BLOCKS * config.CONSUMERS * descriptors.bias.block_type.nbytes
+    INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
+    COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
     visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
@@ -200,25 +200,23 @@ def _produce(descriptors, tiles, barriers, rules, lengths, groups, config: gl.co
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
         visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
         mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * descriptors.q.block_type.nbytes)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
         for i in gl.static_range(config.CONSUMERS):
-            copy(descriptors.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
-            copy_blocks(descriptors.k, seq.batch, kv_head, starts, full, tiles.k, stage)
-            copy_described(
-                descriptors.intervals, descriptors.lifts, rules, seq, starts, full, tiles.intervals, tiles.lifts, stage, BLOCKS, config.SUB
-            )
-            if descriptors.bias is not None:
-                _copy_bias(descriptors.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
+            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
+            if sources.bias is not None:
+                _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(descriptors.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
 
 
@@ -283,7 +281,7 @@ def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
     lse_rows = gl.where(row_sum == 0.0, float("-inf"), (sums.row_max * exponent_factor(context.rules) + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-    store_rows(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
+    store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from ..base.softmax import weights_at, weights_of
 from ..base.window import open_keys
 from .copies import stage_of
 from .registers import Hiding, all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
-from .walk import intervals_of, lift_tile, listed_key
+from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
@@ -52,14 +52,14 @@ class Tiles(NamedTuple):
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
-    lifts: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
-    ones: Any  # [BLOCK_M, COLUMNS]: the left factor of lifts
+    bias_columns: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
+    ones: Any  # [BLOCK_M, COLUMNS]: the left factor of bias columns
 
 
 class Barriers(NamedTuple):
     """Barriers between the producer and the consumers, and the votes of a consumer's threads.
 
-    The barriers of keys stand for the bias, intervals and lifts of their tile too.
+    The barriers of keys stand for the bias, intervals and bias columns of their tile too.
     """
 
     q_full: Any  # [1, 1]
@@ -252,14 +252,14 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:
-        s = widened(_bias_tile(tiles, stage, which, config))
+        s = widened(_load_bias(tiles, stage, which, config))
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
     k_tile = tiles.k.index(stage).reshape([config.BLOCK_N, config.DIM])  # [BLOCK_N, DIM]
     s = warpgroup_mma(context.q_tile, k_tile.permute((1, 0)), s, use_acc=config.BIAS_FIRST, is_async=True)
     if rules.bias_by_key is not None:
-        s = warpgroup_mma(tiles.ones, lift_tile(tiles.lifts, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)
     acc = sums.acc
     if ADDS:
         acc = _values_under_way(context, sums, before, phase_before, config)
@@ -267,7 +267,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 if ADDS else 0, [s])
     if config.OF_PAIRS and not config.BIAS_FIRST:
-        bias = _bias_tile(tiles, stage, which, config)
+        bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
@@ -285,6 +285,6 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
 
 
 @gluon.jit
-def _bias_tile(tiles, stage, which: gl.constexpr, config: gl.constexpr):
+def _load_bias(tiles, stage, which: gl.constexpr, config: gl.constexpr):
     """The bias of a consumer's pairs in a tile, [BLOCK_M, BLOCK_N]."""
     return tiles.bias.index(config.CONSUMERS * stage + which).reshape([BLOCK_M, config.BLOCK_N]).load(config.PAIRS)

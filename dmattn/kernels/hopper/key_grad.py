@@ -27,12 +27,13 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import open_queries
 from ..visits.walk import query_lists, query_range, query_step
-from .bias_columns import lift_room, ones_for_lifts, ones_in_registers, store_lifts
+from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
+    allocate_barriers,
     consumers_of,
     copy,
     padded_dim,
@@ -40,7 +41,6 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .copies import barriers as new_barriers
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -55,9 +55,9 @@ from .key_tile import (
     Tiles,
     add_tile,
     allocate_terms,
+    are_columns,
     copy_pairs,
     copy_terms,
-    holds_lifts,
     no_lane_sums,
     no_sums,
     store_d_bias,
@@ -65,7 +65,7 @@ from .key_tile import (
     turn_of,
     uniform_bias_of,
 )
-from .registers import store_rows, sums_of_lanes
+from .registers import store_tile, sums_of_lanes
 
 STAGES = gl.constexpr(2)  # tiles of queries, dO and bias in shared memory
 
@@ -156,19 +156,19 @@ def _key_gradients_kernel(
         mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
     if d_bias is not None:
         d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
-    lifts, key_ones = (None, None, None), None
+    bias_columns, key_ones = (None, None, None), None
     if rules.bias_by_key is not None:
-        lifts = (lift_room(BLOCK_N), lift_room(BLOCK_N), lift_room(BLOCK_N))
-        key_ones = ones_for_lifts(BLOCK_M)
+        bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
+        key_ones = ones_for_columns(BLOCK_M)
     score_ones, d_p_ones = None, None
-    if CONSUMERS == 3 and holds_lifts(terms.dtype):  # two have registers for these ones
-        score_ones = ones_for_lifts(BLOCK_N)
-        d_p_ones = ones_for_lifts(BLOCK_N, FIRST=3)
+    if CONSUMERS == 3 and are_columns(terms.dtype):  # two have registers for these ones
+        score_ones = ones_for_columns(BLOCK_N)
+        d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
     barriers = Barriers(
-        kv_full=new_barriers(1, 1),
-        q_full=new_barriers(STAGES, 1),
-        d_out_full=new_barriers(STAGES, 1),
-        free=new_barriers(STAGES, CONSUMERS),
+        kv_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 1),
+        d_out_full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, CONSUMERS),
     )
     fence_async_shared()
     kv_full = barriers.kv_full.index(0)
@@ -177,7 +177,7 @@ def _key_gradients_kernel(
         copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full, k_tiles.index(i))
         copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
-    tiles = Tiles(k_tiles, v_tiles, lifts, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, mask=mask_tiles, d_bias=d_bias_tiles)
+    tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, mask=mask_tiles, d_bias=d_bias_tiles)
     ones = Ones(key_ones, score_ones, d_p_ones)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(
@@ -235,20 +235,20 @@ def _consume(
     col += which * BLOCK_N
     k_tile = tiles.k.index(which).reshape([BLOCK_N, config.DIM])
     v_tile = tiles.v.index(which).reshape([BLOCK_N, config.DIM])
-    if CONSUMERS == 2 and holds_lifts(tiles.terms.dtype):
+    if CONSUMERS == 2 and are_columns(tiles.terms.dtype):
         FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
         ones = Ones(ones.keys, ones_in_registers(BLOCK_N, 0, FACTOR), ones_in_registers(BLOCK_N, 3, FACTOR))
-    context = Context(k_tile, v_tile, tiles.lifts[which], ones, tiles, barriers, rules, results, col, which)
+    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, which)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     sums = no_sums(config.DIM)
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
-            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+            sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys = Keys(uniform_bias_of(rules, this))
         if rules.bias_by_key is not None:
-            store_lifts(context.lifts, rules, this, col)
+            store_bias_columns(context.bias_columns, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
         if rules.lists is None:
             open_begin, open_end = open_queries(rules.left, rules.right, this, col, begin, end, BLOCK_M, BLOCK_N)
@@ -285,9 +285,9 @@ def _consume(
     if d_bias is not None:
         tma.store_wait(0)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, sums.d_k * rules.scale, config.HEAD_DIM)
+        store_tile(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, sums.d_v, config.VALUE_DIM)
+        store_tile(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
 
 
 @gluon.jit

@@ -23,9 +23,8 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step, open_queries, queries_in_window
 from ..visits.intervals import block_bounds
-from .bias_columns import lift_room, ones_for_lifts, store_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
-from .copies import barriers as new_barriers
+from .bias_columns import allocate_columns, ones_for_columns, store_bias_columns
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -40,9 +39,9 @@ from .key_tile import (
     Tiles,
     add_tile,
     allocate_terms,
+    are_columns,
     copy_pairs,
     copy_terms,
-    holds_lifts,
     no_lane_sums,
     no_sums,
     sums_layout,
@@ -50,7 +49,7 @@ from .key_tile import (
     turn_of,
     uniform_bias_of,
 )
-from .registers import interval_of, places_of, store_rows, sums_of_lanes
+from .registers import interval_of, places_of, store_tile, sums_of_lanes
 
 STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 
@@ -172,21 +171,21 @@ def _key_gradients_kernel(
         _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
         barriers = Barriers(
-            kv_full=new_barriers(1, 1),
-            q_full=new_barriers(STAGES, 1),
-            d_out_full=new_barriers(STAGES, 1),
-            free=new_barriers(STAGES, 1),
+            kv_full=allocate_barriers(1, 1),
+            q_full=allocate_barriers(STAGES, 1),
+            d_out_full=allocate_barriers(STAGES, 1),
+            free=allocate_barriers(STAGES, 1),
         )
-        gradients_given = new_barriers(2, 1)
-        sums_given = new_barriers(2, 1)
-        lifts, key_ones = (None, None), None
+        gradients_given = allocate_barriers(2, 1)
+        sums_given = allocate_barriers(2, 1)
+        bias_columns, key_ones = (None, None), None
         if rules.bias_by_key is not None:
-            lifts = (lift_room(BLOCK_N), lift_room(BLOCK_N))
-            key_ones = ones_for_lifts(BLOCK_M)
+            bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
+            key_ones = ones_for_columns(BLOCK_M)
         score_ones, d_p_ones = None, None
-        if holds_lifts(terms.dtype):
-            score_ones = ones_for_lifts(BLOCK_N)
-            d_p_ones = ones_for_lifts(BLOCK_N, FIRST=3)
+        if are_columns(terms.dtype):
+            score_ones = ones_for_columns(BLOCK_N)
+            d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
         room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         kv_full = barriers.kv_full.index(0)
@@ -194,7 +193,7 @@ def _key_gradients_kernel(
         copy(k, [batch, kv_head, col, 0], kv_full, k_tile)
         copy(v, [batch, kv_head, col, 0], kv_full, v_tile)
         sources = Sources(q, terms, d_out, bias=bias)
-        tiles = Tiles(k_tile, v_tile, lifts, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
+        tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
         ones = Ones(key_ones, score_ones, d_p_ones)
         exchange = Exchange(gradients_given, sums_given, room)
         results = Results(d_k, d_v, key_sums, d_bias)
@@ -231,9 +230,9 @@ def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constex
     SUMS: gl.constexpr = sums_layout(config.DIM)
     zeros = gl.full([BLOCK_N, config.DIM], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_rows(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
+        store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
     if d_v is not None:
-        store_rows(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
+        store_tile(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
     if key_sums is not None:
         no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         for head in range(seq.head, seq.head + (1 if config.BY_GROUP else groups)):
@@ -295,7 +294,7 @@ def _consume(
     """Gradients of the program's keys from every second tile of queries; the first consumer stores the sum of both consumers'."""
     SUMS: gl.constexpr = sums_layout(config.DIM)
     k_tile, v_tile = tiles.k.reshape([BLOCK_N, config.DIM]), tiles.v.reshape([BLOCK_N, config.DIM])
-    context = Context(k_tile, v_tile, tiles.lifts[which], ones, tiles, barriers, rules, results, col, which)
+    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, which)
     of_group = 0
     if config.ALIKE:
         of_group = _describe_block(context, bounds, seq)
@@ -305,7 +304,7 @@ def _consume(
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
-            sums = Sums(sums.d_k, sums.d_v, no_lane_sums())
+            sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
         begin, end = steps.begin, steps.end
         mine = begin + ((before + which) % 2) * BLOCK_M
@@ -332,25 +331,25 @@ def _consume(
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
-            store_rows(results.d_k, seq, col, seq.len_k, (sums.d_k + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+            store_tile(results.d_k, seq, col, seq.len_k, (sums.dk + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
         if results.d_v is not None:
-            store_rows(results.d_v, seq, col, seq.len_k, sums.d_v + given.index(1).load(SUMS), config.VALUE_DIM, order)
+            store_tile(results.d_v, seq, col, seq.len_k, sums.dv + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
         mbarrier.wait(exchange.gradients.index(0), 0)
         if results.d_k is not None:
-            given.index(0).store(sums.d_k)
+            given.index(0).store(sums.dk)
         if results.d_v is not None:
-            given.index(1).store(sums.d_v)
+            given.index(1).store(sums.dv)
         mbarrier.arrive(exchange.gradients.index(1), count=1)
 
 
 @gluon.jit
 def _describe_block(context, bounds, seq):
-    """Store the lifts of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
+    """Store the bias columns of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
     rules, col = context.rules, context.col
     middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
     if rules.bias_by_key is not None:
-        store_lifts(context.lifts, rules, seq, col)
+        store_bias_columns(context.bias_columns, rules, seq, col)
     attending = _attending(rules, bounds, seq, col)
     begin, end = attending.begin, attending.end
     open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)

@@ -14,7 +14,7 @@ from ..base.bias_columns import COLUMNS
 from ..base.layout import slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
-from .bias_columns import tiled_lifts
+from .bias_columns import tiled_columns
 from .copies import copy, stage_of, store, tiled_vectors
 from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled
 
@@ -28,9 +28,9 @@ class Tiles(NamedTuple):
 
     k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM]; without the first axis where consumers share their keys
     v: Any  # the same
-    lifts: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
+    bias_columns: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
     q: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
-    terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are lifts, else [STAGES, 1, 1, 2, BLOCK_M]
+    terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
     d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
     bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]; [STAGES, ...] where consumers share their keys
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
 
 class Ones(NamedTuple):
-    """Tiles of ones that lifts meet in products, in shared memory or registers; None where there are no such lifts."""
+    """Tiles of ones that columns meet in products, in shared memory or registers; None where there are no such columns."""
 
     keys: Any  # [BLOCK_M, COLUMNS], for those of keys in the products for scores
     scores: Any  # [BLOCK_N, COLUMNS], for those of queries in the products for scores
@@ -78,7 +78,7 @@ class Context(NamedTuple):
 
     k: Any  # [BLOCK_N, DIM], in shared memory
     v: Any  # [BLOCK_N, DIM], in shared memory
-    lifts: Any  # [BLOCK_N, COLUMNS], in shared memory
+    bias_columns: Any  # [BLOCK_N, COLUMNS], in shared memory
     ones: Any  # :class:`Ones`
     tiles: Any  # :class:`Tiles`
     barriers: Any  # :class:`Barriers`
@@ -99,8 +99,8 @@ class Keys(NamedTuple):
 class Sums(NamedTuple):
     """Running sums over queries in float32."""
 
-    d_k: Any  # [BLOCK_N, DIM], without the scale
-    d_v: Any  # [BLOCK_N, DIM]
+    dk: Any  # [BLOCK_N, DIM], without the scale
+    dv: Any  # [BLOCK_N, DIM]
     lanes: Any  # [BLOCK_N, 4], of dS by lane (`lane_sums`)
 
 
@@ -113,22 +113,22 @@ class Turn(NamedTuple):
 
 
 def tiled_terms(incoming: Incoming) -> TensorDescriptor:
-    """The terms of tiles of queries as the copy engine takes them: as lifts, if there are some."""
-    if incoming.lifts is None:
+    """The terms of tiles of queries as the copy engine takes them: as columns, if there are some."""
+    if incoming.term_columns is None:
         return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
-    return tiled_lifts(incoming.lifts, BLOCK_M.value)
+    return tiled_columns(incoming.term_columns, BLOCK_M.value)
 
 
 @gluon.constexpr_function
-def holds_lifts(dtype):
-    """Whether terms that arrive in a kernel are lifts, which alone are of 16 bits."""
+def are_columns(dtype):
+    """Whether terms that arrive in a kernel are columns, which alone are of 16 bits."""
     return dtype == gl.bfloat16
 
 
 @gluon.jit
 def allocate_terms(terms, STAGES: gl.constexpr):
     """Shared memory for the terms of STAGES tiles of queries."""
-    if holds_lifts(terms.dtype):
+    if are_columns(terms.dtype):
         return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, BLOCK_M, COLUMNS], terms.layout)
     else:
         return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
@@ -137,7 +137,7 @@ def allocate_terms(terms, STAGES: gl.constexpr):
 @gluon.jit
 def copy_terms(terms, batch, head, start, full, terms_tile):
     """Copy the terms of a tile of queries."""
-    if holds_lifts(terms.dtype):
+    if are_columns(terms.dtype):
         copy(terms, [batch, head, start, 0], full, terms_tile)
     else:
         copy(terms, [batch, head, 0, start], full, terms_tile)
@@ -176,7 +176,7 @@ def no_sums(DIM: gl.constexpr):
 @gluon.jit
 def _term_of(terms_tiles, number):
     """One of the terms of a tile of queries, [1, BLOCK_M]; 0 where products add it."""
-    if holds_lifts(terms_tiles.dtype):
+    if are_columns(terms_tiles.dtype):
         return 0.0
     else:
         vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -196,7 +196,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     tiles, ones, barriers, rules, results = context.tiles, context.ones, context.barriers, context.rules, context.results
     DIM: gl.constexpr = context.k.shape[1]
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(DIM), 2)
-    LIFTED: gl.constexpr = holds_lifts(tiles.terms.dtype)
+    AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
     kept = 1
@@ -209,29 +209,29 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     s = warpgroup_mma(context.k, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
     if rules.bias_by_key is not None:
-        s = warpgroup_mma(context.lifts, ones.keys.permute((1, 0)), s, is_async=True)
-    if LIFTED:
-        query_lifts = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
-        s = warpgroup_mma(ones.scores, query_lifts, s, is_async=True)
+        s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
+    if AS_COLUMNS:
+        term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
+        s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
     d_out_tile = tiles.d_out.index(turn.stage).reshape([BLOCK_M, DIM])
     d_p = warpgroup_mma(context.v, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
-    if LIFTED:
-        d_p = warpgroup_mma(ones.d_p, query_lifts, d_p, is_async=True)
+    if AS_COLUMNS:
+        d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
         kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
     divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
-    s = warpgroup_mma_wait(2 if LIFTED else 1, [s])  # dP, and what is added to it, go on
+    s = warpgroup_mma_wait(2 if AS_COLUMNS else 1, [s])  # dP, and what is added to it, go on
     rows2, middle2 = 0, keys.middle2
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
     s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length), rules, seq, start + rows, context.col + cols, EDGE)
     exponents = s * exponent_factor(rules) - divisor_rows
-    if LIFTED and rules.bias is not None and rules.bias_by_key is None and tiles.q.dtype.is_fp16():
+    if AS_COLUMNS and rules.bias is not None and rules.bias_by_key is None and tiles.q.dtype.is_fp16():
         exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
     p = gl.exp2(exponents)
-    dk, dv, lanes = sums.d_k, sums.d_v, sums.lanes
+    dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
         dv = warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), FACTOR), d_out_tile, dv, is_async=True)
     delta_rows = _term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]

@@ -19,21 +19,20 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import strided
 from ..base.overlap import follow
-from ..base.query_terms import LIFT_COLUMNS, Incoming, store_terms
+from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
-from .bias_columns import ones_for_lifts
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, copy, padded_dim, stage_of, tiled
-from .copies import barriers as new_barriers
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_rows
+from .bias_columns import ones_for_columns
+from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
+from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile
 from .walk import (
     Lengths,
+    bias_columns_of,
     copy_blocks,
     copy_described,
     even_work,
     intervals_of,
     key_walk,
-    lift_tile,
     listed_key,
     listed_keys,
     tile_range,
@@ -65,7 +64,7 @@ class Sources(NamedTuple):
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 SUB]
-    lifts: Any  # [1, 1, SUB, COLUMNS]
+    bias_columns: Any  # [1, 1, SUB, COLUMNS]
     d_out: Any  # [1, 1, BLOCK_M, DIM]
     out: Any  # [1, 1, BLOCK_M, DIM]
 
@@ -79,8 +78,8 @@ class Tiles(NamedTuple):
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
-    lifts: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
-    ones: Any  # [BLOCK_M, COLUMNS], which lifts meet in products
+    bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
+    ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
 
 
 class Barriers(NamedTuple):
@@ -88,7 +87,7 @@ class Barriers(NamedTuple):
 
     q_full: Any  # [1, 1], of queries and dO
     q_free: Any  # [1, 1]
-    k_full: Any  # [STAGES, 1], of keys, bias, intervals and lifts
+    k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
 
@@ -99,7 +98,7 @@ class Vectors(NamedTuple):
     lse: Any
     d_lse: Any  # may be None
     terms: Any
-    lifts: Any  # may be None
+    term_columns: Any  # may be None
 
 
 class Context(NamedTuple):
@@ -133,7 +132,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k = problem.key.shape[1:3]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    rules, intervals, lifts, sub = key_walk(problem, 2 * block_m, block_n)
+    rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     works = triton.cdiv(len_q, 2 * block_m) * heads * batch
     launch(
         _query_gradients_kernel,
@@ -143,14 +142,14 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.pair_bias, block_m, sub),
         intervals=intervals,
-        lifts=lifts,
+        bias_columns=bias_columns,
         d_out=tiled(incoming.d_out, block_m, dim),
         out=tiled(out, block_m, dim),
         rules=rules,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
-        query_lifts=strided(incoming.lifts, heads),
+        term_columns=strided(incoming.term_columns, heads),
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -167,13 +166,13 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, lifts, d_out, out, rules, lse, d_lse, terms, query_lifts, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, out, bias (of pairs), intervals and lifts are tensor descriptors, as in hopper/forward.py, or else None. The terms go to
-    `terms` and `query_lifts`, which may be None (`query_terms.Incoming`).
+    q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None. The terms go
+    to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -184,26 +183,26 @@ def _query_gradients_kernel(
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles, interval_tiles, lift_tiles, ones = None, None, None, None
+    bias_tiles, interval_tiles, column_tiles, ones = None, None, None, None
     if bias is not None:
         bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
     if intervals is not None:
         interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
-    if lifts is not None:
-        lift_tiles = gl.allocate_shared_memory(lifts.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], lifts.layout)
-        ones = ones_for_lifts(BLOCK_M)
-    tiles = Tiles(q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, lift_tiles, ones)
+    if bias_columns is not None:
+        column_tiles = gl.allocate_shared_memory(bias_columns.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], bias_columns.layout)
+        ones = ones_for_columns(BLOCK_M)
+    tiles = Tiles(q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, column_tiles, ones)
     barriers = Barriers(
-        q_full=new_barriers(1, 1),
-        q_free=new_barriers(1, 2),
-        k_full=new_barriers(STAGES, 1),
-        v_full=new_barriers(STAGES, 1),
-        free=new_barriers(STAGES, 2),
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, 2),
+        k_full=allocate_barriers(STAGES, 1),
+        v_full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, 2),
     )
     fence_async_shared()
     lengths = Lengths(works, heads, len_q, len_k)
-    sources = Sources(q, k, v, bias, intervals, lifts, d_out, out)
-    vectors = Vectors(lse, d_lse, terms, query_lifts)
+    sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out)
+    vectors = Vectors(lse, d_lse, terms, term_columns)
     gl.warp_specialize(
         [
             (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 0, config)),
@@ -217,7 +216,7 @@ def _query_gradients_kernel(
 
 @gluon.jit
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
-    """Copy queries, dO and O, and tiles of keys, values, bias, intervals and lifts to shared memory, as far ahead as there are free stages.
+    """Copy queries, dO and O, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as stages are free.
 
     O comes as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
     """
@@ -227,7 +226,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     QUERY_BYTES: gl.constexpr = 2 * sources.q.block_type.nbytes + 2 * sources.d_out.block_type.nbytes
     TILE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
-    LIFT_BYTES: gl.constexpr = 0 if sources.lifts is None else BLOCKS * sources.lifts.block_type.nbytes
+    COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
     q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
@@ -254,9 +253,9 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full, TILE_BYTES + INTERVAL_BYTES + LIFT_BYTES + BIAS_BYTES)
+            mbarrier.expect(k_full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
             copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage)
-            copy_described(sources.intervals, sources.lifts, rules, seq, starts, k_full, tiles.intervals, tiles.lifts, stage, BLOCKS, SUB)
+            copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
                 entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
                 head = seq.head // rules.bias.group
@@ -294,22 +293,22 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
         sums = Sums(dq, ds, turn)
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
-            sums = _tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
+            sums = _add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
-                        sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(open_begin, open_end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
                 if rules.right is not None or not config.EVEN_N:
                     for step in range(open_end, walk.end, BLOCK_N):
-                        sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
             else:
                 for step in range(after, walk.end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(walk.end, walk.full_end, BLOCK_N):
-                    sums = _tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
             turn = sums.turn
             mbarrier.arrive(barriers.q_free.index(0), count=1)
             last = (turn - 1) % STAGES
@@ -318,7 +317,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        store_rows(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
+        store_tile(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit
@@ -332,8 +331,8 @@ def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr)
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
         delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
     if row < seq.len_q:
-        places = (vectors.terms, vectors.lifts, scale)
-        columns = gl.arange(0, LIFT_COLUMNS, gl.SliceLayout(0, config.PAIRS))
+        places = (vectors.terms, vectors.term_columns, scale)
+        columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))
         store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)
     return divisor2(lse_rows), delta_rows
 
@@ -346,7 +345,7 @@ def _added(sums, tiles, stage, config: gl.constexpr):
 
 
 @gluon.jit
-def _tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
+def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
     """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
     tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
     DIM: gl.constexpr = config.DIM
@@ -367,7 +366,7 @@ def _tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: 
     k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
     s = warpgroup_mma(context.q_tile, k_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
     if rules.bias_by_key is not None:
-        s = warpgroup_mma(tiles.ones, lift_tile(tiles.lifts, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(barriers.v_full.index(stage), phase)
     v_tile = tiles.v.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
     d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]

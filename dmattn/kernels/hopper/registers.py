@@ -231,7 +231,7 @@ def sums_of_lanes(sums, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
+def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
     """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each may store 16 bytes at once.
 
     Where there is an `order`, rows are counted in it (:func:`places_of`).

@@ -27,9 +27,18 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import open_keys
 from ..visits.walk import key_range
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, padded_dim, stage_of, store, tiled, tiled_vectors
-from .copies import barriers as new_barriers
-from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_rows
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    padded_dim,
+    stage_of,
+    store,
+    tiled,
+    tiled_vectors,
+)
+from .registers import Hiding, as_factor, exponent_factor, rounded_pairs, ruled, store_tile
 from .shared_members import (
     BLOCK_M,
     Barriers,
@@ -168,14 +177,14 @@ def _query_gradients_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES * GROUP, 1, 1, BLOCK_N, DIM], v.layout)
     bias_tiles = gl.allocate_shared_memory(bias.dtype, [BIAS_TILES * BLOCKS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    q_full = new_barriers(1, 1)
-    full = new_barriers(2 * MEMBERS // GROUP, 1)
-    free = new_barriers(STAGES, BLOCKS)
+    q_full = allocate_barriers(1, 1)
+    full = allocate_barriers(2 * MEMBERS // GROUP, 1)
+    free = allocate_barriers(STAGES, BLOCKS)
     bias_full, bias_free, given = None, None, None
     if BLOCKS == 1:
-        bias_full, bias_free = new_barriers(BIAS_TILES, 1), new_barriers(1, 1)
+        bias_full, bias_free = allocate_barriers(BIAS_TILES, 1), allocate_barriers(1, 1)
         part = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-        given = Given(part, new_barriers(1, 1), new_barriers(1, 1))
+        given = Given(part, allocate_barriers(1, 1), allocate_barriers(1, 1))
     fence_async_shared()
     sharing = Sharing(sharing_heads, groups)
     sources = Sources(q, k, v, bias, d_out, terms)
@@ -220,14 +229,14 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
     turn = 0  # tiles so far
     if rules.left is not None:
         for start in range(begin, open_begin, BLOCK_N):
-            state = _tile(context, state, turn, start, which, config, EDGE=True)
+            state = _add_tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     for start in range(open_begin, open_end, BLOCK_N):
-        state = _tile(context, state, turn, start, which, config, EDGE=False)
+        state = _add_tile(context, state, turn, start, which, config, EDGE=False)
         turn += 1
     if rules.right is not None or not config.EVEN_N:
         for start in range(open_end, end, BLOCK_N):
-            state = _tile(context, state, turn, start, which, config, EDGE=True)
+            state = _add_tile(context, state, turn, start, which, config, EDGE=True)
             turn += 1
     if BLOCKS == 2 or which == 1:
         tma.store_wait(0)
@@ -235,7 +244,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
             _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
         this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads)
-        store_rows(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
+        store_tile(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 
 @gluon.jit
@@ -252,7 +261,7 @@ def _store_zeros(d_bias, buffer, seq, row, begin, end, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+def _add_tile(context, state, turn, start, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """One tile of keys: the :class:`State` after it, and its tile of dBias stored in the memory of its bias and copied from there."""
     tiles, barriers = context.tiles, context.barriers
     BLOCKS: gl.constexpr = config.BLOCKS

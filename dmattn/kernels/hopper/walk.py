@@ -17,7 +17,7 @@ from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
-from .bias_columns import tiled_lifts
+from .bias_columns import tiled_columns
 from .copies import PANEL, copy, tiled_vectors
 
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
@@ -56,7 +56,7 @@ def even_work(problem: Problem) -> bool:
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
-    """(rules, packed intervals and lifts as the copy engine takes them, keys of a block of them) for a walk over tiles of `block_n` keys.
+    """(rules, packed intervals and bias columns for the copy engine, keys of a block of them) for a walk over tiles of `block_n` keys.
 
     Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
     short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
@@ -64,12 +64,12 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
     if problem.first is None:
         sub = block_n
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
-        _, intervals, lifts = described_keys(problem, block_m, sub)
+        _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
         sub = KEYS_TOGETHER if problem.key_bias is not None else PANEL.value
-        lists, intervals, lifts = described_keys(problem, block_m, sub)
+        lists, intervals, bias_columns = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
-    return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_lifts(lifts, sub), sub
+    return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_columns(bias_columns, sub), sub
 
 
 @gluon.jit
@@ -143,9 +143,9 @@ def copy_blocks(t, batch, head, starts, full, tiles, stage):
 
 
 @gluon.jit
-def copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, lift_tiles, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
-    """Copy packed intervals and lifts of the blocks of a tile, where there are any, and tell the barrier."""
-    if intervals is not None or lifts is not None:
+def copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS: gl.constexpr, SUB: gl.constexpr):
+    """Copy packed intervals and bias columns of the blocks of a tile, where there are any, and tell the barrier."""
+    if sources.intervals is not None or sources.bias_columns is not None:
         if rules.first is None:
             owner = rules.bias
         else:
@@ -153,17 +153,17 @@ def copy_described(intervals, lifts, rules, seq, starts, full, interval_tiles, l
         entry = gl.where(owner.batch == 0, 0, seq.batch)
         head = seq.head // owner.group
         for block in gl.static_range(BLOCKS):
-            if intervals is not None:
-                copy(intervals, [entry, head, starts[block] // SUB, 0], full, interval_tiles.index(stage * BLOCKS + block))
-            if lifts is not None:
-                copy(lifts, [entry, head, starts[block], 0], full, lift_tiles.index(stage * BLOCKS + block))
+            if sources.intervals is not None:
+                copy(sources.intervals, [entry, head, starts[block] // SUB, 0], full, tiles.intervals.index(stage * BLOCKS + block))
+            if sources.bias_columns is not None:
+                copy(sources.bias_columns, [entry, head, starts[block], 0], full, tiles.bias_columns.index(stage * BLOCKS + block))
 
 
 @gluon.jit
-def lift_tile(lift_tiles, stage, BLOCK_N: gl.constexpr):
-    """The lifts of the keys of a tile, whose blocks follow each other."""
-    STAGES: gl.constexpr = lift_tiles.shape[0] * lift_tiles.shape[3] // BLOCK_N
-    whole = lift_tiles._reinterpret(lift_tiles.dtype, [STAGES, 1, 1, BLOCK_N, COLUMNS], lift_tiles.layout)
+def bias_columns_of(column_tiles, stage, BLOCK_N: gl.constexpr):
+    """The bias columns of the keys of a tile, whose blocks follow each other."""
+    STAGES: gl.constexpr = column_tiles.shape[0] * column_tiles.shape[3] // BLOCK_N
+    whole = column_tiles._reinterpret(column_tiles.dtype, [STAGES, 1, 1, BLOCK_N, COLUMNS], column_tiles.layout)
     return whole.index(stage).reshape([BLOCK_N, COLUMNS])
 
 

@@ -186,7 +186,7 @@ def _shared_gradient_kernel(
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, bias2, HIDES: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, bias2, EDGE: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
     q_tile = load_tile(q, seq, rows, dims)
@@ -195,7 +195,7 @@ def _member(tensors, rules, seq, rows, cols, bias2, HIDES: tl.constexpr, dims, v
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, _, d_p, _ = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, HIDES, False, PRECISION, bias2)
+    p, _, d_p, _ = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, False, PRECISION, bias2)
     return p * (d_p - delta_rows[:, None])
 
 

@@ -91,14 +91,12 @@ def _key_gradients_kernel(
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-            dk, dv, sums = _accumulate(
-                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION
-            )
+            dk, dv, sums = _add_tile(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION)
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
                 start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-                dk, dv, sums = _accumulate(
+                dk, dv, sums = _add_tile(
                     incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, False, PRECISION
                 )
         if rules.lists is None and rules.first is None:
@@ -119,8 +117,8 @@ def _key_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(
-    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, HIDES: tl.constexpr, PRECISION: tl.constexpr
+def _add_tile(
+    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
@@ -129,7 +127,7 @@ def _accumulate(
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, True, PRECISION)
+    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, True, PRECISION)
     if d_v is not None:
         dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

@@ -24,7 +24,7 @@ PROGRAMS_PER_PROCESSOR = 12  # others: whole rounds, whether two, three or four 
 LEAST_BLOCK = 32
 
 
-def window_gradients(
+def gradients(
     problem: Problem,
     incoming: tuple[Tensor, Tensor, Tensor | None],
     d_query: Tensor | None,
@@ -52,7 +52,7 @@ def window_gradients(
     sums = vectors_of(key_sums)
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     launch(
-        _window_gradients_kernel,
+        _one_tile_gradients_kernel,
         slices * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
@@ -72,7 +72,7 @@ def window_gradients(
 
 def tile_of(problem: Problem) -> Tile:
     """The smallest tile that holds all pairs of a (batch, head)."""
-    tile = pick("windows", problem)
+    tile = pick("one tile", problem)
 
     def block(length: int, most: int) -> int:
         return min(most, max(LEAST_BLOCK, triton.next_power_of_2(length)))
@@ -81,7 +81,7 @@ def tile_of(problem: Problem) -> Tile:
 
 
 @triton.jit
-def _window_gradients_kernel(
+def _one_tile_gradients_kernel(
     q, k, v, rules, incoming, wanted, order, sharing, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,

@@ -27,7 +27,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     heads = problem.query.shape[1]
     sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
     launch(
-        _window_forward_kernel,
+        _one_tile_forward_kernel,
         heads * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
@@ -42,7 +42,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 
 @triton.jit
-def _window_forward_kernel(
+def _one_tile_forward_kernel(
     q, k, v, rules, out, lse, sharing, heads, len_q, len_k, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,

@@ -22,7 +22,7 @@ def query_gradients(problem: Problem, incoming: Incoming, d_query: Tensor | None
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
     batch, heads, len_q, _ = problem.query.shape
-    tile = pick("products" if stored else "queries", problem)
+    tile = pick("queries of d_bias" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
     if d_bias is not None and lists is not None and not stored:
         d_bias.zero_()  # the blocks of keys that no list names
@@ -66,12 +66,12 @@ def _query_gradients_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
+        dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            dq = _accumulate(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
+            dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -84,9 +84,9 @@ def _query_gradients_kernel(
 
 
 @triton.jit
-def _accumulate(
+def _add_tile(
     q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims,
-    HIDES: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: dS, stored if dBias is wanted or read where it is STORED already, and added to dq if dQ is wanted."""
     k, v, d_q, d_bias = tensors
@@ -96,7 +96,7 @@ def _accumulate(
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, HIDES, False, PRECISION)
+        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, False, PRECISION)
         if d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if d_q is not None:

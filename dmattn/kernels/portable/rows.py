@@ -36,7 +36,7 @@ def row_gradients(
     `d_bias` (B, H, Sq, Sk) is dS itself, `key_sums` (B, H, 1, Sk) are the sums of dS over the queries.
     """
     batch, heads, len_q, _ = problem.query.shape
-    tile = pick("rows", problem)
+    tile = pick("whole rows", problem)
     sums = vectors_of(key_sums)
     launch(
         _row_gradients_kernel,

@@ -63,7 +63,7 @@ def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int
 
 def plan_of(problem: Problem) -> Plan:
     """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it."""
-    limits, group = pick("decoding", problem), _group(problem)
+    limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
     rows, queries, programs = packing(limits, group, len_q, kv_heads * batch)
     fill = PROGRAMS_PER_PROCESSOR * processors(problem.query.device) // programs

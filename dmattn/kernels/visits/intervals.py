@@ -1,6 +1,6 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
-Intervals packed by blocks of keys and the lifts of a bias (base/bias_columns.py) are made here, too. Kernels copy them beside their keys.
+Intervals packed by blocks of keys and bias columns (base/bias_columns.py) are made here, too. Kernels copy them beside their keys.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..base.bias_columns import COLUMNS, lift_columns
+from ..base.bias_columns import COLUMNS, columns_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
 from ..base.overlap import follow
@@ -29,11 +29,11 @@ def interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
 
 
 def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(lists as of `interval_lists`, packed intervals, lifts of a bias of keys) of a problem, each None where there are none.
+    """(lists as of `interval_lists`, packed intervals, bias columns) of a problem, each None where there are none.
 
     Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): twice the middle of each key's interval, then the lengths, as the
-    bits of float32. They are intervals as the window leaves them, and exact up to 2 ** 22 queries. Lifts are bfloat16, (B or 1, H or Hk or 1,
-    Sk, COLUMNS); blocks of keys that no query attends have none.
+    bits of float32. They are intervals as the window leaves them, and exact up to 2 ** 22 queries. Bias columns are bfloat16,
+    (B or 1, H or Hk or 1, Sk, COLUMNS); blocks of keys that no query attends have none.
     """
     bias = problem.key_bias
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
@@ -41,13 +41,13 @@ def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor
         return None, None, None
     batch, heads = (max(sizes) for sizes in zip(*(x.shape[:2] for x in given), strict=True))
     len_k = problem.key.shape[2]
-    lifts = None if bias is None else bias.new_empty((batch, heads, len_k, COLUMNS.value), dtype=torch.bfloat16)
+    bias_columns = None if bias is None else bias.new_empty((batch, heads, len_k, COLUMNS.value), dtype=torch.bfloat16)
     if problem.first is None:
-        _summary(problem, block_n, (batch, heads), None, lifts)
-        return None, None, lifts
+        _summary(problem, block_n, (batch, heads), None, bias_columns)
+        return None, None, bias_columns
     packed = problem.first.new_empty((batch, heads, triton.cdiv(len_k, block_n), 2 * block_n))
-    bounds = _summary(problem, block_n, (batch, heads), packed, lifts)
-    return _lists(problem, bounds, block_m, block_n), packed, lifts
+    bounds = _summary(problem, block_n, (batch, heads), packed, bias_columns)
+    return _lists(problem, bounds, block_m, block_n), packed, bias_columns
 
 
 def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
@@ -84,7 +84,7 @@ def block_bounds(problem: Problem, block_n: int) -> Tensor:
     return _summary(problem, block_n, (batch, heads), None, None)
 
 
-def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: Tensor | None, lifts: Tensor | None) -> Any:
+def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: Tensor | None, bias_columns: Tensor | None) -> Any:
     """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it."""
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     first, last, bounds = problem.first, problem.last, None
@@ -98,10 +98,10 @@ def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: T
             batch * heads * triton.cdiv(blocks, max(1, SUMMARY // block_n)),
             first=strided(first, heads),
             last=strided(last, heads),
-            bias=None if lifts is None else strided(problem.bias[:, :, 0], heads),
+            bias=None if bias_columns is None else strided(problem.bias[:, :, 0], heads),
             bounds=strided(bounds, heads),
             packed=strided(packed, heads),
-            lifts=strided(lifts, heads),
+            bias_columns=strided(bias_columns, heads),
             scale=problem.scale,
             left=problem.left,
             right=problem.right,
@@ -126,15 +126,15 @@ def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _summary_kernel(
-    first, last, bias, bounds, packed, lifts, scale, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+    first, last, bias, bounds, packed, bias_columns, scale, left, right, heads, len_q, len_k, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), their intervals packed, their lifts, each where it is wanted."""
+    """One program: the bounds of BLOCKS blocks of keys of one (batch, head), their intervals packed, their bias columns, where wanted."""
     follow()
     part, head, batch = place(len_k, heads, BLOCKS * BLOCK_N)
     seq = Sequence(batch, head, len_q, len_k)
     index = tl.arange(0, BLOCKS * BLOCK_N)
     cols = Span(part * (BLOCKS * BLOCK_N), index.to(tl.int64), len_k)
-    lifted = index < len_k - part * (BLOCKS * BLOCK_N)
+    described = index < len_k - part * (BLOCKS * BLOCK_N)
     if first is not None:
         first_cols = load_rows(first, seq, cols, LARGEST)
         last_cols = load_rows(last, seq, cols, 0)
@@ -147,7 +147,7 @@ def _summary_kernel(
         tl.store(pointers + 2 * bounds.col, tl.max(tl.reshape(tl.where(alive, first_cols, LARGEST), (BLOCKS, BLOCK_N)), 1), mask=inside)
         tl.store(pointers + 3 * bounds.col, tl.min(tl.reshape(tl.where(alive, last_cols, 0), (BLOCKS, BLOCK_N)), 1), mask=inside)
         live = tl.max(tl.reshape(alive.to(tl.int32), (BLOCKS, BLOCK_N)), 1, keep_dims=True)
-        lifted &= tl.reshape(tl.broadcast_to(live, (BLOCKS, BLOCK_N)), (BLOCKS * BLOCK_N,)) != 0
+        described &= tl.reshape(tl.broadcast_to(live, (BLOCKS, BLOCK_N)), (BLOCKS * BLOCK_N,)) != 0
     if packed is not None:
         pointers = slice_pointer(packed, seq) + (part * BLOCKS + index // BLOCK_N).to(tl.int64) * packed.row + index % BLOCK_N
         position = cols.start + index
@@ -159,10 +159,10 @@ def _summary_kernel(
         real = part * BLOCKS + index // BLOCK_N < tl.cdiv(len_k, BLOCK_N)  # of a block that holds a key
         tl.store(pointers, middle2.to(tl.int32, bitcast=True), mask=real)
         tl.store(pointers + BLOCK_N, length.to(tl.int32, bitcast=True), mask=real)
-    if lifts is not None:
+    if bias_columns is not None:
         column = tl.arange(0, COLUMNS)[None, :]
-        pointers = slice_pointer(lifts, seq) + (cols.start + cols.index)[:, None] * lifts.row + column
-        tl.store(pointers, lift_columns(load_rows(bias, seq, cols, 0.0)[:, None], scale, column), mask=lifted[:, None])
+        pointers = slice_pointer(bias_columns, seq) + (cols.start + cols.index)[:, None] * bias_columns.row + column
+        tl.store(pointers, columns_of(load_rows(bias, seq, cols, 0.0)[:, None], scale, column), mask=described[:, None])
 
 
 @triton.jit

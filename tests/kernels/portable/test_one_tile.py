@@ -15,7 +15,7 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import dispatch
-from dmattn.kernels.portable import one_tile as windows
+from dmattn.kernels.portable import one_tile
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
@@ -31,8 +31,8 @@ def problem_of(case: Case, device: str, dtype: torch.dtype = torch.float32) -> P
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Something for each backward pass in one tile."""
     calls: list[int] = []
-    gradients = windows.window_gradients
-    monkeypatch.setattr(windows, "window_gradients", lambda *arguments: (calls.append(1), gradients(*arguments))[1])
+    gradients = one_tile.gradients
+    monkeypatch.setattr(one_tile, "gradients", lambda *arguments: (calls.append(1), gradients(*arguments))[1])
     return calls
 
 
@@ -80,13 +80,13 @@ def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.Mon
     """Members fill no part, one or more, and every run adds them in the same order."""
     problem = problem_of(PARTS, device)
     slices = PARTS.heads
-    sharing = windows.Sharing.of(problem.bias, problem, slices, windows.SUMMING_PER_PROCESSOR)
+    sharing = one_tile.Sharing.of(problem.bias, problem, slices, one_tile.SUMMING_PER_PROCESSOR)
     if device == "cpu":
         assert (sharing.members, sharing.splits, sharing.argument[3]) == (5, 3, 2)
     inputs = PARTS.inputs(torch.float32, device)
     split, again = (results(attention, inputs, PARTS.options)["d_bias"] for _ in range(2))
     assert torch.equal(split, again)
-    monkeypatch.setattr(windows, "SUMMING_PER_PROCESSOR", 0)
+    monkeypatch.setattr(one_tile, "SUMMING_PER_PROCESSOR", 0)
     replay.forget()  # what the calls above launched
     torch.testing.assert_close(results(attention, inputs, PARTS.options)["d_bias"], split, rtol=1e-5, atol=1e-6)
 

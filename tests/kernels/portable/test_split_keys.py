@@ -21,7 +21,7 @@ from dmattn.kernels import traits
 from dmattn.kernels.dispatch import choose_forward
 from dmattn.kernels.traits import Traits
 
-decoding = importlib.import_module("dmattn.kernels.portable.split_keys")
+split_keys = importlib.import_module("dmattn.kernels.portable.split_keys")
 
 GQA = dict(heads=4, kv_heads=2)
 CASES = (
@@ -65,11 +65,11 @@ RUNS += [pytest.param("cuda", dtype, marks=NEEDS_CUDA) for dtype in (torch.bfloa
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of splits of the problems that the kernel got. Parts that nobody writes are NaN."""
     splits: list[int] = []
-    forward = decoding.forward
+    forward = split_keys.forward
     unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
-    monkeypatch.setattr(decoding, "torch", unwritten)
+    monkeypatch.setattr(split_keys, "torch", unwritten)
     monkeypatch.setattr(
-        decoding, "forward", lambda problem, *results: (splits.append(decoding.plan_of(problem).splits), forward(problem, *results))
+        split_keys, "forward", lambda problem, *results: (splits.append(split_keys.plan_of(problem).splits), forward(problem, *results))
     )
     return splits
 
@@ -77,9 +77,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 32 keys, on a device with more processors than these tests have programs."""
-    monkeypatch.setattr(decoding, "LEAST_KEYS", 32)
-    monkeypatch.setattr(decoding, "KEYS_PER_ROW", 0)
-    for module in (decoding, traits):
+    monkeypatch.setattr(split_keys, "LEAST_KEYS", 32)
+    monkeypatch.setattr(split_keys, "KEYS_PER_ROW", 0)
+    for module in (split_keys, traits):
         monkeypatch.setattr(module, "processors", lambda device: 64)
 
 
@@ -104,7 +104,7 @@ def test_is_exact(case: Case, device: str, dtype: torch.dtype, reached: list[int
 @pytest.mark.parametrize("case", [case for case in CASES if case.mask or case.intervals], ids=lambda case: case.name)
 def test_is_exact_by_lists(case: Case, device: str, reached: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of the blocks that are visited, as with more keys."""
-    monkeypatch.setattr(decoding, "LISTED_BYTES", 0)
+    monkeypatch.setattr(split_keys, "LISTED_BYTES", 0)
     assert_within_budget(case, torch.float16, device)
     assert len(reached) == 1
 
@@ -116,8 +116,8 @@ def test_one_split_and_more_than_there_are_tiles(
     most: int, splits: int, device: str, dtype: torch.dtype, reached: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One writes out and lse itself; of 24 most have no key."""
-    monkeypatch.setattr(decoding, "LEAST_KEYS", 4)
-    monkeypatch.setattr(decoding, "PROGRAMS_PER_PROCESSOR", 2 if most > 1 else 0)
+    monkeypatch.setattr(split_keys, "LEAST_KEYS", 4)
+    monkeypatch.setattr(split_keys, "PROGRAMS_PER_PROCESSOR", 2 if most > 1 else 0)
     assert_within_budget(Case("gqa", 3, 97, **GQA, bias="bhqk", mask="bhqk", keep="random-empty-rows", causal=True), dtype, device)
     assert reached == [splits]
 
@@ -196,10 +196,10 @@ def taken(one: Problem) -> bool:
     ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles"],
 )
 def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "processors", lambda device: 132)
+    monkeypatch.setattr(split_keys, "processors", lambda device: 132)
     one = problem(**given)
     assert taken(one)
-    assert decoding.plan_of(one).splits == splits
+    assert split_keys.plan_of(one).splits == splits
     batch, heads, len_q, dim = one.query.shape
     parts = splits * batch * heads * len_q * 4 * (dim + 1)
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()

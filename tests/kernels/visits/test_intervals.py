@@ -46,7 +46,7 @@ def test_what_is_described_of_keys(bias: str, window: tuple[int, int] | None, un
         problem.bias[..., 3:60:7] = float("-inf")
         problem.bias[..., 40] = torch.finfo(torch.float32).min
         problem.bias[..., 41] = -1e38
-    _, packed, lifts = intervals.described_keys(problem, 64, block)
+    _, packed, bias_columns = intervals.described_keys(problem, 64, block)
     middle2, length = packed.unflatten(-1, (-1, block)).movedim(3, 0).flatten(3).view(torch.float32)  # [2, B, H, Sk and some]
     i, j = torch.arange(37)[:, None], torch.arange(packed.shape[2] * block)
     visible = (2 * i - middle2[:, :, None]).abs() < length[:, :, None]
@@ -56,12 +56,12 @@ def test_what_is_described_of_keys(bias: str, window: tuple[int, int] | None, un
     if window is not None:
         expected &= (j - i - 33 <= window[1]) & (i + 33 - j <= window[0])
     assert torch.equal(visible, expected.expand(visible.shape))
-    assert (lifts is not None) == bias.endswith("1k")
-    if lifts is not None:
+    assert (bias_columns is not None) == bias.endswith("1k")
+    if bias_columns is not None:
         live = torch.arange(70) // block != 1
-        assert not lifts[:, :, live, 3:].any()
-        lifted = lifts[:, :, live].double().sum(-1) * problem.scale
+        assert not bias_columns[:, :, live, 3:].any()
+        added = bias_columns[:, :, live].double().sum(-1) * problem.scale
         expected = problem.bias[:, :, 0, live].double()
         expected[expected < -2.4e38] = float("-inf")  # what hides
         expected = expected.where((expected == float("-inf")) | (expected > -9e37), -1e38 * problem.scale)  # finite in units of the products
-        torch.testing.assert_close(lifted, expected.expand(lifted.shape), rtol=2.0**-22, atol=0.0)
+        torch.testing.assert_close(added, expected.expand(added.shape), rtol=2.0**-22, atol=0.0)

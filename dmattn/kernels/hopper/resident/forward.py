@@ -24,7 +24,7 @@ from ..copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     consumers_of,
     copy,
     stage_of,
@@ -111,7 +111,7 @@ def _resident_forward_kernel(
         out=gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, BLOCK_M, config.DIM], out.layout),
         bias=allocate_bias(bias, CONSUMERS, TILES * (KEYS // CHUNK), WIDE=False),
     )
-    barriers = _barriers(CONSUMERS)
+    barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
     if CONSUMERS == 2:
@@ -138,13 +138,13 @@ def _resident_forward_kernel(
 
 
 @gluon.jit
-def _barriers(CONSUMERS: gl.constexpr):
+def _make_barriers(CONSUMERS: gl.constexpr):
     """:class:`Barriers` in their first phase."""
     return Barriers(
-        bias_full=barriers(CONSUMERS, 1),
-        q_full=barriers(1, 1),
-        kv_full=barriers(STAGES, 1),
-        kv_free=barriers(STAGES, CONSUMERS),
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        q_full=allocate_barriers(1, 1),
+        kv_full=allocate_barriers(STAGES, 1),
+        kv_free=allocate_barriers(STAGES, CONSUMERS),
     )
 
 

@@ -23,14 +23,14 @@ from ..copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     consumers_of,
     copy,
     stage_of,
     tiled,
     tiled_vectors,
 )
-from ..registers import as_factor, rounded_pairs, store_rows
+from ..registers import as_factor, rounded_pairs, store_tile
 from .bias import DIM, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
@@ -85,7 +85,7 @@ class Queries(NamedTuple):
 
     q: Any  # [BLOCK_M, DIM]
     d_out: Any  # [BLOCK_M, DIM]
-    subtrahend: Any  # [BLOCK_M]; scores are lessened by it
+    divisor: Any  # [BLOCK_M], the first term
     delta: Any  # [BLOCK_M]
 
 
@@ -156,7 +156,7 @@ def _resident_key_gradients_kernel(
         terms=gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout),
         bias=allocate_bias(bias, CONSUMERS, TILES * (BLOCK_M // CHUNK), WIDE=False),
     )
-    barriers = _barriers(CONSUMERS)
+    barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
@@ -184,13 +184,13 @@ def _resident_key_gradients_kernel(
 
 
 @gluon.jit
-def _barriers(CONSUMERS: gl.constexpr):
+def _make_barriers(CONSUMERS: gl.constexpr):
     """:class:`Barriers` in their first phase."""
     return Barriers(
-        bias_full=barriers(CONSUMERS, 1),
-        kv_full=barriers(1, 1),
-        q_full=barriers(STAGES, 1),
-        q_free=barriers(STAGES, CONSUMERS),
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        kv_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 1),
+        q_free=allocate_barriers(STAGES, CONSUMERS),
     )
 
 
@@ -262,9 +262,9 @@ def _consume(tiles, barriers, bias, rules, part, d_k, d_v, which: gl.constexpr, 
             turn += 1
         seq = sequence_of(part, member)
         if d_k is not None:
-            store_rows(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
+            store_tile(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
         if d_v is not None:
-            store_rows(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
+            store_tile(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
         phase ^= 1
 
 
@@ -275,7 +275,7 @@ def _queries(tiles, stage, config: gl.constexpr):
     return Queries(
         q=tiles.q.index(stage).reshape([BLOCK_M, config.DIM]),
         d_out=tiles.d_out.index(stage).reshape([BLOCK_M, config.DIM]),
-        subtrahend=vectors.index(2 * stage),
+        divisor=vectors.index(2 * stage),
         delta=vectors.index(2 * stage + 1),
     )
 
@@ -297,7 +297,7 @@ def _add(sums, s, d_p, queries, factor, chunk: gl.constexpr, config: gl.constexp
     DTYPE: gl.constexpr = queries.q.dtype
     dk = sums.dk
     dv = sums.dv
-    p = gl.exp2(s * factor - queries.subtrahend.slice(START, CHUNK).load(COLS)[None, :])  # [BLOCK_N, CHUNK]
+    p = gl.exp2(s * factor - queries.divisor.slice(START, CHUNK).load(COLS)[None, :])  # [BLOCK_N, CHUNK]
     if config.OF_VALUES:
         dv = warpgroup_mma(as_factor(rounded_pairs(p, DTYPE), DTYPE, FACTOR), queries.d_out.slice(START, CHUNK), dv, is_async=True)
     ds = p * (d_p - queries.delta.slice(START, CHUNK).load(COLS)[None, :])

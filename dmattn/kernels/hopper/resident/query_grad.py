@@ -29,7 +29,7 @@ from ..copies import (
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
-    barriers,
+    allocate_barriers,
     copy,
     stage_of,
     sync_threads,
@@ -87,7 +87,7 @@ class Barriers(NamedTuple):
 class Terms(NamedTuple):
     """Terms of queries (`query_terms.Incoming`)."""
 
-    subtrahend: Any  # [BLOCK_M]; scores are lessened by it
+    divisor: Any  # [BLOCK_M], the first term
     delta: Any  # [BLOCK_M]
 
 
@@ -190,7 +190,7 @@ def _resident_query_gradients_kernel(
         bias=allocate_bias(bias, CONSUMERS, KEYS // CHUNK, WIDE=True),
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
-    barriers = _barriers(CONSUMERS)
+    barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     line = Line(part_count, block_count, sharing_heads, members, len_q, len_k)
     if CONSUMERS == 2:
@@ -217,13 +217,13 @@ def _resident_query_gradients_kernel(
 
 
 @gluon.jit
-def _barriers(CONSUMERS: gl.constexpr):
+def _make_barriers(CONSUMERS: gl.constexpr):
     """:class:`Barriers` in their first phase."""
     return Barriers(
-        bias_full=barriers(CONSUMERS, 1),
-        full=barriers(STAGES, 1),
-        free=barriers(STAGES, CONSUMERS),
-        sums_full=barriers(STAGES, CONSUMERS - 1),
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, CONSUMERS),
+        sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
     )
 
 
@@ -359,7 +359,7 @@ def _member(context, vectors, totals, turn, which: gl.constexpr, config: gl.cons
             s, dq = warpgroup_mma_wait(1, [s, dq])
         else:
             s = warpgroup_mma_wait(1, [s])
-        p = gl.exp2(s * context.factor - vectors.subtrahend[:, None])
+        p = gl.exp2(s * context.factor - vectors.divisor[:, None])
         d_p = warpgroup_mma_wait(0, [d_p])
         ds = p * (d_p - vectors.delta[:, None])
         further_totals += (totals[i] + ds,)
