@@ -19,7 +19,7 @@ def softmax_start(BLOCK_M: tl.constexpr):
 def softmax_step(s, row_max, row_sum):
     """(unnormalised probabilities of a tile of base-2 scores, factor for what was accumulated before, new maximum, new sum)."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
-    p, alpha = weights_of(s, row_max, new_max, 1.0, False)
+    p, alpha = weights_of(s, row_max, new_max, 1.0, FAR=False)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 

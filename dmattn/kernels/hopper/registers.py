@@ -37,7 +37,7 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
     if rules.bias is None or rules.bias_cols is not None:
         return 0.0
     elif rules.bias_rows is not None:
-        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), EVEN=False)[:, None]
         return bias.to(gl.float32) * LOG2E
     else:
         return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
@@ -71,8 +71,8 @@ def mask_of(rules, seq, rows, cols, row, col):
 @gluon.jit
 def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
     """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
-    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
-    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), False)
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), EVEN=False)
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), EVEN=False)
     middle2, length = middle_and_length(first, last, seq.len_q)
     return middle2[:, None], length[:, None]
 

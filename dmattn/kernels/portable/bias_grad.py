@@ -168,25 +168,25 @@ def _shared_gradient_kernel(
     if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
-    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, False)  # every member's
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
         seq = member_of(of_slice, member, sharing_heads)
         if rules.mask is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
-                total += _member(tensors, rules, seq, rows, cols, bias2, False, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
             elif live:
-                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         elif rules.first is not None:
             if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         else:
-            total += _member(tensors, rules, seq, rows, cols, bias2, True, dims, value_dims, PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, bias2, EDGE: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
     q_tile = load_tile(q, seq, rows, dims)
@@ -195,7 +195,9 @@ def _member(tensors, rules, seq, rows, cols, bias2, EDGE: tl.constexpr, dims, va
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, _, d_p, _ = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, False, PRECISION, bias2)
+    p, _, d_p, _ = probabilities(
+        q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
+    )
     return p * (d_p - delta_rows[:, None])
 
 

@@ -53,25 +53,29 @@ def _forward_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        acc, row_max, row_sum = _add_tile(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, True, dims, value_dims, PRECISION)
+        acc, row_max, row_sum = _add_tile(
+            q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
+        )
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            acc, row_max, row_sum = _add_tile(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, False, dims, value_dims, PRECISION)
+            acc, row_max, row_sum = _add_tile(
+                q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
+            )
     acc, lse_rows = softmax_finish(acc, row_max, row_sum)
     store_tile(out, seq, rows, value_dims, acc)
     store_rows(lse, seq, rows, lse_rows)
 
 
 @triton.jit
-def _add_tile(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, EDGE: tl.constexpr, dims, value_dims, PRECISION: tl.constexpr):
+def _add_tile(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE, False, PRECISION)
+    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
-        p *= kept_factor(rules, seq, rows, cols, False)
+        p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
     v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -91,13 +91,15 @@ def _key_gradients_kernel(
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-            dk, dv, sums = _add_tile(incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, True, PRECISION)
+            dk, dv, sums = _add_tile(
+                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
+            )
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
                 start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
                 dk, dv, sums = _add_tile(
-                    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, False, PRECISION
+                    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
                 )
         if rules.lists is None and rules.first is None:
             for start in tl.range(0, begin, BLOCK_M):
@@ -127,7 +129,9 @@ def _add_tile(
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, True, PRECISION)
+    p, ds, tanh = score_gradient(
+        q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=True, PRECISION=PRECISION
+    )
     if d_v is not None:
         dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
     if key_sums is not None:

@@ -59,17 +59,17 @@ def _one_tile_forward_kernel(
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     bias2 = None
     if HELD:
-        bias2 = load_bias2(rules, Sequence(0, head, len_q, len_k), rows, cols, False)
+        bias2 = load_bias2(rules, Sequence(0, head, len_q, len_k), rows, cols, KEYS_DOWN=False)
     for batch in tl.range(begin, end, disable_licm=True):  # offsets of all tensors, kept from one turn to the next, would spill
         seq = Sequence(batch, head, len_q, len_k)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        s, _tanh = scores(q_tile, k_tile, rules, seq, rows, cols, True, False, PRECISION, bias2)
+        s, _tanh = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
         row_max, row_sum = softmax_start(BLOCK_M)
         p, _alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         if rules.seed is not None:
-            p *= kept_factor(rules, seq, rows, cols, False)
+            p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
         acc, lse_rows = softmax_finish(tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION), row_max, row_sum)
         store_tile(out, seq, rows, value_dims, acc)
         store_rows(lse, seq, rows, lse_rows)

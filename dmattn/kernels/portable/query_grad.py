@@ -66,12 +66,16 @@ def _query_gradients_kernel(
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-        dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, True, STORED, PRECISION)
+        dq = _add_tile(
+            q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, EDGE=True, STORED=STORED, PRECISION=PRECISION
+        )
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            dq = _add_tile(q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, False, STORED, PRECISION)
+            dq = _add_tile(
+                q_tile, d_out_tile, stats, tensors, rules, seq, dq, rows, cols, dims, value_dims, EDGE=False, STORED=STORED, PRECISION=PRECISION
+            )
     if rules.lists is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -96,7 +100,9 @@ def _add_tile(
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, False, PRECISION)
+        _, ds, tanh = score_gradient(
+            q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION
+        )
         if d_bias is not None:
             store_tile(d_bias, seq, rows, cols, ds)
         if d_q is not None:

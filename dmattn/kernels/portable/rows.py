@@ -90,13 +90,13 @@ def _row_gradients_kernel(
         for block in tl.static_range(BLOCKS_M):
             rows = Span(block * BLOCK_M, row_index, None)
             # Keys stand down, so that dK and dV take P and dS from registers; dQ alone takes dS through shared memory.
-            addend = by_query(-divisor2(load_rows(lse, seq, rows, float("-inf"))), True)
+            addend = by_query(-divisor2(load_rows(lse, seq, rows, float("-inf"))), KEYS_DOWN=True)
             if rules.bias is not None:
-                addend += load_bias2(rules, seq, rows, cols, True)
-            s, _ = scores(q_tiles[block], k_tile, rules, seq, rows, cols, True, True, PRECISION, addend)
+                addend += load_bias2(rules, seq, rows, cols, KEYS_DOWN=True)
+            s, _ = scores(q_tiles[block], k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=True, PRECISION=PRECISION, bias2=addend)
             p = tl.exp2(s)  # [BLOCK_N, BLOCK_M]
             d_p = tl.dot(v_tile, tl.trans(d_out_tiles[block]), input_precision=PRECISION)
-            ds = p * (d_p - by_query(load_rows(delta, seq, rows, 0.0), True))
+            ds = p * (d_p - by_query(load_rows(delta, seq, rows, 0.0), KEYS_DOWN=True))
             if d_v is not None:
                 dv = tl.dot(p.to(d_out_tiles[block].dtype), d_out_tiles[block], dv, input_precision=PRECISION)
             if d_bias is not None:

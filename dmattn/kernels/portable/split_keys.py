@@ -192,13 +192,13 @@ def _scores(
     """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
     bias2 = None
     if BIAS_BY_HEAD:
-        bias2 = load_bias2(rules, by_row, rows, cols, False)
+        bias2 = load_bias2(rules, by_row, rows, cols, KEYS_DOWN=False)
     elif rules.bias is not None:
-        bias2 = load_bias2(rules, seq, rows, cols, False)
+        bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN=False)
     if MASK_BY_HEAD:
-        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, True, False, PRECISION, bias2)
+        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     else:
-        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, True, False, PRECISION, bias2)
+        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     return s
 
 
