@@ -252,7 +252,10 @@ def _resident_backward(traits: Traits) -> str | None:
 
 
 def _whole_rows(traits: Traits) -> str | None:
-    """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules."""
+    """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules.
+
+    It serves short rows under a mask, which the rows with the bias on chip leave.
+    """
     if traits.heads != traits.kv_heads:
         return _GROUPED
     tile = _find_tile("whole rows", traits)
