@@ -1,5 +1,7 @@
 """The online softmax in base 2, and its results for rows with nothing to attend."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -74,6 +76,15 @@ def divisor2(lse_rows):
     return tl.where(tl.abs(lse_rows) > FARTHEST, float("inf"), lse_rows * LOG2E)
 
 
+class Probabilities(NamedTuple):
+    """One tile, each [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M]."""
+
+    p: Any
+    weights: Any
+    d_p: Any
+    tanh: Any  # of the capped score
+
+
 @triton.jit
 def score_gradient(
     q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols,
@@ -83,8 +94,8 @@ def score_gradient(
 
     dS = p * (dp - delta), the gradient of the scores and so of the bias; p, dp and the weights are those of :func:`probabilities`.
     """
-    p, weights, d_p, tanh = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION)
-    return weights, p * (d_p - by_query(delta_rows, KEYS_DOWN)), tanh
+    tile = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION)
+    return tile.weights, tile.p * (tile.d_p - by_query(delta_rows, KEYS_DOWN)), tile.tanh
 
 
 @triton.jit
@@ -92,7 +103,7 @@ def probabilities(
     q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols,
     EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None,
 ):  # fmt: skip
-    """(p, weights, dp, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
+    """The :class:`Probabilities` of one tile.
 
     p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dp = z * dO V^T, the
     gradient of p as that of a number by itself. EDGE and `bias2` as for `scores`.
@@ -104,7 +115,7 @@ def probabilities(
     else:
         d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
     if rules.seed is None:
-        return p, p, d_p, tanh
+        return Probabilities(p, p, d_p, tanh)
     else:
         factor = kept_factor(rules, seq, rows, cols, KEYS_DOWN)
-        return p, p * factor, d_p * factor, tanh
+        return Probabilities(p, p * factor, d_p * factor, tanh)

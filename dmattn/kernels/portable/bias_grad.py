@@ -64,7 +64,7 @@ class Sharing(NamedTuple):
         """Fill `d_bias` from its parts, added in order and rounded once."""
         if self.splits == 1:
             return
-        _, _, len_q, len_k = d_bias.shape
+        len_q, len_k = d_bias.shape[2:]
         tiles = triton.cdiv(len_q, PARTS_ROWS) * triton.cdiv(len_k, PARTS_COLS)
         launch(
             _sum_parts_kernel,
@@ -195,10 +195,10 @@ def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.c
     d_out_tile = load_tile(d_out, seq, rows, value_dims)
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, _, d_p, _ = probabilities(
+    tile = probabilities(
         q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
     )
-    return p * (d_p - delta_rows[:, None])
+    return tile.p * (tile.d_p - delta_rows[:, None])
 
 
 def _bytes_read(problem: Problem) -> int:

@@ -106,24 +106,18 @@ def test_keys_of_queries(sides: tuple) -> None:
 
 @interpreted
 @by_sides
-def test_keys_in_window(sides: tuple) -> None:
-    columns = len_q, len_k, row = cases(lambda len_q, len_k: range(len_q))
-    for size, _ in BLOCKS:
-        begin, end = called(window.keys_in_window, sides, list(columns), (size,), results=2)
-        queries = block(row, size) & (len_q > ROOM)
-        assert torch.equal((begin <= ROOM) & (end > ROOM), (pairs(sides, len_q, len_k) & queries[..., None]).any(1) & (len_k > ROOM))
-        assert ((begin >= 0) & (begin <= end) & (end <= len_k)).all()
-
-
-@interpreted
-@by_sides
-def test_queries_in_window(sides: tuple) -> None:
-    columns = len_q, len_k, col = cases(lambda len_q, len_k: range(len_k))
-    for _, size in BLOCKS:
-        begin, end = called(window.queries_in_window, sides, list(columns), (size,), results=2)
-        keys = block(col, size) & (len_k > ROOM)
-        assert torch.equal((begin <= ROOM) & (end > ROOM), (pairs(sides, len_q, len_k) & keys[:, None]).any(2) & (len_q > ROOM))
-        assert ((begin >= 0) & (begin <= end) & (end <= len_q)).all()
+@pytest.mark.parametrize("name", ["keys_in_window", "queries_in_window"])
+def test_ranges_of_a_block(name: str, sides: tuple) -> None:
+    """Of a block of queries the keys, and of a block of keys the queries, that share a pair with any of it."""
+    of_queries = name == "keys_in_window"
+    columns = len_q, len_k, own = cases(lambda len_q, len_k: range(len_q if of_queries else len_k))
+    owned, others = (len_q, len_k) if of_queries else (len_k, len_q)
+    seen = pairs(sides, len_q, len_k)
+    for size in {sizes[0 if of_queries else 1] for sizes in BLOCKS}:
+        begin, end = called(getattr(window, name), sides, list(columns), (size,), results=2)
+        of_block = ((seen if of_queries else seen.mT) & (block(own, size) & (owned > ROOM))[..., None]).any(1)
+        assert torch.equal((begin <= ROOM) & (end > ROOM), of_block & (others > ROOM))
+        assert ((begin >= 0) & (begin <= end) & (end <= others)).all()
 
 
 @interpreted
