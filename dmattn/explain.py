@@ -73,7 +73,7 @@ class Pass(NamedTuple):
         for refusal in self.refusals:
             reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
         names = [f'"{row}"' for row in self.rows]
-        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
+        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         if self.seconds is not None:
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)

@@ -170,7 +170,7 @@ def _split_keys(traits: Traits) -> str | None:
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        return f"is for few queries over many keys: {visible} visible keys are fewer than two splits of {least}"
+        return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
     _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
