@@ -280,7 +280,7 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
         forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target).passes
         out, lse, states = backend.allocate_forward(problem)
         gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
-        problem = problem._replace(states=states)
+        problem = problem.with_states(states)
         with Allocated() as by_forward:
             kernels.forward(problem, out, lse)
         with Allocated() as by_backward:

@@ -17,6 +17,7 @@ from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+BLOCKED_AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1")).map("".join).map("{}qk".format)
 SIDE = st.none() | st.integers(0, 70)
 
 
@@ -24,8 +25,8 @@ SIDE = st.none() | st.integers(0, 70)
 def problems(draw: st.DrawFn) -> Case:
     """Any problem that the specification allows, small, but dropout of single keys: docs/limits.md."""
     kv_heads = draw(st.integers(1, 2))
-    len_k = draw(st.integers(1, 70))
-    masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    len_k = draw(st.integers(1, 70) | st.integers(120, 140))
+    masking = draw(st.sampled_from(["none", "mask", "block mask", "intervals"]))
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
     return Case(
         "random",
@@ -36,8 +37,9 @@ def problems(draw: st.DrawFn) -> Case:
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 40)),
         value_dim=draw(st.none() | st.integers(1, 40)),
-        mask=draw(AXES) if masking == "mask" else None,
+        mask=draw(AXES if masking == "mask" else BLOCKED_AXES) if "mask" in masking else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
+        blocked=masking == "block mask",
         intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
         bias=draw(st.none() | AXES),
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
@@ -72,6 +74,6 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
+    for field in ("mask", "blocked", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
         assert any(getattr(case, field) for case in seen), field
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

@@ -18,6 +18,7 @@ from . import backend, passes
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
+SHARED = ("mask", "first", "last", "bias", "blocks", "states")  # the batch may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
@@ -34,8 +35,9 @@ _AXES = dict(mask=4, first=3, last=3, bias=4)  # of those that a caller may give
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
-    out, lse, states, *_ = passes.forward(Problem(*inputs))
-    return out, lse, _present(states, out)
+    problem = Problem(*inputs)
+    out, lse, states, *_ = passes.forward(problem)
+    return out, lse, _present(states if problem.states is None else None, out)  # an operator returns none of its arguments
 
 
 @torch.library.custom_op(
@@ -113,7 +115,11 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 
     def joined(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and name in ("mask", "first", "last", "bias")):
+        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and name in SHARED):
+            return x
+        if name == "bits":
+            if axis is not None:
+                raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
@@ -153,8 +159,10 @@ def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[2])
-    save(ctx, learned_of(inputs), fixed_of(inputs), (*output, Problem(*inputs).seed, rules_of(inputs)))
+    problem, (out, lse, states) = Problem(*inputs), output
+    ctx.mark_non_differentiable(states)
+    states = states if problem.states is None else problem.states
+    save(ctx, learned_of(inputs), fixed_of(inputs), (out, lse, states, problem.seed, rules_of(inputs)))
 
 
 def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..bits import unpacked
 from ..broadcast import per_query_gradient, sum_to
 from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
 from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
@@ -124,10 +125,16 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
         parts = _parts_of_intervals(first, last, len_q, len_k, step)
     for rows, keys in parts:
         keys = _in_window(problem, rows, keys)
-        mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
+        mask = problem.mask
+        if problem.blocks is not None and problem.bits is not None:
+            mask = unpacked(problem.blocks, problem.bits, len_k, rows.start, rows.stop)[..., keys]
+        elif mask is not None:
+            mask = _part(_part(mask, 2, rows), 3, keys)
+        bias = None if problem.bias is None else _part(_part(problem.bias, 2, rows), 3, keys)
         begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
         query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
-        yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
+        part = problem._replace(query=query, key=key, value=value, bias=bias, first=begins, last=ends)
+        yield rows, keys, part._replace(mask=mask, blocks=None, bits=None)
 
 
 def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:

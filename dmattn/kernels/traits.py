@@ -27,7 +27,8 @@ TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's fa
 
 NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
-_FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
+_FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}
+_FEATURES |= {"blocks": "block mask", "bits": "block mask"}  # others by their own name
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INPUTS = ("query", "key", "value", "mask", "first", "last", "bias")
 _AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}

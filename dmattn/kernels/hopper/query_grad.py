@@ -24,7 +24,7 @@ from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile
+from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
 from .walk import (
     Lengths,
     bias_columns_of,
@@ -360,7 +360,8 @@ def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, ED
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
     if EDGE:
-        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start))
+        words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False)
+        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))

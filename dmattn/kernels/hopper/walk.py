@@ -52,7 +52,7 @@ def even_work(problem: Problem) -> bool:
     """
     if problem.first is not None:
         return problem.key_bias is not None
-    return problem.mask is None and problem.left is None and problem.right is None
+    return not problem.is_masked and problem.left is None and problem.right is None
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
