@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
-from dmattn import attention
+from dmattn import BlockMask, attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
@@ -119,7 +119,7 @@ def _problem(record: Record) -> str:
     query_heads, kv_heads = heads.split("/")
     axes = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
-    kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
+    kept = record["kept_blocks"] and f"{'prepared ' if record.get('prepared') else ''}block mask, {record['kept_blocks']:.0%} kept"
     particular = ", ".join(filter(None, (bias, "causal" if record["causal"] else "", kept)))
     grouped = f"{query_heads} heads" + ("" if kv_heads == query_heads else f" on {kv_heads}")
     return f"{particular}\nbatch {batch}, {grouped}, {lengths}, head dim {head_dim}"
@@ -142,6 +142,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "bias": workload.bias,
         "causal": workload.causal,
         "kept_blocks": workload.kept_blocks,
+        "prepared": workload.prepared,
         "passes": workload.passes,
         "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
         "contenders": {},
@@ -151,7 +152,8 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         contender: Record = {}
         record["contenders"][name] = contender
         try:
-            results = _contend(contender, attention_of(name, workload.causal, tensors), workload, tensors, device, repeat=name == OURS)
+            function = attention_of(name, workload.causal, tensors, workload.prepared)
+            results = _contend(contender, function, workload, tensors, device, repeat=name == OURS)
             expected = results if name == OURS else expected
             contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
@@ -188,10 +190,12 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
+def attention_of(name: str, causal: bool, tensors: dict[str, Any], prepared: bool = False) -> Attention:
     """A contender as a function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
     options = dict(mask=tensors["mask"], causal=causal)
     if name == OURS:
+        if prepared:
+            options["mask"] = BlockMask.from_mask(tensors["mask"])
         return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)

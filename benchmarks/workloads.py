@@ -18,8 +18,8 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
-    in `inference`, which has a forward pass alone.
+    broadcast; g is the key-value heads. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours
+    gets it as a BlockMask. A bias requires grad, but not in `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Workload:
     bias: str | None = None
     causal: bool = False
     kept_blocks: float | None = None
+    prepared: bool = False
     inference: bool = False
 
     @property
@@ -101,6 +102,7 @@ WORKLOADS = (
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
+    Workload("blockmask_10pct_prepared", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10, prepared=True),
     Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),
 )
 
