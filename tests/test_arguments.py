@@ -103,7 +103,7 @@ SAME = {
 @pytest.mark.parametrize("variant", SAME)
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_torchs_causal_bias_is_refused(name: str, variant: str) -> None:
-    expected = {"mask": "a bool tensor, an IntervalMask or None", "bias": "a torch.Tensor or None"}[name]
+    expected = {"mask": "a bool tensor, an IntervalMask, a BlockMask or None", "bias": "a torch.Tensor or None"}[name]
     with pytest.raises(TypeError) as raised:
         attend(**{name: causal_bias(variant)})
     assert str(raised.value) == f"dmattn: {name}: expected {expected}, received torch.nn.attention.bias.CausalBias; {SAME[variant]}"

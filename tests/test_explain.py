@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmattn
-from dmattn import IntervalMask, attention, explain
+from dmattn import BlockMask, IntervalMask, attention, explain
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
 from dmattn.explain import Explanation, Pass
@@ -257,7 +257,9 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def options_of(problem: Problem) -> dict[str, Any]:
     intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
-    mask = intervals if problem.mask is None else problem.mask
+    mask: Any = intervals if problem.mask is None else problem.mask
+    if problem.bits is not None:
+        mask = BlockMask(problem.blocks, problem.bits, problem.states, problem.query.shape[2], problem.key.shape[2])
     return dict(
         mask=mask,
         bias=problem.bias,

@@ -260,7 +260,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
     if EDGE:
-        words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False)
+        words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial)
         hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
     mbarrier.wait(barriers.k_full.index(stage), phase)

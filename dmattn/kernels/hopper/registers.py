@@ -70,8 +70,11 @@ def mask_of(rules, seq, rows, cols, row, col):
 
 
 @gluon.jit
-def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr):
-    """The bits of a block mask for a consumer's tile at a query and a key, LENGTH pairs across: [64, LENGTH / WORD]; 0 without one."""
+def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr, partial=1):
+    """The bits of a block mask for a consumer's tile at a query and a key, LENGTH pairs across: [64, LENGTH / WORD]; 0 without one.
+
+    Where there are lists, and among a block's visits none that are `partial`, none of its bits is 0, and nothing waits for them.
+    """
     if rules.bits is None:
         return 0
     else:
@@ -79,7 +82,10 @@ def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr
         LAYOUT: gl.constexpr = gl.SliceLayout(2, _by_bits(WORDS))
         down = (col if KEYS_DOWN else row) % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         across = (row if KEYS_DOWN else col) % BLOCK // LENGTH * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-        return gl.load(bits_pointer(rules, seq, row, col, KEYS_DOWN) + (down * (BLOCK // WORD))[:, None] + across[None, :])
+        words = gl.full([64, WORDS], -1, gl.int32, LAYOUT)
+        if rules.lists is None or partial != 0:
+            words = gl.load(bits_pointer(rules, seq, row, col, KEYS_DOWN) + (down * (BLOCK // WORD))[:, None] + across[None, :])
+        return words
 
 
 @gluon.jit
