@@ -285,7 +285,13 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
+    if EDGE and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
+        if walk.partial != 0:
+            s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
+        else:
+            s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=False)
+    else:
+        s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
     return s, acc
 
 

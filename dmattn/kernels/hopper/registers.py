@@ -114,7 +114,8 @@ def _kept_by_bits(s, words):
 @gluon.constexpr_function
 def _by_bits(words):
     """The layout in registers of a consumer's products of 64 rows, [64, words, WORD]."""
-    registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], *([0, 1 << bit, 0] for bit in range(4) if 1 << bit < words)]
+    side_by_side = [[0, 1 << bit, 0] for bit in range(4) if 1 << bit < words]  # words of a row are loaded at once
+    registers = [[0, 0, 1], *side_by_side, [8, 0, 0], [0, 0, 8], [0, 0, 16]]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
 
