@@ -61,6 +61,14 @@ CASES = (
     Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
     Case("decoding-listed-mask-several-tiles", 20, 2000, batch=1, heads=8, kv_heads=2, mask="b1qk", keep="blocks", softcap=5.0),
     Case("decoding-listed-intervals-window", 2, 1999, intervals="padding", window=(1500, 0)),
+    Case("sinks-window-grouped-bias-of-queries", 70, 130, heads=4, kv_heads=2, causal=True, window=(20, 0), bias="1hq1", sinks="random"),
+    Case("sinks-in-one-tile", 37, 50, batch=5, heads=3, bias="1hqk", sinks="far", sinks_dtype=torch.float32),
+    Case("sinks-summed-in-parts", 2100, 70, batch=3, heads=2, sinks="random"),
+    Case("decoding-sinks-grouped", 2, 1101, heads=6, kv_heads=2, causal=True, sinks="far", head_dim=64),
+    Case("decoding-sinks-without-splits", 1, 700, batch=200, heads=8, kv_heads=2, sinks="random", head_dim=64),
+    Case("hopper-sinks-causal-grouped", 200, 264, heads=6, kv_heads=2, head_dim=128, causal=True, sinks="far"),
+    Case("hopper-three-consumers-sinks-dense-bias", 380, 2056, heads=3, head_dim=64, bias="bhqk", sinks="far"),
+    Case("hopper-resident-bias-sinks", 192, 320, batch=7, heads=3, head_dim=32, bias="1hqk", sinks="far"),
     *cases.FAULTS,
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too
