@@ -83,12 +83,12 @@ class Growth:
             keep = self.keep
             if name == OURS:
                 return lambda query, key, value, bias: dynamic_mask_attention(query, key, value, bias[:, :, 0], keep=keep)
-            return attention_of(name, False, {**tensors, "mask": _kept(workload, keep, tensors["bias"])})
+            return attention_of(name, replace(workload, causal=False), {**tensors, "mask": _kept(workload, keep, tensors["bias"])})
         if not self.padded:
-            return attention_of(name, workload.causal, tensors)
+            return attention_of(name, workload, tensors)
         real = _real(workload, tensors["query"].device)
         mask = IntervalMask.padding(real, workload.len_q) if name == OURS else real[:, None, None]
-        return attention_of(name, workload.causal, {**tensors, "mask": mask})
+        return attention_of(name, workload, {**tensors, "mask": mask})
 
 
 GROWTHS = (
@@ -152,7 +152,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         contender: Record = {}
         record["contenders"][name] = contender
         try:
-            _contend(contender, _passes(attention_of(name, workload.causal, tensors), tensors), steps, inputs, device)
+            _contend(contender, _passes(attention_of(name, workload, tensors), tensors), steps, inputs, device)
         except Exception as error:
             step = next((step for step in steps if step not in contender), steps[-1])
             contender[step] = {"error": harness.reason(error)}

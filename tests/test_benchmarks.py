@@ -152,6 +152,18 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
     assert sum("decode_128k" in line and "bitwise" in line for line in printed) == 1
 
 
+def test_speed_measures_windows_and_sinks_beside_peers_that_have_them(tmp_path):
+    names = ["gpt_oss_window", "gpt_oss_window_sinks"]
+    code, _, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
+    assert code == 0
+    plain, sinks = (record["contenders"] for record in result["workloads"])
+    assert max(*plain["eager"]["difference"], *plain["sdpa_math"]["difference"], *sinks["eager"]["difference"]) < 1e-4
+    assert [len(found["eager"]["difference"]) for found in (plain, sinks)] == [4, 5]
+    assert sinks["sdpa_math"]["forward"]["error"] == "ValueError: refused: no sinks"
+    assert "refused" in plain["cudnn"]["forward"]["error"]
+    assert plain["dmattn"]["forward"]["tflops"] > 0
+
+
 @pytest.mark.parametrize(("module", "reason"), [(None, "ModuleNotFoundError: cuDNN's frontend is not installed"), ("cudnn", "needs a GPU")])
 def test_where_cudnn_cannot_run_its_reason_is_recorded(module, reason, monkeypatch):
     """Without the frontend, and with it but tensors on a CPU, for which nothing of it is imported."""
@@ -321,7 +333,7 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
-        everything = memory.attention_of("eager", workload.causal, tensors)(*inputs)
+        everything = memory.attention_of("eager", workload, tensors)(*inputs)
         assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal"))
 
 
