@@ -158,6 +158,7 @@ EXACTNESS = (
     Case("intervals-documents-255", 255, intervals="documents", causal=True),
     Case("intervals-prefix-127", 127, intervals="prefix", bias="1hqk"),
     Case("intervals-padding-129", 129, intervals="padding"),
+    Case("intervals-global-tokens-255", 255, intervals="global", reason="two intervals a key"),
     Case("intervals-per-kv-head-129", 129, heads=4, kv_heads=2, intervals="random", bias="bg1k"),
     Case("transposed-strides-129", 129, heads=4, kv_heads=2, transposed=True, bias="1hqk"),
     Case("lse-gradient-129", 129, bias="bhqk", reason="in the cases of this name lse has an incoming gradient too"),

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from . import reference
 from .broadcast import per_query_head, sum_to
@@ -36,8 +37,9 @@ class Case:
     `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
     ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
-    hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
-    intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all.
+    hides every third query's row too. `intervals` names an IntervalMask instead: documents, document-prefix, prefix, padding, causal, window,
+    global (tokens beside a window), chunked; or random intervals, "random" for each batch row and key-value head, "random-per-head" for each
+    query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head", "random-two-shared".
 
     `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
     """
@@ -77,6 +79,11 @@ class Case:
             "k": self.len_q if self.len_k is None else self.len_k,
             "1": 1,
         }
+
+    @property
+    def has_two_intervals(self) -> bool:
+        """Whether `intervals` names a mask of two a key."""
+        return self.intervals is not None and self.intervals.startswith(("global", "random-two"))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -151,11 +158,26 @@ class Case:
             mask = IntervalMask.causal(len_q, len_k)
         elif self.intervals == "window":
             mask = IntervalMask.window(len_q, len_k, left=len_k // 3, right=2)
+        elif self.intervals == "chunked":
+            mask = IntervalMask.chunked(len_q, len_k, max(2, len_k // 3), left_padding=torch.randint(0, len_k + 1, (batch,), generator=random))
+        elif self.intervals == "document-prefix":
+            ids = (torch.rand((batch, len_k), generator=random) < 3 / max(1, len_k)).cumsum(-1)
+            mask = IntervalMask.documents(ids, prefix=torch.rand((batch, len_k), generator=random) < 0.3)
+        elif self.intervals == "global":
+            begin = torch.randint(0, len_k, (batch, 1, 1), generator=random)
+            position = torch.arange(len_k)
+            tokens = IntervalMask.global_tokens((begin <= position) & (position < begin + 3))
+            mask = IntervalMask.window(len_k, len_k, left=len_k // 8, right=len_k // 8) | tokens
         else:
-            leading = {"random": (batch, size["g"]), "random-per-head": (1, size["h"]), "random-shared": ()}[self.intervals or ""]
-            first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
-            mask = IntervalMask(first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32))
-        return IntervalMask(mask.first.to(device), mask.last.to(device))
+            axes = {"": (batch, size["g"]), "-per-head": (1, size["h"]), "-shared": ()}
+            name, two, rest = (self.intervals or "").partition("random-two")
+            leading = axes[rest if two else name.removeprefix("random")]
+            bounds = []
+            for _ in range(2 if two else 1):
+                first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
+                bounds += [first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32)]
+            mask = IntervalMask(bounds[0], bounds[1], None, *bounds[2:])
+        return tree_map(lambda bound: bound.to(device), replace(mask, len_q=None))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .arguments import check_flag, refuse_keywords
 from .execution import backend, torch_kernel
 from .functional import attention
+from .masks import BOUNDS
 from .problem import Gradients, Problem
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ class _Call:
         """Those of each input and each result once, without what causal and the window hide."""
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
-        total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
+        total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
         total += 0 if problem.bias is None else self._between(problem.bias)
         total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden

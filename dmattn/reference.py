@@ -151,7 +151,11 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
         hidden.append(~per_query_head(problem.mask, heads))
     if problem.first is not None and problem.last is not None:
         first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
-        hidden.append((query < first) | (query >= last))
+        outside = (query < first) | (query >= last)
+        if problem.also_first is not None and problem.also_last is not None:
+            first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.also_first, problem.also_last))
+            outside = outside & ((query < first) | (query >= last))
+        hidden.append(outside)
     union = None
     for condition in hidden:
         union = condition if union is None else union | condition

@@ -178,6 +178,15 @@ INTERVALS = (
     Case("gqa-random-intervals-per-head-19x37", 19, 37, **GQA, intervals="random-per-head", bias="bg1k", reason="intervals for each query head"),
     Case("random-intervals-shared-65", 65, intervals="random-shared", causal=True, window=(30, None), bias="11qk", reason="one interval per key for everyone"),
     Case("random-intervals-one-query-1x37", 1, 37, intervals="random", reason="decoding under intervals"),
+    Case("global-tokens-97", 97, batch=1, intervals="global", reason="Longformer: a window, and queries and keys that see and are seen by all"),
+    Case("gqa-global-tokens-causal-shared-bias-65", 65, **GQA, intervals="global", causal=True, bias="1hqk", reason="tiles between two intervals in a shared dBias"),
+    Case("gqa-two-intervals-dense-bias-97x65", 97, 65, **GQA, intervals="random-two", bias="bhqk", reason="two intervals a key that may overlap or be empty; dBias of tiles in neither"),
+    Case("two-intervals-per-head-37x65", 37, 65, **GQA, intervals="random-two-per-head", bias="bg1k", reason="two for each query head, sums over a group"),
+    Case("two-intervals-shared-window-65x97", 65, 97, intervals="random-two-shared", window=(40, 9), softcap=2.0, bias="11qk", reason="two for everyone, inside a window"),
+    Case("two-intervals-dropout-37x65", 37, 65, intervals="random-two", dropout_p=0.3, reason="dropout counts all keys, seen or not"),
+    Case("two-intervals-one-query-1x37", 1, 37, intervals="random-two", reason="decoding under two intervals"),
+    Case("documents-with-prefix-65", 65, intervals="document-prefix", bias="bh1k", reason="a prefix of each packed document"),
+    Case("chunked-causal-37x65", 37, 65, intervals="chunked", causal=True, bias="bhqk", reason="Llama 4's local layers, left padding of other lengths"),
 )  # fmt: skip
 
 FAULTS = (
@@ -247,6 +256,9 @@ LARGE = (
     Case("large-empty-rows-255x1023", 255, 1023, heads=3, head_dim=64, mask="bhqk", keep="random-empty-rows", bias="11qk", reason="rows with nothing"),
     Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
     Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
+    Case("large-global-tokens-1023", 1023, heads=4, kv_heads=2, head_dim=64, intervals="global", bias="bh1k", reason="Longformer, tiles that neither interval touches"),
+    Case("large-two-intervals-1023x255", 1023, 255, heads=4, kv_heads=2, head_dim=128, intervals="random-two", bias="bhqk", causal=True, reason="two intervals, dS stored"),
+    Case("large-two-intervals-shared-bias-255x1023", 255, 1023, batch=3, heads=4, head_dim=64, intervals="random-two-per-head", bias="1hqk", reason="two intervals in a shared dBias"),
     Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
     Case("large-swin-windows-49", 49, batch=512, heads=4, head_dim=32, bias="1hqk", mask="b1qk", keep="blocks", reason="Swin's windows"),
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),

@@ -59,6 +59,8 @@ LAUNCHES = (
     (Case("mask-shared-bias-d64", 4096, heads=16, head_dim=64, mask="1hqk", bias="1hqk"), BF16),
     (Case("intervals-window-d64", 4096, heads=16, head_dim=64, intervals="padding", window=(128, 0)), BF16),
     (Case("documents-bias-by-head-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, intervals="documents", bias="bh1k"), BF16),
+    (Case("global-tokens-d64", 4096, heads=16, head_dim=64, intervals="global"), BF16),
+    (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
@@ -264,7 +266,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, sinks=sinks, **case.options)
     if case.intervals is not None:
         bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")
-        problem = problem._replace(first=bound, last=bound)
+        again = bound if case.has_two_intervals else None
+        problem = problem._replace(first=bound, last=bound, also_first=again, also_last=again)
     return problem
 
 

@@ -44,7 +44,7 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
+    ("arguments", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states", "unions"),
     ("masks",),
     ("problem",),
     ("kernels",),

@@ -38,7 +38,7 @@ def problems(draw: st.DrawFn) -> Case:
         value_dim=draw(st.none() | st.integers(1, 40)),
         mask=draw(AXES) if masking == "mask" else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
-        intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
+        intervals=draw(st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])) if masking == "intervals" else None,
         bias=draw(st.none() | AXES),
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),

@@ -35,10 +35,10 @@ def attend(
     By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
     long as several small problems on a GPU.
     """
-    masks: tuple[Any, ...] = (mask, None, None)
+    masks: tuple[Any, ...] = (mask, None, None, None, None)
     if type(mask) is IntervalMask:
-        mask = Intervals(mask.first, mask.last, mask.len_q)
-        masks = (None, mask.first, mask.last)
+        masks = (None, mask.first, mask.last, mask.also_first, mask.also_last)
+        mask = Intervals(mask.first, mask.last, mask.len_q, mask.also_first, mask.also_last)
     options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
     missing = query is None or key is None or value is None
     if missing or not nothing_watches((query, key, value, bias, sinks, *masks)) or forward_ad._current_level >= 0:

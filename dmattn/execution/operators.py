@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..masks import BOUNDS
 from ..problem import Problem, with_axes
 from . import backend, passes
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
@@ -23,7 +24,7 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", flo
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 _GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
 _SAVED = (*LEARNED, *FIXED, "seed", "states")  # of the fields of a problem
-_AXES = dict(mask=4, first=3, last=3, bias=4)  # of those that a caller may give fewer
+_AXES = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # of those that a caller may give fewer
 
 
 @torch.library.custom_op(
@@ -113,7 +114,8 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 
     def joined(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and name in ("mask", "first", "last", "bias")):
+        shared = name in ("mask", *BOUNDS, "bias")
+        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and shared):
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)

@@ -41,7 +41,7 @@ INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
-ALL = MASKS | BIASES | INTERVALS | WINDOW | SINKS | {"softcap", "dropout"}
+ALL = MASKS | BIASES | INTERVALS | WINDOW | SINKS | {"two intervals", "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
