@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import harness, peers
+from benchmarks import distances, harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import attention
 from dmattn.report import show_table
@@ -119,6 +120,8 @@ def _problem(record: Record) -> str:
     query_heads, kv_heads = heads.split("/")
     axes = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
+    if record.get("distances"):
+        bias = "distances of points"
     kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
     particular = ", ".join(filter(None, (bias, "causal" if record["causal"] else "", kept)))
     grouped = f"{query_heads} heads" + ("" if kv_heads == query_heads else f" on {kv_heads}")
@@ -140,6 +143,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "workload": workload.name,
         "shape": workload.shape,
         "bias": workload.bias,
+        "distances": workload.distances,
         "causal": workload.causal,
         "kept_blocks": workload.kept_blocks,
         "passes": workload.passes,
@@ -151,7 +155,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         contender: Record = {}
         record["contenders"][name] = contender
         try:
-            results = _contend(contender, attention_of(name, workload.causal, tensors), workload, tensors, device, repeat=name == OURS)
+            results = _contend(contender, attention_of(name, workload, tensors), workload, tensors, device, repeat=name == OURS)
             expected = results if name == OURS else expected
             contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
@@ -188,22 +192,32 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
+def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Attention:
     """A contender as a function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
-    options = dict(mask=tensors["mask"], causal=causal)
+    options = dict(mask=tensors["mask"], causal=workload.causal)
     if name == OURS:
-        return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
+        of = distances.factors if workload.distances else _as_it_is
+        return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
+    if name in ("flex", "flex_max"):
+        flex = distances.FlexDistances if workload.distances else peers.FlexProblem
+        problem = flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
+        if not tensors["query"].is_cuda:
+            return problem.out
+        return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    if workload.distances:
+        pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
+        by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})
+        return lambda query, key, value, points: by_pairs(query, key, value, distances.dense(points).to(query.dtype))
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
     if name in peers.SDPA_BACKENDS:
         backend = peers.SDPA_BACKENDS[name]
         return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
-    if name == "cudnn":
-        return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
-    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
-    if not tensors["query"].is_cuda:
-        return problem.out
-    return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
+
+
+def _as_it_is(bias: Tensor | None) -> Tensor | None:
+    return bias
 
 
 def _contend(

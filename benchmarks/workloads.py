@@ -18,8 +18,9 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
-    in `inference`, which has a forward pass alone.
+    broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points in its place, but not in
+    `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Workload:
     len_k: int
     head_dim: int
     bias: str | None = None
+    distances: bool = False
     causal: bool = False
     kept_blocks: float | None = None
     inference: bool = False
@@ -67,7 +69,7 @@ class Workload:
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, key, value and bias, mask, and d_out, the gradient that comes in."""
+        """query, key, value and bias, mask, and d_out, the gradient that comes in. For distances bias is points (3, B, S), in float32."""
         random = torch.Generator(device).manual_seed(seed)
 
         def normal(axes: str, dim: int | None = None) -> Tensor:
@@ -76,6 +78,8 @@ class Workload:
 
         inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
         bias = None if self.bias is None else normal(self.bias)
+        if self.distances:
+            bias = torch.randn((3, self.batch, self.len_q), generator=random, device=device)
         leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
         return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
 
@@ -100,6 +104,7 @@ WORKLOADS = (
     Workload("biaskey_gqa_causal", 2, 32, 8, 8192, 8192, 128, bias="bg1k", causal=True),
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
+    Workload("distances_d64", 2, 16, 16, 4096, 4096, 64, distances=True),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
     Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),
 )
