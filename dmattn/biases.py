@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import kind
-from .broadcast import per_query_head
 
 __all__ = ["FactoredBias"]
 
@@ -94,11 +93,8 @@ class FactoredBias:
 
 def _same_heads(x: Tensor, heads: int) -> Tensor:
     """Factors (..., heads, length, R) for as many heads as the others have, if these are more."""
-    if heads <= x.shape[-3]:
-        return x
-    if x.ndim == 3:
-        return per_query_head(x[None], heads)[0]
-    return per_query_head(x.flatten(0, -4), heads).unflatten(0, x.shape[:-3])
+    own = x.shape[-3]
+    return x if own == 1 or heads <= own else x.repeat_interleave(heads // own, dim=-3)
 
 
 def _with_factors(tensors: Iterable[Any], _: None) -> FactoredBias:

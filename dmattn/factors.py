@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .biases import FactoredBias
-from .broadcast import per_query_head
 from .precision import dot_precision
 from .problem import MAX_HEAD_DIM, autocast, check_qkv, check_tensor, checked_scale
 
@@ -56,18 +55,21 @@ def joined(
     pairs = [(i, j) for i in range(parts[0]) for j in range(parts[1]) if i + j < max(parts)]
     columns = rows.shape[-1] * len(pairs)
     if query.shape[-1] + columns > MAX_HEAD_DIM:
-        most, of = (MAX_HEAD_DIM - query.shape[-1]) // len(pairs), f"of {parted}" if query.dtype != parted else f"of {query.dtype}"
-        each = f"{len(pairs)} columns {of} each" if len(pairs) > 1 else "a column each"
+        most, each = (
+            (MAX_HEAD_DIM - query.shape[-1]) // len(pairs),
+            f"{len(pairs)} columns of {parted} each" if len(pairs) > 1 else "a column each",
+        )
         expected = f"at most {most} factors, {each} beside query's head dim {query.shape[-1]} of at most {MAX_HEAD_DIM}"
         raise ValueError(f"dmattn: bias.rows: expected {expected}, received shape {tuple(bias.rows.shape)}")
     computed = torch.promote_types(query.dtype, torch.float32)
     rows, cols = rows.to(computed) / scale, cols.to(computed)
     if parted == torch.float16:
         rows, cols = _balanced(rows, cols)
-    rows, cols = per_query_head(rows, query.shape[-3]), per_query_head(cols, key.shape[-3])
+    if rows.shape[-3] != 1 and rows.shape[-3] != query.shape[-3]:
+        rows = rows.repeat_interleave(query.shape[-3] // rows.shape[-3], dim=-3)
     row_parts, col_parts = _parts(rows, parted, parts[0]), _parts(cols, parted, parts[1])
-    query = _beside(query, rows, [row_parts[i] for i, _ in pairs])
-    key = _beside(key, cols, [col_parts[j] for _, j in pairs])
+    query = _beside(query, [row_parts[i] for i, _ in pairs])
+    key = _beside(key, [col_parts[j] for _, j in pairs])
     return Joined(query, key, scale)
 
 
@@ -130,7 +132,7 @@ def _parts(whole: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
     return parts
 
 
-def _beside(tokens: Tensor, whole: Tensor, parts: list[Tensor]) -> Tensor:
+def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:
     """Query or key with columns after its own, and zeros up to a multiple of 16 bytes."""
     columns = [part.expand(*tokens.shape[:-1], -1).to(tokens.dtype) for part in parts]  # the gradient is widened before it is summed
     width = tokens.shape[-1] + sum(column.shape[-1] for column in columns)
