@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import harness, peers
+from benchmarks import distances, harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import attention
 from dmattn.report import show_table
@@ -119,6 +120,8 @@ def _problem(record: Record) -> str:
     query_heads, kv_heads = heads.split("/")
     axes = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
+    if record.get("distances"):
+        bias = "distances of points"
     kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
     window = record.get("window") and f"window of {record['window']} keys"
     sinks = "sinks" if record.get("sinks") else ""
@@ -142,6 +145,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "workload": workload.name,
         "shape": workload.shape,
         "bias": workload.bias,
+        "distances": workload.distances,
         "causal": workload.causal,
         "window": workload.window,
         "sinks": workload.sinks,
@@ -198,7 +202,18 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
     if workload.sinks:
         return _with_sinks(name, options, tensors)
     if name == OURS:
-        return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
+        of = distances.factors if workload.distances else _as_it_is
+        return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
+    if name in ("flex", "flex_max"):
+        flex = distances.FlexDistances if workload.distances else peers.FlexProblem
+        problem = flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
+        if not tensors["query"].is_cuda:
+            return problem.out
+        return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    if workload.distances:
+        pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
+        by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})
+        return lambda query, key, value, points: by_pairs(query, key, value, distances.dense(points).to(query.dtype))
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
     if name in peers.SDPA_BACKENDS:
@@ -208,10 +223,11 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
         if workload.window is not None:
             raise ValueError("refused: cuDNN is not asked for a window here")
         return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
-    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
-    if not tensors["query"].is_cuda:
-        return problem.out
-    return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    raise ValueError(f"no contender is called {name}")
+
+
+def _as_it_is(bias: Tensor | None) -> Tensor | None:
+    return bias
 
 
 def _with_sinks(name: str, options: dict[str, Any], tensors: dict[str, Any]) -> Attention:

@@ -19,8 +19,9 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in
-    the place of a bias. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
+    broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
+    A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points and sinks in its place, but not
     in `inference`, which has a forward pass alone.
     """
 
@@ -32,6 +33,7 @@ class Workload:
     len_k: int
     head_dim: int
     bias: str | None = None
+    distances: bool = False
     causal: bool = False
     window: int | None = None
     sinks: bool = False
@@ -80,7 +82,7 @@ class Workload:
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, key, value and bias, which may be sinks, mask, and d_out, the gradient that comes in."""
+        """query, key, value and bias, which may be sinks or points (3, B, S) in float32, mask, and d_out, the gradient that comes in."""
         random = torch.Generator(device).manual_seed(seed)
 
         def normal(axes: str, dim: int | None = None) -> Tensor:
@@ -89,6 +91,8 @@ class Workload:
 
         inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
         bias = normal("h") if self.sinks else None if self.bias is None else normal(self.bias)
+        if self.distances:
+            bias = torch.randn((3, self.batch, self.len_q), generator=random, device=device)
         leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
         return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
 
@@ -113,6 +117,7 @@ WORKLOADS = (
     Workload("biaskey_gqa_causal", 2, 32, 8, 8192, 8192, 128, bias="bg1k", causal=True),
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
+    Workload("distances_d64", 2, 16, 16, 4096, 4096, 64, distances=True),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
     Workload("gpt_oss_window", 1, 64, 8, 8192, 8192, 64, causal=True, window=128),
     Workload("gpt_oss_window_sinks", 1, 64, 8, 8192, 8192, 64, causal=True, window=128, sinks=True),

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from . import reference
+from .biases import FactoredBias
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
@@ -26,7 +27,7 @@ from .problem import Gradients, Problem
 
 PLAIN_FACTOR = 2.0
 BAND_ROUNDINGS = 2.0
-LEARNED = Gradients._fields
+LEARNED = (*Gradients._fields, "rows", "cols")
 RESULTS = ("out", "lse", *(f"d_{name}" for name in LEARNED))
 
 
@@ -42,6 +43,7 @@ class Case:
     query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head", "random-two-shared".
 
     `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
+    `factors` has the leading axes of both factors of a FactoredBias in the place of a bias, ``("bh", "1g")``.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Case:
     intervals: str | None = None
     bias: str | None = None
     bias_dtype: torch.dtype | None = None
+    factors: tuple[str, str] | None = None
     causal: bool = False
     window: Any = None
     scale: float | None = None
@@ -109,6 +112,9 @@ class Case:
         query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
         key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
+        rows = cols = None
+        if self.factors is not None:
+            rows, cols = (normal(axes, 3).to(device, self.bias_dtype or dtype) for axes in (self.factors[0] + "q", self.factors[1] + "k"))
         if self.padded and bias is not None:
             bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
         mask: Tensor | IntervalMask | None = None
@@ -123,7 +129,7 @@ class Case:
             if self.sinks == "far":
                 sinks += torch.tensor([60.0, -60.0, float("-inf")])[torch.arange(len(sinks)) % 3]
             sinks = sinks.to(device, self.sinks_dtype or dtype)
-        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks)
+        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks, rows, cols)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -192,13 +198,16 @@ class Inputs:
     d_out: Tensor
     d_lse: Tensor
     sinks: Tensor | None = None
+    rows: Tensor | None = None
+    cols: Tensor | None = None
 
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
     leaves = {name: getattr(inputs, name) for name in LEARNED}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    bias = leaves.get("bias") if inputs.rows is None else FactoredBias(leaves["rows"], leaves["cols"])
+    given: dict[str, Any] = dict(mask=inputs.mask, bias=bias, return_lse=True, **options)
     if "sinks" in leaves:  # which not every function takes
         given["sinks"] = leaves["sinks"]
     with _same_dropout(inputs, options):
@@ -225,12 +234,16 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
+    rows, cols = wide.rows, wide.cols
+    bias = wide.bias if rows is None or cols is None else FactoredBias(rows, cols).to_dense()
     with _same_dropout(inputs, options):
-        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, sinks=wide.sinks, **options)
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[1]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
+    if rows is not None and cols is not None:
+        score_terms = score_terms + per_query_head(FactoredBias(rows.abs(), cols.abs()).to_dense(), heads)
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     scores, _ = reference.masked_scores(problem, torch.float64)
@@ -251,6 +264,9 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
         sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
     if wide.sinks is not None:
         sizes["d_sinks"] = (of_sinks * deltas).sum((0, 2, 3))
+    if rows is not None and cols is not None:
+        sizes["d_rows"] = sum_to(d_scores @ per_query_head(cols, heads).abs(), rows.shape)
+        sizes["d_cols"] = sum_to(d_scores.mT @ per_query_head(rows, heads).abs(), cols.shape)
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
 
 

@@ -131,7 +131,7 @@ class Problem(NamedTuple):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
-        _check_qkv(query, key, value, is_packed=packed is not None)
+        check_qkv(query, key, value, is_packed=packed is not None)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
@@ -155,12 +155,7 @@ class Problem(NamedTuple):
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
-        if scale is None:
-            scale = head_dim**-0.5
-        elif not _real(scale):
-            _fail("scale", "a real number", kind(scale), TypeError)
-        elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+        scale = checked_scale(scale, head_dim)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", kind(softcap), TypeError)
@@ -174,7 +169,7 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        options: dict[str, Any] = dict(scale=_float(scale), softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
         options |= dict(also_first=also_first, also_last=also_last)
         return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
@@ -195,7 +190,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+    """Raise unless the three belong together."""
     dtype, device = query.dtype, query.device
     if dtype not in FLOATS:
         _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
@@ -326,6 +322,17 @@ def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> Non
             _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
         _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
+
+
+def checked_scale(scale: Any, head_dim: int) -> Any:
+    """The factor on products as the operators take it."""
+    if scale is None:
+        return _float(head_dim**-0.5)
+    if not _real(scale):
+        _fail("scale", "a real number", kind(scale), TypeError)
+    if not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
+        _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+    return _float(scale)
 
 
 def _real(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
+from .biases import FactoredBias
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -23,7 +24,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -39,6 +40,8 @@ def attention(
     query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
     come from autograd, of any order.
     """
+    if isinstance(bias, FactoredBias):
+        bias = bias.to_dense(torch.float64)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
     problem = Problem.canonical(query, key, value, **options, sinks=sinks)
     with torch.autocast(problem.query.device.type, enabled=False):

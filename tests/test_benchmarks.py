@@ -310,7 +310,7 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
             assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
         assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
         assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
-    points = [f"{name}-{n}" for name in ("dense_bias", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
+    points = [f"{name}-{n}" for name in ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
     assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
     for record in result["growth"]:
         dynamic = record["growth"] == "dynamic_mask"
@@ -334,7 +334,15 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
         everything = memory.attention_of("eager", workload, tensors)(*inputs)
-        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal"))
+        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances"))
+
+
+def test_flex_attention_computes_the_same_distances(memory):
+    (growth,) = (growth.tiny() for growth in memory.GROWTHS if growth.name == "distances")
+    workload = growth.at(40)
+    tensors = {name: x if x is None else x.detach() for name, x in workload.tensors(torch.float32, torch.device("cpu")).items()}
+    inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
+    torch.testing.assert_close(*(growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "flex")), rtol=1e-4, atol=1e-5)
 
 
 def test_memory_counts_inputs_masks_and_results_in_the_peak_and_masks_in_the_extra(memory, monkeypatch):
