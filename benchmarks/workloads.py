@@ -21,8 +21,8 @@ class Workload:
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
     broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
     A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
-    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points and sinks in its place, but not
-    in `inference`, which has a forward pass alone.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points and sinks in its place, but
+    not in `inference`, which has a forward pass alone.
     """
 
     name: str
