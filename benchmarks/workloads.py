@@ -19,9 +19,9 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in
-    the place of a bias. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
-    in `inference`, which has a forward pass alone.
+    broadcast; g is the key-value heads. A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,)
+    in the place of a bias. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not in `inference`,
+    which has a forward pass alone.
     """
 
     name: str
