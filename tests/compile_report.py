@@ -110,6 +110,9 @@ ALIKE = {
     "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
     "dense-bias-fp16-d64": "mask-shared-bias-d64",
     "no-bias-d64": "intervals-window-d64",
+    "sinks-causal-gqa-d128": "sinks-window-causal-gqa-d64",
+    "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
+    "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
     "plan-128k": "plan-16k and plan-1m",
 }

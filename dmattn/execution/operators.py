@@ -6,6 +6,7 @@ Eager calls with plain tensors reach the same passes by :mod:`.eager`, past the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -23,8 +24,10 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", flo
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 _GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
-_SAVED = (*LEARNED, *FIXED, "seed", "states")  # of the fields of a problem
-_AXES = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # of those that a caller may give fewer
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
+_FEWER = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # axes, where a caller may give fewer
+_AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
+_in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
 
 @torch.library.custom_op(
@@ -134,9 +137,10 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of what is `LEARNED`, each None unless it is needed."""
     *fields, out, lse = saved = ctx.saved_tensors
-    given: dict[str, Any] = dict(zip(_SAVED, fields, strict=True))
-    whole = {name: with_axes(given[name], axes) for name, axes in _AXES.items()}
-    problem = Problem(**{**given, **whole}, **dict(zip(RULES, ctx.rules, strict=True)))
+    learned = fields[: len(LEARNED)]
+    for place, axes in _AXES:
+        fields[place] = with_axes(fields[place], axes)
+    problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
@@ -145,8 +149,7 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
-    named = zip(LEARNED, gradients, needs, strict=True)
-    return [_shaped_like(given[name], gradient) if need else None for name, gradient, need in named]
+    return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
 
 
 def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
