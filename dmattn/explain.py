@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, refuse_keywords
+from .biases import FactoredBias
 from .execution import backend, torch_kernel
+from .factors import joined
 from .functional import attention
+from .masks import BOUNDS
 from .problem import Gradients, Problem
 
 if TYPE_CHECKING:
@@ -91,15 +94,21 @@ class Pass(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward."""
+    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward.
+
+    `head_dim` is that of queries and keys in the kernels, of which the last `columns` stand for the factors of a bias.
+    """
 
     target: str
     passes: tuple[Pass, ...]
+    head_dim: int
+    columns: int
 
     def __str__(self) -> str:
         peak = PEAKS.get(self.target)
         known = "" if peak is None else f" ({peak.name}: {peak.flops / 1e12:.0f} TFLOP/s of 16-bit products, {peak.bandwidth / 1e12:.1f} TB/s)"
-        return "\n".join([f"target: {self.target}{known}", *map(str, self.passes)])
+        joined = [f"queries and keys: head dim {self.head_dim}, of which {self.columns} columns for the factors"] if self.columns else []
+        return "\n".join([f"target: {self.target}{known}", *joined, *map(str, self.passes)])
 
 
 def explain(
@@ -116,7 +125,7 @@ def explain(
         target: family of a GPU, "sm_80", "sm_90", "sm_100" or "gfx942", whether it is there or not. By default the device of the tensors; for
             those on "meta" the current GPU.
         processors: multiprocessors of the target: by default 108 (A100), 132 (H100, H200), 148 (B200), 304 (MI300X). Other families need it.
-        options: the keywords of :func:`dmattn.attention`.
+        options: the keywords of :func:`dmattn.attention`. A :class:`dmattn.FactoredBias` is computed as columns of query and key.
 
     The backward pass is that for the inputs that require a gradient, for all of them if none does. Its incoming gradient is taken to lie in
     memory as `out` does.
@@ -136,6 +145,11 @@ def explain(
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
+    columns = 0
+    if isinstance(given["bias"], FactoredBias):
+        head_dim = query.shape[-1] if isinstance(query, Tensor) else 0
+        query, key, given["scale"] = joined(query, key, value, given["bias"], given["scale"], given["softcap"])
+        given["bias"], columns = None, query.shape[-1] - head_dim
     problem = _canonical(query, key, value, given)
     tensors = dict(query=query, key=key, value=value, **given)
     learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
@@ -150,7 +164,7 @@ def explain(
     else:
         row = CPU_KERNEL if family == "cpu" and torch_kernel.serves(problem) else PYTORCH
         passes = (call.by_pytorch("forward", row, peak), call.by_pytorch("backward", PYTORCH, peak))
-    return Explanation(family, passes)
+    return Explanation(family, passes, problem.query.shape[-1], columns)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Problem:
@@ -288,7 +302,7 @@ class _Call:
         """Those of each input and each result once, without what causal and the window hide."""
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
-        total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
+        total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
         total += 0 if problem.bias is None else self._between(problem.bias)
         total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .biases import FactoredBias
 from .block_mask import BlockMask
 from .execution.eager import attend
+from .factors import joined
 from .masks import IntervalMask
 from .problem import Window, check_tensor
 from .reference import logsumexp
@@ -25,7 +27,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -41,7 +43,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -57,7 +59,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -72,7 +74,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -112,6 +114,7 @@ def attention(
             expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
             (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
             padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+            Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -148,6 +151,9 @@ def attention(
     if unknown:
         refuse_keywords(attention, unknown)
     check_flag("return_lse", return_lse)
+    if isinstance(bias, FactoredBias):
+        query, key, scale = joined(query, key, value, bias, scale, softcap)
+        bias = None
     out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p, sinks)
     return (out, lse) if return_lse else out
 

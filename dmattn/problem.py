@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_flag, hint_for, kind
 from .block_mask import BlockMask
 from .dropout import draw_seed
-from .masks import IntervalMask
+from .masks import BOUNDS, IntervalMask
 
 MAX_HEAD_DIM = 256
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
@@ -33,6 +33,8 @@ class Intervals(NamedTuple):
     first: Tensor
     last: Tensor
     len_q: int | None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -59,7 +61,7 @@ class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
     ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
-    have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
+    have four axes, ``first``, ``last`` and the like (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
     only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
 
     Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none, each of
@@ -71,6 +73,8 @@ class Problem(NamedTuple):
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
+
+    ``also_first`` and ``also_last`` are those of a second interval a key, or None; beside an ``order`` they are None.
 
     ``blocks`` and ``bits`` (:mod:`dmattn.bits`) are a block mask's, in the place of ``mask``: ``blocks`` is int32 (B, H, blocks of queries,
     blocks of keys), the first axis full or 1, the head axis H, Hk or 1.
@@ -91,6 +95,8 @@ class Problem(NamedTuple):
     scale: float
     softcap: float | None
     order: Tensor | None = None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
@@ -151,21 +157,17 @@ class Problem(NamedTuple):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
-        _check_qkv(query, key, value, is_packed=packed is not None)
+        check_qkv(query, key, value, is_packed=packed is not None)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = PADDED if packed is None else PACKED
-        first = last = blocks = bits = states = None
+        first = last = also_first = also_last = blocks = bits = states = None
         if isinstance(mask, (BlockMask, Blocks)) and packed is None:
             _check_blocks(mask, pairs, kv_heads, query.device)
             blocks, bits, states, mask = mask.blocks, mask.bits, mask.states, None
         elif isinstance(mask, (IntervalMask, Intervals)) and packed is None:
-            check_tensor("mask.first", mask.first)
-            check_tensor("mask.last", mask.last)
-            _check_interval_lengths(mask, query, key)
-            first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
-            last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
+            first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
         elif mask is not None:
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask, a BlockMask or None" if packed is None else "a bool tensor or None")
@@ -182,12 +184,7 @@ class Problem(NamedTuple):
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
-        if scale is None:
-            scale = head_dim**-0.5
-        elif not _real(scale):
-            _fail("scale", "a real number", kind(scale), TypeError)
-        elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+        scale = checked_scale(scale, head_dim)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", kind(softcap), TypeError)
@@ -201,8 +198,9 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        options: dict[str, Any] = dict(scale=_float(scale), softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
-        return cls(query, key, value, mask, first, last, bias, left, right, **options, blocks=blocks, bits=bits, states=states)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        options |= dict(also_first=also_first, also_last=also_last, blocks=blocks, bits=bits, states=states)
+        return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
 
 def kind_of(shape: Sequence[int]) -> str:
@@ -221,7 +219,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+    """Raise unless the three belong together."""
     dtype, device = query.dtype, query.device
     if dtype not in FLOATS:
         _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
@@ -279,10 +278,22 @@ def _check_sinks(sinks: Any, query: Tensor) -> None:
         _fail("sinks", f"query's device {query.device}", sinks.device)
 
 
-def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> None:
-    """Raise unless intervals are about as many queries and keys as there are. Of one key they serve all."""
+def _checked_intervals(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    """`first`, `last`, `also_first` and `also_last` with three axes."""
+    kv_heads, len_k = key.shape[1:3]
+    bounds = [(name, getattr(mask, name)) for name in BOUNDS[: 2 if mask.also_first is None else 4]]
+    for name, bound in bounds:
+        check_tensor(f"mask.{name}", bound)
+    _check_interval_lengths(mask, query, key, [bound.shape[-1] for _, bound in bounds])
+    full = (*query.shape[:2], len_k)
+    views = [_broadcastable(f"mask.{name}", bound, full, "(B, H, Sk)", kv_heads, query.device) for name, bound in bounds]
+    return (*views, *(None,) * (4 - len(views)))
+
+
+def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor, lengths: Sequence[int]) -> None:
+    """Raise unless intervals, of so many keys each, are about as many queries and keys as there are. Of one key they serve all."""
     (_, heads, len_q, _), (_, kv_heads, len_k, _) = query.shape, key.shape
-    covered = mask.last.shape[-1] if mask.first.shape[-1] == 1 else mask.first.shape[-1]
+    covered = next((length for length in lengths if length != 1), 1)
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
@@ -357,6 +368,17 @@ def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> Non
             _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
         _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
+
+
+def checked_scale(scale: Any, head_dim: int) -> Any:
+    """The factor on products as the operators take it."""
+    if scale is None:
+        return _float(head_dim**-0.5)
+    if not _real(scale):
+        _fail("scale", "a real number", kind(scale), TypeError)
+    if not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
+        _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+    return _float(scale)
 
 
 def _real(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
+from .biases import FactoredBias
 from .bits import unpacked
 from .block_mask import BlockMask
 from .broadcast import per_query_head
@@ -25,7 +26,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -41,6 +42,8 @@ def attention(
     query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
     come from autograd, of any order.
     """
+    if isinstance(bias, FactoredBias):
+        bias = bias.to_dense(torch.float64)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
     problem = Problem.canonical(query, key, value, **options, sinks=sinks)
     with torch.autocast(problem.query.device.type, enabled=False):
@@ -155,7 +158,11 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
         hidden.append(~per_query_head(unpacked(problem.blocks, problem.bits, len_k, row_start, row_start + rows), heads))
     if problem.first is not None and problem.last is not None:
         first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
-        hidden.append((query < first) | (query >= last))
+        outside = (query < first) | (query >= last)
+        if problem.also_first is not None and problem.also_last is not None:
+            first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.also_first, problem.also_last))
+            outside = outside & ((query < first) | (query >= last))
+        hidden.append(outside)
     union = None
     for condition in hidden:
         union = condition if union is None else union | condition

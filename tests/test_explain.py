@@ -99,6 +99,9 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     "intervals": (
         QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300)), "sm_90", ("Hopper",), (QUERIES, f"{KEYS} by intervals"), {KEYS: "does not serve intervals"},
     ),
+    "two intervals": (
+        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300, ENDS, ENDS)), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve two intervals"},
+    ),
     "a learned score per key, heads that share keys": (
         HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
         {"one tile": "heads share keys", "whole rows": "does not serve causal or window"},
@@ -255,7 +258,8 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def options_of(problem: Problem) -> dict[str, Any]:
-    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
+    again = problem.also_first, problem.also_last
+    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2], *again)
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask: Any = intervals if problem.mask is None else problem.mask
     if problem.bits is not None:

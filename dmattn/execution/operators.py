@@ -6,6 +6,7 @@ Eager calls with plain tensors reach the same passes by :mod:`.eager`, past the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..masks import BOUNDS
 from ..problem import Problem, with_axes
 from . import backend, passes
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
@@ -23,8 +25,10 @@ _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", flo
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 _GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
-_SAVED = (*LEARNED, *FIXED, "seed", "states")  # of the fields of a problem
-_AXES = dict(mask=4, first=3, last=3, bias=4)  # of those that a caller may give fewer
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
+_FEWER = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # axes, where a caller may give fewer
+_AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
+_in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
 
 @torch.library.custom_op(
@@ -115,7 +119,8 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 
     def joined(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and name in SHARED):
+        shared = name in ("mask", *BOUNDS, "bias", "blocks", "states")
+        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and shared):
             return x
         if name == "bits":
             if axis is not None:
@@ -138,9 +143,10 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of what is `LEARNED`, each None unless it is needed."""
     *fields, out, lse = saved = ctx.saved_tensors
-    given: dict[str, Any] = dict(zip(_SAVED, fields, strict=True))
-    whole = {name: with_axes(given[name], axes) for name, axes in _AXES.items()}
-    problem = Problem(**{**given, **whole}, **dict(zip(RULES, ctx.rules, strict=True)))
+    learned = fields[: len(LEARNED)]
+    for place, axes in _AXES:
+        fields[place] = with_axes(fields[place], axes)
+    problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
@@ -149,8 +155,7 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
-    named = zip(LEARNED, gradients, needs, strict=True)
-    return [_shaped_like(given[name], gradient) if need else None for name, gradient, need in named]
+    return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
 
 
 def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:

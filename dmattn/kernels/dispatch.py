@@ -41,7 +41,7 @@ INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
-ALL = MASKS | BIASES | INTERVALS | WINDOW | SINKS | {"softcap", "dropout"}
+ALL = MASKS | BIASES | INTERVALS | WINDOW | SINKS | {"two intervals", "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -210,9 +210,9 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs; others are faster in the portable kernel"
+    """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | SINKS and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
     return _on_hopper(traits, (64, 128))
 
 

@@ -25,6 +25,7 @@ CASES = [
     Case("plain", 5, 7, head_dim=8),
     Case("grouped-causal-bias", 9, 11, heads=4, kv_heads=2, head_dim=8, bias="1gqk", causal=True),
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
+    Case("two-intervals", 19, head_dim=8, intervals="random-two", bias="b1qk"),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
     Case("padded-bias", 9, 13, head_dim=8, bias="1hqk", padded=True),
     Case("sinks-row-bias-causal", 9, 5, heads=4, kv_heads=2, head_dim=8, bias="1hq1", causal=True, sinks="far"),

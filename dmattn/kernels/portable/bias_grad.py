@@ -183,7 +183,7 @@ def _shared_gradient_kernel(
             elif live:
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         elif rules.first is not None:
-            if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
+            if any_live_interval(rules, seq, rows, cols, BLOCK_M):
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         else:
             total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
