@@ -112,8 +112,8 @@ def _balanced(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         sizes = x.detach().abs()
         largest = torch.where(sizes < float("inf"), sizes, 0.0).amax(dim=tuple(range(x.ndim - 1)))
         exponents.append(torch.where(largest == 0.0, 0, (largest.view(torch.int32) >> 23) - 127))
-    moved = (exponents[1] - exponents[0]) >> 1
-    power, inverse = (((127 + sign * moved).clamp(1, 254) << 23).view(torch.float32) for sign in (1, -1))
+    moved = ((exponents[1] - exponents[0]) >> 1).clamp(-126, 126)
+    power, inverse = ((127 + sign * moved << 23).view(torch.float32) for sign in (1, -1))
     return rows * power, cols * inverse
 
 

@@ -69,6 +69,12 @@ def test_the_bias_has_the_precision_that_is_stated(kind: str, of: torch.dtype, d
     assert compared >= (5 if FP16 in (dtype, of) else 28)
 
 
+def test_float16_reaches_from_one_end_of_float32_to_the_other() -> None:
+    tokens, rows, cols = torch.zeros(1, 1, 3, 4, dtype=FP16), torch.full((3, 1), 2.0**127), torch.full((3, 1), 3 * 2.0**-133)
+    given = joined(tokens, tokens, tokens, FactoredBias(rows, cols), 1.0, None)
+    assert torch.equal(given.query.double() @ given.key.double().mT, torch.full((1, 1, 3, 3), 3 * 2.0**-6, dtype=FP64))
+
+
 def widths(query: torch.dtype, rows: torch.dtype, cols: torch.dtype, scale: float) -> tuple[int, int]:
     tokens = torch.zeros(1, 1, 5, 16, dtype=query)
     given = joined(tokens, tokens, tokens, FactoredBias(torch.ones(5, 8, dtype=rows), torch.ones(5, 8, dtype=cols)), scale, None)
