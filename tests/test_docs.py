@@ -113,17 +113,20 @@ def test_every_row_of_the_history_has_a_source():
     assert not [idea for idea, *_, source in table if not result_files(source)]
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+def blocks(source: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", source.read_text(), flags=re.S | re.M)
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_code_of_the_readme_runs_as_it_stands(number, capsys):
-    code = blocks("python")[number]
+CODE = [(path, number) for path in (ROOT / "README.md", ROOT / "docs" / "biases.md") for number in range(len(blocks(path)))]
+
+
+@pytest.mark.parametrize(("source", "number"), CODE, ids=[f"{path.name}-{number}" for path, number in CODE])
+def test_code_runs_as_it_stands(source, number, capsys):
+    code = blocks(source)[number]
     if "transformers" in code:
         pytest.importorskip("transformers", reason="the code uses it")
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, source.name, "exec"), names)
     printed = capsys.readouterr().out
     for comment in re.findall(r"print\(.*#.* (\(.*\))$", code, flags=re.M):
         assert comment in printed

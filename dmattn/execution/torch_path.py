@@ -19,6 +19,7 @@ from ..broadcast import per_query_gradient, sum_to
 from ..problem import HEADS, PAIRS, QUERIES, Problem, kind_of
 from ..reference import fold_groups, kept_factor, masked_scores
 from . import torch_kernel
+from .watching import nothing_watches
 
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
@@ -29,13 +30,13 @@ PACKED_ROWS = 128  # at most, of a chunk of packed sequences: more would compute
 @torch.no_grad()
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
-    dtype = _compute_dtype(problem)
+    dtype = compute_dtype(problem)
     problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
-    attend, scores = reference.attend, _scores(problem)
+    attend, scores = reference.attend, scores_of_row(problem)
     if torch_kernel.serves(problem):
         problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
-    for rows, keys, chunk in _chunks(problem, scores):
-        out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, _aligned_length(problem, keys))
+    for rows, keys, chunk in chunks(problem, scores):
+        out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, aligned_length(problem, keys))
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def backward(
     d_bias: Tensor | None,
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
-    dtype = _compute_dtype(problem)
+    dtype = compute_dtype(problem)
     kv_heads = problem.key.shape[1]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else kind_of(d_bias.shape)
@@ -64,8 +65,8 @@ def backward(
     )
     if d_bias_rows is not None:
         d_bias_rows.zero_()  # a chunk may not have all keys
-    for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
-        scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
+    for rows, keys, chunk in chunks(problem._replace(key=key, value=value), scores_of_row(problem)):
+        scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
         empty = lse[:, :, rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
         d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
@@ -98,14 +99,14 @@ def backward(
             grad.copy_(total)
 
 
-def _scores(problem: Problem) -> int:
+def scores_of_row(problem: Problem) -> int:
     """Of one row of each (batch, head)."""
     batch, heads = problem.query.shape[:2]
     return batch * heads * problem.key.shape[2]
 
 
-def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Problem]]:
-    """(row slice, key slice, `problem` restricted to those query rows and keys, which are all that the rows see).
+def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Problem]]:
+    """(row slice, key slice, `problem` :func:`restricted` to those query rows and keys, which are all that the rows see).
 
     `scores` is how many numbers are alive for a row.
     """
@@ -115,14 +116,26 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
         step = min(step, WINDOW_ROWS)
     parts: Iterable[tuple[slice, slice]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
     first, last = problem.first, problem.last
-    if first is not None and last is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
+    if (
+        first is not None
+        and last is not None
+        and first.is_cpu
+        and len_q > MIN_ROWS
+        and problem.seed is None  # dropout counts all keys
+        and nothing_watches((first, last))  # no graph may depend on what they hold
+    ):
         parts = _parts_of_intervals(first, last, len_q, len_k, step)
     for rows, keys in parts:
         keys = _in_window(problem, rows, keys)
-        mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
-        begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
-        query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
-        yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
+        yield rows, keys, restricted(problem, rows, keys)
+
+
+def restricted(problem: Problem, rows: slice, keys: slice) -> Problem:
+    """`problem` of some query rows and keys, whose tensors are views."""
+    mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
+    begins, ends = (None if x is None else _part(x, 2, keys) for x in (problem.first, problem.last))
+    query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
+    return problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
 
 
 def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
@@ -163,10 +176,10 @@ def _part(x: Tensor, axis: int, places: slice) -> Tensor:
     return x if x.shape[axis] == 1 else x.narrow(axis, places.start, places.stop - places.start)
 
 
-def _aligned_length(problem: Problem, keys: slice) -> int:
+def aligned_length(problem: Problem, keys: slice) -> int:
     """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side."""
     return problem.query.shape[2] - (problem.key.shape[2] - keys.stop)
 
 
-def _compute_dtype(problem: Problem) -> torch.dtype:
+def compute_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.query.dtype == torch.float64 else torch.float32
