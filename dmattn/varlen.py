@@ -286,7 +286,7 @@ def _masked(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> tupl
     return call(problem._replace(mask=mask & IntervalMask(first, last).to_dense(problem.query.shape[2])))
 
 
-_masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, gradients beside this mask were wrong with PyTorch 2.11")(
+_masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, gradients beside a mask of pairs were wrong (PyTorch 2.11)")(
     _masked
 )
 
