@@ -182,19 +182,14 @@ def _in_chunks(which: Derivative, problem: Problem, incoming: Sequence[Tensor]) 
     totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in like]
     alive = TEMPORARIES ** len(which.steps) * torch_path.scores_of_row(problem)
     for rows, keys, chunk in torch_path.chunks(problem, alive // ON_A_GPU if problem.query.is_cuda else alive):
-
-        def part(name: str, x: Tensor, rows: slice = rows, keys: slice = keys) -> Tensor:
-            field: dict[str, Any] = {name: x}
-            return x[:, :, rows] if name in RESULTS else getattr(torch_path.restricted(problem._replace(**field), rows, keys), name)
-
+        parts = [torch_path.part_of(name, x, rows, keys) for name, x in zip(taken, tensors, strict=True)]
         with torch.enable_grad():
-            leaves = [part(name, x).to(dtype).detach().requires_grad_() for name, x in zip(taken, tensors, strict=True)]
+            leaves = [x.to(dtype).detach().requires_grad_() for x in parts]
             learned: dict[str, Any] = dict(zip(which.learned, leaves, strict=False))
             results = reference.attend(chunk._replace(**learned), dtype, rows.start, torch_path.aligned_length(problem, keys))
             found = _differentiated(which, dict(zip(RESULTS, results, strict=True)), leaves)
         for name, total, gradient in zip(given, totals, found, strict=True):
-            here = part(name, total)
-            here += gradient
+            torch_path.add_part(name, total, rows, keys, gradient)
     return [total.to(x.dtype) for total, x in zip(totals, like, strict=True)]
 
 

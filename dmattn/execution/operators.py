@@ -6,6 +6,7 @@ Eager calls with plain tensors reach the same passes by :mod:`.eager`, past the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -14,15 +15,21 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 from ..graphs import asked_in_tracing
+from ..masks import BOUNDS
 from ..problem import Problem, with_axes
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
-from .passes import FIELDS, LEARNED, RULES, fixed_of, learned_of, rules_of
+from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
+_GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
+_FEWER = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # axes, where a caller may give fewer
+_AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
+_in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
 
 @torch.library.custom_op(
@@ -41,10 +48,10 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     "dmattn::backward",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> ({_GRADIENTS})",
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], pads: bool, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
+    """Gradients of what is `LEARNED`; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
     return tuple(_present(gradient, out) for gradient in passes.backward(d_out, d_lse, out, lse, tuple(needs), pads, Problem(*inputs)))
 
 
@@ -126,14 +133,15 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 
 
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of query, key, value and bias, each None unless it is needed."""
-    query, key, value, bias, mask, first, last, order, seed, states, out, lse = saved = ctx.saved_tensors
-    mask, first, last = with_axes(mask, 4), with_axes(first, 3), with_axes(last, 3)
-    tensors = (query, key, value, mask, first, last, with_axes(bias, 4))
-    rules = dict(zip(RULES, ctx.rules, strict=True))
-    problem = Problem(*tensors, order=order, seed=seed, states=states, **rules)
+    """Of what is `LEARNED`, each None unless it is needed."""
+    *fields, out, lse = saved = ctx.saved_tensors
+    learned = fields[: len(LEARNED)]
+    for place, axes in _AXES:
+        fields[place] = with_axes(fields[place], axes)
+    problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
+    gradients: Sequence[Any]
     try:
         if torch.is_grad_enabled():  # a second derivative may be asked for
             gradients = derivatives.backward(d_out, d_lse, out, lse, needs, problem)
@@ -146,10 +154,12 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     except RuntimeError:
         refuse_batches(d_out, d_lse)  # which look like others, and of which nothing can be computed
         raise
-    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if found[3] is not None and bias.ndim < 4:
-        found[3] = found[3].view(bias.shape)
-    return found
+    return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
+
+
+def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a tensor that may lack leading axes."""
+    return gradient if gradient.ndim == x.ndim else gradient.view(x.shape)
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

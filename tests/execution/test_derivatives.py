@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, attention, attention_varlen, dynamic_mask_attention, reference
-from dmattn.equivalence import Case
+from dmattn import FactoredBias, IntervalMask, attention, attention_varlen, dynamic_mask_attention, reference
+from dmattn.equivalence import LEARNED, Case
 from dmattn.execution import torch_path
 from dmattn.execution.backend import interpreting
 
@@ -29,6 +29,9 @@ CASES = [
     Case("mask-key-bias", 4, 4, batch=1, heads=2, head_dim=2, mask="bhqk", keep="random-empty-rows", bias="bg1k", reason="empty rows"),
     Case("intervals-row-bias", 4, 5, heads=1, head_dim=2, intervals="random", bias="1hq1", reason="keys of a chunk are some"),
     Case("documents-number-bias", 6, heads=1, head_dim=2, intervals="documents", causal=True, bias="1h11", reason="chunks end with them"),
+    Case("sinks-two-intervals", 5, 6, batch=1, heads=2, head_dim=2, sinks="random", intervals="random-two", reason="keys of a chunk are apart"),
+    Case("sinks-row-bias", 4, 3, heads=2, kv_heads=1, head_dim=2, bias="1hq1", sinks="random", reason="its gradient is not that of lse"),
+    Case("factors", 4, 3, heads=2, head_dim=2, factors=("bh", "1h"), reason="part of query and key"),
     Case("dropout", 4, 6, batch=1, heads=2, head_dim=2, bias="1hqk", dropout_p=0.4, reason="both passes drop the same"),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -41,20 +44,23 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_of(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
-    """Query, key, value and, if there is one, the bias."""
+    """Query, key, value and what else is learned."""
     inputs = case.inputs(dtype, device, seed)
-    return tuple(x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.bias) if x is not None)
+    return tuple(x.requires_grad_() for x in (getattr(inputs, name) for name in LEARNED) if x is not None)
 
 
 def both(function: Callable[..., Any], case: Case, device: str = "cpu", seed: int = 0) -> Callable[..., tuple[Tensor, Tensor]]:
     """(out, lse) of the leaves; lse is 0 where a row is empty."""
-    mask = case.inputs(torch.float64, device, seed).mask
+    inputs = case.inputs(torch.float64, device, seed)
+    names = [name for name in LEARNED if getattr(inputs, name) is not None]
 
     def call(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        query, key, value, *bias = leaves
+        given: dict[str, Any] = dict(zip(names, leaves, strict=True))
+        if "rows" in given:
+            given["bias"] = FactoredBias(given.pop("rows"), given.pop("cols"))
         if case.dropout_p:
             torch.manual_seed(0)
-        out, lse = function(query, key, value, mask=mask, bias=bias[0] if bias else None, return_lse=True, **case.options)
+        out, lse = function(**given, mask=inputs.mask, return_lse=True, **case.options)
         return out, lse.masked_fill(lse == float("-inf"), 0.0)
 
     return call
@@ -107,24 +113,25 @@ SIDE = st.none() | st.integers(0, 5)
     heads=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
     bias=st.none() | AXES,
     mask=st.none() | AXES,
-    intervals=st.none() | st.sampled_from(["random", "random-per-head", "random-shared", "padding"]),
+    intervals=st.none() | st.sampled_from(["random", "random-per-head", "random-shared", "random-two", "random-two-per-head", "padding"]),
+    sinks=st.none() | st.sampled_from(["random", "far"]),
     window=st.none() | st.tuples(SIDE, SIDE),
     rules=st.fixed_dictionaries(dict(causal=st.booleans(), softcap=st.none() | st.just(1.5), dropout_p=st.sampled_from([0.0, 0.3]))),
     seed=st.integers(0, 100),
 )
 def test_second_derivatives_of_any_problem(
-    device: str, lengths: tuple, heads: tuple, bias: str | None, mask: str | None, intervals: str | None, window: Any, rules: dict, seed: int
+    device: str, lengths: tuple, heads: tuple, bias: str | None, mask: str | None, intervals: str | None, sinks: str | None, window: Any, rules: dict, seed: int
 ) -> None:  # fmt: skip
     if intervals == "padding" and not lengths[1]:
         intervals = None
-    kinds = dict(bias=bias, mask=None if intervals else mask, intervals=intervals)
+    kinds = dict(bias=bias, mask=None if intervals else mask, intervals=intervals, sinks=sinks)
     case = Case("random", *lengths, heads=heads[0], kv_heads=heads[1], head_dim=3, value_dim=2, window=window, **kinds, **rules)
     leaves = leaves_of(case, device, seed=seed)
     assert_close(orders(attention, case, leaves, 2, seed), orders(reference.attention, case, leaves, 2, seed))
 
 
 @pytest.mark.parametrize("name", ["single", "half"])
-@cases
+@pytest.mark.parametrize("case", [case for case in CASES if case.factors is None], ids=lambda case: case.name)  # whose columns are rounded
 def test_in_the_precisions_of_the_kernels(case: Case, name: str, device: str, half: torch.dtype) -> None:
     """Exact of the inputs, and rounded once, whatever the rounding of the gradients before."""
     leaves = leaves_of(case, device, torch.float32 if name == "single" else half)
@@ -286,7 +293,12 @@ def by_vmap_of_autograd(out: Tensor, leaves: tuple[Tensor, ...]) -> Any:
     return func.vmap(lambda d_out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))(several)
 
 
-FUNC_CASES = [*CASES[:5], CASES[6], Case("shared-mask", 3, 4, heads=2, head_dim=2, mask="11qk", bias="1hqk", reason="of all elements, too")]
+FUNC_CASES = [
+    *CASES[:5],
+    CASES[6],
+    CASES[9],
+    Case("shared-mask", 3, 4, heads=2, head_dim=2, mask="11qk", bias="1hqk", reason="of all elements, too"),
+]
 
 
 @pytest.mark.parametrize("case", FUNC_CASES, ids=lambda case: case.name)
@@ -336,6 +348,11 @@ def test_what_is_not_there_says_so(device: str) -> None:
         with pytest.raises(RuntimeError, match=batches):
             torch.autograd.functional.hessian(goal, leaves, vectorize=True, **options)
     query, key, value = leaves
+    sinks = torch.zeros(1, dtype=torch.float64, device=device)
+    for axes, reason in (((0, None), "no gradient for each element"), ((0, 0), "the same for all elements")):
+        per_element = func.grad(lambda query, sinks: attention(query, key, value, sinks=sinks).square().sum(), (0, 1))
+        with pytest.raises(RuntimeError, match=f"sinks: expected {reason} under torch.func.vmap"):
+            func.vmap(per_element, in_dims=axes)(torch.stack([query, query]), sinks if axes[1] is None else sinks[None].expand(2, 1))
     dropped = func.grad(lambda query: attention(query, key, value, dropout_p=0.5).sum())
     with pytest.raises(RuntimeError, match=r"dropout_p: expected 0.0 under torch.func.vmap"):
         func.vmap(dropped, randomness="different")(torch.stack([query, query]))
