@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import distances, harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
-from dmattn import attention
+from dmattn import BlockMask, attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
@@ -122,7 +122,7 @@ def _problem(record: Record) -> str:
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
     if record.get("distances"):
         bias = "distances of points"
-    kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
+    kept = record["kept_blocks"] and f"{'prepared ' if record.get('prepared') else ''}block mask, {record['kept_blocks']:.0%} kept"
     window = record.get("window") and f"window of {record['window']} keys"
     sinks = "sinks" if record.get("sinks") else ""
     particular = ", ".join(filter(None, (bias, "causal" if record["causal"] and not window else "", window, sinks, kept)))
@@ -150,6 +150,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "window": workload.window,
         "sinks": workload.sinks,
         "kept_blocks": workload.kept_blocks,
+        "prepared": workload.prepared,
         "passes": workload.passes,
         "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
         "contenders": {},
@@ -202,6 +203,8 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
     if workload.sinks:
         return _with_sinks(name, options, tensors)
     if name == OURS:
+        if workload.prepared:
+            options["mask"] = BlockMask.from_mask(tensors["mask"])
         of = distances.factors if workload.distances else _as_it_is
         return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
     if name in ("flex", "flex_max"):

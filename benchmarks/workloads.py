@@ -21,8 +21,8 @@ class Workload:
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
     broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
     A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
-    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points and sinks in its place, but
-    not in `inference`, which has a forward pass alone.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as a BlockMask. A bias requires
+    grad, and so do points and sinks in its place, but not in `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Workload:
     window: int | None = None
     sinks: bool = False
     kept_blocks: float | None = None
+    prepared: bool = False
     inference: bool = False
 
     @property
@@ -119,6 +120,7 @@ WORKLOADS = (
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
     Workload("distances_d64", 2, 16, 16, 4096, 4096, 64, distances=True),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
+    Workload("blockmask_10pct_prepared", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10, prepared=True),
     Workload("gpt_oss_window", 1, 64, 8, 8192, 8192, 64, causal=True, window=128),
     Workload("gpt_oss_window_sinks", 1, 64, 8, 8192, 8192, 64, causal=True, window=128, sinks=True),
     Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),

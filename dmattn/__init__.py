@@ -2,6 +2,7 @@
 
 from . import reference
 from .biases import FactoredBias
+from .block_mask import BlockMask
 from .dynamic import dynamic_mask_attention, topk_mask
 from .explain import explain
 from .first_call import resolve_vector_functions
@@ -14,6 +15,7 @@ resolve_vector_functions()
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "DynamicMaskAttention",
     "FactoredBias",
     "IntervalMask",

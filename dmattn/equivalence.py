@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from . import reference
 from .biases import FactoredBias
+from .block_mask import BlockMask
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
@@ -38,9 +39,10 @@ class Case:
     `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
     ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
-    hides every third query's row too. `intervals` names an IntervalMask instead: documents, document-prefix, prefix, padding, causal, window,
-    global (tokens beside a window), chunked; or random intervals, "random" for each batch row and key-value head, "random-per-head" for each
-    query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head", "random-two-shared".
+    hides every third query's row too. `blocked` gives the mask as a BlockMask. `intervals` names an IntervalMask instead: documents,
+    document-prefix, prefix, padding, causal, window, global (tokens beside a window), chunked; or random intervals, "random" for each batch row
+    and key-value head, "random-per-head" for each query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head",
+    "random-two-shared".
 
     `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
     `factors` has the leading axes of both factors of a FactoredBias in the place of a bias, ``("bh", "1g")``.
@@ -56,6 +58,7 @@ class Case:
     value_dim: int | None = None
     mask: str | None = None
     keep: str = "random"
+    blocked: bool = False
     intervals: str | None = None
     bias: str | None = None
     bias_dtype: torch.dtype | None = None
@@ -117,9 +120,10 @@ class Case:
             rows, cols = (normal(axes, 3).to(device, self.bias_dtype or dtype) for axes in (self.factors[0] + "q", self.factors[1] + "k"))
         if self.padded and bias is not None:
             bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
-        mask: Tensor | IntervalMask | None = None
+        mask: Tensor | IntervalMask | BlockMask | None = None
         if self.mask is not None:
-            mask = self._mask(random).to(device)
+            dense = self._mask(random).to(device)
+            mask = BlockMask.from_mask(dense) if self.blocked else dense
         elif self.intervals is not None:
             mask = self._intervals(random, device)
         d_lse = normal("bhq").to(device)
@@ -193,7 +197,7 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | IntervalMask | None
+    mask: Tensor | IntervalMask | BlockMask | None
     bias: Tensor | None
     d_out: Tensor
     d_lse: Tensor

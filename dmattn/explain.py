@@ -252,7 +252,7 @@ class _Seen(NamedTuple):
 
 
 class _Call:
-    """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels have states of the mask."""
+    """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
     def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
         placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
@@ -282,7 +282,7 @@ class _Call:
         if peak is not None and self.problem.query.dtype != torch.float64:
             rate = peak.flops / (2 if self.problem.query.dtype == torch.float32 else 1)
             seconds = max(flops / rate, moved / peak.bandwidth)
-        is_masked = self.problem.mask is not None or self.problem.first is not None
+        is_masked = self.problem.is_masked or self.problem.first is not None
         return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds, is_masked)
 
     def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
@@ -307,6 +307,7 @@ class _Call:
         total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
+        total += _size(problem.blocks, problem.bits, problem.states)
         if name == "forward":
             return total + _size(self.out, self.lse, self.states)
         results = _size(*self.gradients)
@@ -330,7 +331,7 @@ class _Call:
             return 0, False
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
-        is_least = problem.mask is not None or problem.first is not None or (is_of_keys and is_hopper)
+        is_least = problem.is_masked or problem.first is not None or (is_of_keys and is_hopper)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
         from .kernels.base.query_terms import Incoming

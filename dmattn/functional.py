@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias
+from .block_mask import BlockMask
 from .execution.eager import attend
 from .factors import joined
 from .masks import IntervalMask
@@ -25,7 +26,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
     bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
@@ -41,7 +42,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
     bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
@@ -57,7 +58,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
     bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
@@ -72,7 +73,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = None,
+    mask: Tensor | IntervalMask | BlockMask | None = None,
     bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
@@ -104,7 +105,8 @@ def attention(
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
         key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
-        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
+        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`, or a
+            :class:`BlockMask` for these lengths, whose blocks were looked at before. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
             so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
             count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, hint_for, kind
+from .block_mask import BlockMask
 from .dropout import draw_seed
 from .masks import BOUNDS, IntervalMask
 
@@ -46,6 +47,16 @@ class Gradients(NamedTuple):
     sinks: Tensor | None = None
 
 
+class Blocks(NamedTuple):
+    """The fields of a BlockMask."""
+
+    blocks: Tensor
+    bits: Tensor
+    states: Tensor
+    len_q: int
+    len_k: int
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
@@ -65,7 +76,11 @@ class Problem(NamedTuple):
 
     ``also_first`` and ``also_last`` are those of a second interval a key, or None; beside an ``order`` they are None.
 
-    ``states`` are those of ``mask`` (:mod:`dmattn.states`), uint8, which the forward pass makes and the backward pass is given; no caller does.
+    ``blocks`` and ``bits`` (:mod:`dmattn.bits`) are a block mask's, in the place of ``mask``: ``blocks`` is int32 (B, H, blocks of queries,
+    blocks of keys), the first axis full or 1, the head axis H, Hk or 1.
+
+    ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
+    them.
     """
 
     query: Tensor
@@ -85,7 +100,13 @@ class Problem(NamedTuple):
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    blocks: Tensor | None = None
+    bits: Tensor | None = None
     states: Tensor | None = None
+
+    def with_states(self, states: Tensor | None) -> Problem:
+        """The same with the states of its mask, where the forward pass made some."""
+        return self if states is None else self._replace(states=states)
 
     @property
     def pair_bias(self) -> Tensor | None:
@@ -102,13 +123,18 @@ class Problem(NamedTuple):
         """The mask if it is one of `PAIRS`, else None."""
         return self.mask if self.mask is not None and kind_of(self.mask.shape) == PAIRS else None
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether there is a mask or a block mask."""
+        return self.mask is not None or self.bits is not None
+
     @classmethod
     def canonical(
         cls,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | IntervalMask | Intervals | None,
+        mask: Tensor | IntervalMask | Intervals | BlockMask | Blocks | None,
         bias: Tensor | None,
         causal: bool,
         window: Window,
@@ -136,12 +162,15 @@ class Problem(NamedTuple):
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = PADDED if packed is None else PACKED
-        first = last = also_first = also_last = None
-        if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
+        first = last = also_first = also_last = blocks = bits = states = None
+        if isinstance(mask, (BlockMask, Blocks)) and packed is None:
+            _check_blocks(mask, pairs, kv_heads, query.device)
+            blocks, bits, states, mask = mask.blocks, mask.bits, mask.states, None
+        elif isinstance(mask, (IntervalMask, Intervals)) and packed is None:
             first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
         elif mask is not None:
-            mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
+            mask = _checked_mask(mask, "a bool tensor, an IntervalMask, a BlockMask or None" if packed is None else "a bool tensor or None")
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
         if bias is not None:
             check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
@@ -170,7 +199,7 @@ class Problem(NamedTuple):
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
-        options |= dict(also_first=also_first, also_last=also_last)
+        options |= dict(also_first=also_first, also_last=also_last, blocks=blocks, bits=bits, states=states)
         return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
 
@@ -270,6 +299,23 @@ def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: 
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
         hint = TRANSPOSED if is_transposed else ""
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
+
+
+def _check_blocks(mask: BlockMask | Blocks, pairs: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> None:
+    """Raise unless a block mask is about as many queries and keys as there are, for entries that broadcast."""
+    if mask.blocks.device != device:
+        _fail("mask", f"query's device {device}", mask.blocks.device)
+    batch, heads, len_q, len_k = pairs
+    own_batch, own_heads = mask.blocks.shape[:2]
+    if mask.len_q != len_q or mask.len_k != len_k:
+        is_transposed = mask.len_q == heads and mask.len_k == kv_heads
+        received = f"one for {mask.len_q} queries and {mask.len_k} keys{TRANSPOSED if is_transposed else ''}"
+        _fail("mask", f"a BlockMask for {len_q} queries and {len_k} keys, as query and key have", received)
+    if not any(own_batch == n for n in (batch, 1)):  # with ==, for the reason of `_fits`
+        _fail("mask", f"a BlockMask with 1 batch entry or query's {batch}", own_batch)
+    if not any(own_heads == n for n in (heads, kv_heads, 1)):
+        choices = " or ".join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))
+        _fail("mask", f"a BlockMask with {choices} heads", own_heads)
 
 
 def with_axes(x: Any, axes: int) -> Any:

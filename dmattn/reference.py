@@ -9,6 +9,8 @@ from torch import Tensor
 
 from . import dropout
 from .biases import FactoredBias
+from .bits import unpacked
+from .block_mask import BlockMask
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -23,7 +25,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = None,
+    mask: Tensor | IntervalMask | BlockMask | None = None,
     bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
@@ -141,7 +143,7 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
-    """True where the mask, the intervals or the window keep a query from a key; None when nothing does."""
+    """True where the mask or block mask, the intervals or the window keep a query from a key; None when nothing does."""
     heads, len_k, device = problem.query.shape[1], problem.key.shape[2], problem.query.device
     query = torch.arange(row_start, row_start + rows, device=device)[:, None]
     distance = torch.arange(len_k, device=device) - (query + len_k - len_q)
@@ -152,6 +154,8 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
         hidden.append(distance < -problem.left)
     if problem.mask is not None:
         hidden.append(~per_query_head(problem.mask, heads))
+    if problem.blocks is not None and problem.bits is not None:
+        hidden.append(~per_query_head(unpacked(problem.blocks, problem.bits, len_k, row_start, row_start + rows), heads))
     if problem.first is not None and problem.last is not None:
         first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
         outside = (query < first) | (query >= last)

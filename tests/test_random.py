@@ -17,6 +17,7 @@ from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+BLOCKED_AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1")).map("".join).map("{}qk".format)
 FACTORS = st.tuples(*(st.tuples(st.sampled_from("b1"), st.sampled_from(heads)).map("".join) for heads in ("hg1", "g1")))
 SIDE = st.none() | st.integers(0, 70)
 
@@ -25,8 +26,8 @@ SIDE = st.none() | st.integers(0, 70)
 def problems(draw: st.DrawFn) -> Case:
     """Any problem that the specification allows, small, but dropout of single keys: docs/limits.md."""
     kv_heads = draw(st.integers(1, 2))
-    len_k = draw(st.integers(1, 70))
-    masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    len_k = draw(st.integers(1, 70) | st.integers(120, 140))
+    masking = draw(st.sampled_from(["none", "mask", "block mask", "intervals"]))
     bias = draw(st.none() | AXES)
     factors = draw(st.none() | FACTORS) if bias is None else None
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
@@ -39,8 +40,9 @@ def problems(draw: st.DrawFn) -> Case:
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 40)),
         value_dim=draw(st.none() | st.integers(1, 40)),
-        mask=draw(AXES) if masking == "mask" else None,
+        mask=draw(AXES if masking == "mask" else BLOCKED_AXES) if "mask" in masking else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
+        blocked=masking == "block mask",
         intervals=draw(st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])) if masking == "intervals" else None,
         bias=bias,
         factors=factors,
@@ -76,6 +78,19 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "factors", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
+    for field in (
+        "mask",
+        "blocked",
+        "intervals",
+        "bias",
+        "factors",
+        "window",
+        "softcap",
+        "causal",
+        "dropout_p",
+        "sinks",
+        "transposed",
+        "padded",
+    ):
         assert any(getattr(case, field) for case in seen), field
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

@@ -138,7 +138,9 @@ class _Differentiable(torch.autograd.Function):
             return tuple(found)
         out = lse = None
         if results:
-            out, lse, arguments[FIELDS.index("states")] = (x.detach() for x in results)
+            out, lse, states = (x.detach() for x in results)
+            place = FIELDS.index("states")
+            arguments[place] = states if arguments[place] is None else arguments[place]  # a block mask has its own
         which = ctx.which.of_results_with(gradients).then(step)
         for number, gradient in zip(step, _Differentiable.apply(which, out, lse, *arguments, *incoming), strict=True):
             found[places[number]] = gradient

@@ -10,7 +10,7 @@ from torch._C import _functorch as functorch
 
 from ..masks import BOUNDS
 
-SHARED = ("mask", *BOUNDS, "states", "bias")  # of which one batch entry may serve all
+SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one batch entry may serve all
 
 
 class Mapped(NamedTuple):
@@ -31,6 +31,8 @@ class Mapped(NamedTuple):
             raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
         if at["sinks"][1] is not None:
             raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
+        if at["bits"][1] is not None:
+            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
         if "sinks" in gradients:
             raise RuntimeError("dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch")
         batch, bias_batch = (0 if x is None else x.shape[1 if axis == 0 else 0] for x, axis in (at["query"], at["bias"]))
@@ -45,7 +47,7 @@ class Mapped(NamedTuple):
 
     def joins(self, name: str, x: Tensor, axis: int | None) -> bool:
         """Whether a tensor gets entries for each element: it is not needed where all share one that serves the whole batch."""
-        if name == "sinks" or (name == "states" and x.ndim == 1):  # there are none
+        if name in ("sinks", "bits") or (name == "states" and x.ndim == 1):  # there are no states
             return False
         return axis is not None or name not in SHARED or x.shape[0] != 1 or (name == "bias" and self.apart)
 

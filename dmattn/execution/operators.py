@@ -22,6 +22,7 @@ from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
+SHARED = ("mask", "first", "last", "bias", "blocks", "states")  # the batch may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
@@ -40,8 +41,9 @@ _in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
-    out, lse, states, *_ = passes.forward(Problem(*inputs))
-    return out, lse, _present(states, out)
+    problem = Problem(*inputs)
+    out, lse, states, *_ = passes.forward(problem)
+    return out, lse, _present(states if problem.states is None else None, out)  # an operator returns none of its arguments
 
 
 @torch.library.custom_op(
@@ -163,8 +165,10 @@ def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[2])
-    save(ctx, learned_of(inputs), fixed_of(inputs), (*output, Problem(*inputs).seed, rules_of(inputs)))
+    problem, (out, lse, states) = Problem(*inputs), output
+    ctx.mark_non_differentiable(states)
+    states = states if problem.states is None else problem.states
+    save(ctx, learned_of(inputs), fixed_of(inputs), (out, lse, states, problem.seed, rules_of(inputs)))
 
 
 def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ from ..reference import hidden_pairs, logsumexp, masking_bias, with_sinks
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
 # The fields of a problem that it computes by, or that change no result: a further one refuses it. Without a seed dropout_p drops nothing.
 UNDERSTOOD = {"query", "key", "value", "mask", *BOUNDS, "bias", "left", "right", "scale", "order", "sinks", "dropout_p", "states"}
+UNDERSTOOD |= {"blocks", "bits"}  # of which the chunks are masks
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty
 
 
@@ -37,7 +38,7 @@ def prepared(problem: Problem) -> Problem:
 
 def scores_added(problem: Problem) -> int:
     """How many numbers :func:`attend` writes for each query: of the pairs, those between which mask, intervals, window or bias differ."""
-    ruling = [x for x in (problem.mask, problem.bias, *(getattr(problem, name) for name in BOUNDS)) if x is not None]
+    ruling = [x for x in (problem.mask, problem.blocks, problem.bias, *(getattr(problem, name) for name in BOUNDS)) if x is not None]
     if not ruling and problem.left is None and problem.right is None:
         return 0
     batch, heads = (max((x.shape[axis] for x in ruling), default=1) for axis in (0, 1))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..bits import unpacked
 from ..broadcast import per_query_gradient, sum_to
 from ..masks import BOUNDS
 from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
@@ -142,6 +143,9 @@ def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem
 def restricted(problem: Problem, rows: slice, keys: Keys) -> Problem:
     """`problem` of some query rows and keys."""
     fields: dict[str, Any] = {name: part_of(name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
+    if problem.blocks is not None and problem.bits is not None:
+        mask = unpacked(problem.blocks, problem.bits, problem.key.shape[2], rows.start, rows.stop)
+        fields |= dict(mask=mask[..., keys], blocks=None, bits=None)
     return problem._replace(**fields)
 
 

@@ -35,7 +35,7 @@ from .traits import (
     Traits,
 )
 
-MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads"})
+MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads", "block mask"})
 BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of heads"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})

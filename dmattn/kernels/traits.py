@@ -29,6 +29,7 @@ NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
+_FEATURES |= {"blocks": "block mask", "bits": "block mask"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTERVALS = ("first", "last", "also_first", "also_last")
 _INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")

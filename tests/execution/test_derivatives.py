@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import FactoredBias, IntervalMask, attention, attention_varlen, dynamic_mask_attention, reference
+from dmattn import BlockMask, FactoredBias, IntervalMask, attention, attention_varlen, dynamic_mask_attention, reference
 from dmattn.equivalence import LEARNED, Case
 from dmattn.execution import torch_path
 from dmattn.execution.backend import interpreting
@@ -155,6 +155,19 @@ def test_the_first_derivative_is_the_same_where_a_second_may_follow(device: str)
     leaves, goal = leaves_of(case, device, torch.float32), number(attention, case, device)
     alone, followed = (torch.autograd.grad(goal(*leaves), leaves, create_graph=again) for again in (False, True))
     assert all(torch.equal(x, y) for x, y in zip(alone, followed, strict=True))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_block_mask(batch: int, device: str) -> None:
+    """As the bool mask that it was made from, mapped over, too."""
+    query, key, value = (torch.randn(3, 2, 2, length, 3, dtype=torch.float64, device=device) for length in (9, 7, 7))
+    mask = torch.rand(batch, 1, 9, 7, device=device) < 0.6
+    found = []
+    for either in (BlockMask.from_mask(mask), mask):
+        goal = lambda query, key, value, either=either: attention(query, key, value, mask=either).sin().sum()  # noqa: E731
+        squares = lambda *leaves, goal=goal: sum(x.square().sum() for x in func.grad(goal, (0, 1, 2))(*leaves))  # noqa: E731
+        found.append([func.vmap(func.grad(squares, (0, 1, 2)))(query, key, value), func.hessian(goal)(query[0], key[0], value[0])])
+    assert_close(*found)
 
 
 def test_bits_repeat(device: str) -> None:

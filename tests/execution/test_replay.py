@@ -33,7 +33,7 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -
     def call(seed: int) -> list[tuple]:
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
         out, lse, states, *_ = passes.forward(problem)
-        problem = problem._replace(states=states)
+        problem = problem.with_states(states)
         operands = [*problem, out, lse, d_out, d_lse]
         seen = launches.taken(operands)
         gradients = passes.backward(d_out, d_lse, out, lse, tuple(x is not None for x in passes.learned_of(problem)), True, problem)

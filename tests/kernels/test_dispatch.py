@@ -134,7 +134,7 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
     chosen: set[str] = set()
     for name, (problem, d_out, d_lse, needs) in every_problem(DRAWN):
         out, lse, states = backend.allocate_forward(problem)
-        problem = problem._replace(states=states)
+        problem = problem.with_states(states)
         launches.clear()
         kernels.forward(problem, out, lse)
         row = dispatch.choose_forward(Traits.of(problem, out)).row.name

@@ -76,11 +76,11 @@ def pick(kernel: str, problem: Problem) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
     query = problem.query
     kinds = [f"{kernel} by intervals"] if problem.first is not None else []
-    if problem.pair_bias is not None or problem.pair_mask is not None:
+    if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
         kinds.append(f"{kernel} with pairs")
     tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
-    crowded = problem.mask is not None or problem.seed is not None  # a mask takes registers, and so does dropout
+    crowded = problem.is_masked or problem.seed is not None  # a mask takes registers, and so does dropout
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
         tile = Tile(64, tile.block_n, 4, tile.stages)
     return tile
