@@ -122,6 +122,7 @@ def attention_varlen(
         max_seqlen_q: a number of queries that no sequence exceeds, known to the caller. max_seqlen_k: the same of the keys.
         mask: bool, broadcastable to (sequences, H, max_seqlen_q, max_seqlen_k), the head axis also Hk, in the coordinates of each sequence:
             its first query and key are at 0, and what is beyond its lengths is not read into the result. True attends. No gradient.
+            An :class:`IntervalMask` of the packed tokens goes to :func:`dmattn.attention`, as ``mask & IntervalMask.packed(...)``.
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
