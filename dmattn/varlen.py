@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias
 from .broadcast import per_query_head
+from .execution import passes
 from .execution.eager import call
+from .execution.mapped import refuse_batches
+from .execution.passes import LEARNED
 from .execution.watching import nothing_watches
 from .factors import joined
 from .graphs import left_out_of_graphs
@@ -136,8 +141,9 @@ def attention_varlen(
     Without mask and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, this
     takes memory of O(total_q + total_k), and tiles of other sequences are not visited; only the gradient of a bias is laid out as (sequences,
     heads, max_seqlen) first. A mask or bias of pairs, and a mask by query with a bias by key, take padded copies of query, key and
-    value: memory of sequences * max_seqlen, as a bias of each sequence does itself. A mask of pairs or by query is there combined with the
-    lengths into one of (sequences, heads, max_seqlen_q, max_seqlen_k).
+    value: memory of sequences * max_seqlen in each pass, as a bias of each sequence does itself, but nothing padded is kept from the forward
+    pass to the backward pass. A mask of pairs or by query is there combined with the lengths into one of (sequences, heads, max_seqlen_q,
+    max_seqlen_k).
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -284,21 +290,107 @@ def _padded(
 
     Query, key and value of `problem` are packed; so are `first` and `last`, of queries counted in their sequence. Its bias is padded already.
     """
-    query = _pad(problem.query[0], queries)
-    key, value, first, last = (_pad(x[0], keys) for x in (problem.key, problem.value, first, last))
-    problem = problem._replace(query=query, key=key, value=value)
+    learned = tuple(getattr(problem, name) for name in LEARNED)
+    fixed = (mask, first, last, problem.seed, *queries[:2], *keys[:2])
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in learned if x is not None)
+    if is_trained and forward_ad._current_level < 0 and nothing_watches((*learned, *fixed)):
+        none: dict[str, Any] = dict.fromkeys((*LEARNED, "seed"))
+        return _Padded.apply(problem._replace(**none), queries[2:], keys[2:], fixed, *learned)
+    return _by_copies(problem, mask, first, last, queries, keys)
+
+
+def _by_copies(
+    problem: Problem, mask: Tensor | None, first: Tensor, last: Tensor, queries: _Places, keys: _Places
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by functions that PyTorch differentiates one by one."""
+    problem, first, last = _copied(problem, first, last, queries, keys)
     if mask is None:
         out, lse = call(problem._replace(first=first, last=last))
     else:
-        masked = _masked_on_a_gpu if query.is_cuda else _masked
+        masked = _masked_on_a_gpu if problem.query.is_cuda else _masked
         out, lse = masked(problem, mask, first, last)
-    out, lse = (_Pack.apply(x.transpose(1, 2), queries.sequence, queries.position) for x in (out, lse))
-    return out, lse.t().contiguous()
+    return _rows_of(out, queries), _rows_of(lse, queries).t().contiguous()
+
+
+def _copied(problem: Problem, first: Tensor, last: Tensor, queries: _Places, keys: _Places) -> tuple[Problem, Tensor, Tensor]:
+    """A packed problem with padded query, key and value, and padded intervals."""
+    query = _pad(problem.query[0], queries)
+    key, value, first, last = (_pad(x[0], keys) for x in (problem.key, problem.value, first, last))
+    return problem._replace(query=query, key=key, value=value), first, last
+
+
+def _rows_of(x: Tensor, places: _Places) -> Tensor:
+    """(sequences, heads, longest, ...) as (total, heads, ...)."""
+    return _Pack.apply(x.transpose(1, 2), places.sequence, places.position)
+
+
+class _Padded(torch.autograd.Function):
+    """:func:`_by_copies`, which keeps nothing padded from one pass to the other: the backward pass makes the copies again.
+
+    Arguments: what of the packed problem is no tensor; the sizes of the padded queries and keys; mask, first, last, seed and places; what is
+    `LEARNED`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rules: Problem, of_queries: tuple, of_keys: tuple, fixed: tuple, *learned: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.rules, ctx.of_queries, ctx.of_keys = rules, of_queries, of_keys
+        problem, queries, keys = _Padded._problem(ctx, fixed, learned)
+        out, lse, states, *_ = passes.forward(_Padded._masked(problem, fixed, queries, keys))
+        out, lse = _rows_of(out, queries), _rows_of(lse, queries).t().contiguous()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*learned, *fixed, states, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(d_out, d_lse)
+        *tensors, states, out, lse = ctx.saved_tensors
+        learned, fixed = tensors[: len(LEARNED)], tuple(tensors[len(LEARNED) :])
+        needs = ctx.needs_input_grad[4:]
+        if torch.is_grad_enabled():  # a second derivative may be asked for
+            learned = [None if x is None else x.view_as(x) for x in learned]
+            problem, queries, keys = _Padded._problem(ctx, fixed, learned)
+            mask, first, last, *_ = fixed
+            results = zip(_by_copies(problem, mask, first, last, queries, keys), (d_out, d_lse), strict=True)
+            outputs, gradients = zip(*((x, gradient) for x, gradient in results if gradient is not None), strict=True)
+            wanted = [x for x, need in zip(learned, needs, strict=True) if need]
+            further = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+            return None, None, None, None, *(next(further) if need else None for need in needs)
+        problem, queries, keys = _Padded._problem(ctx, fixed, learned)
+        padded = _Padded._masked(problem, fixed, queries, keys).with_states(states)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_out, out = (_pad(x.transpose(0, 1), queries) for x in (d_out, out))
+        d_lse = None if d_lse is None else _pad(d_lse, queries)
+        none = lse.new_full((queries.sequences, queries.longest, lse.shape[0]), float("-inf"))
+        lse = none.index_put_((queries.sequence, queries.position), lse.t()).transpose(1, 2)
+        gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, padded)
+        of_rows = dict(query=queries, key=keys, value=keys)
+        found: list[Any] = []
+        for name, x, need in zip(LEARNED, gradients, needs, strict=True):
+            packed = need and name in of_rows
+            found.append(_rows_of(x, of_rows[name]).transpose(0, 1)[None] if packed else x if need else None)
+        return None, None, None, None, *found
+
+    @staticmethod
+    def _problem(ctx: Any, fixed: tuple, learned: Sequence[Tensor | None]) -> tuple[Problem, _Places, _Places]:
+        _, _, _, seed, *places = fixed
+        fields: dict[str, Any] = dict(zip(LEARNED, learned, strict=True))
+        return ctx.rules._replace(seed=seed, **fields), _Places(*places[:2], *ctx.of_queries), _Places(*places[2:], *ctx.of_keys)
+
+    @staticmethod
+    def _masked(problem: Problem, fixed: tuple, queries: _Places, keys: _Places) -> Problem:
+        mask, first, last, *_ = fixed
+        problem, first, last = _copied(problem, first, last, queries, keys)
+        return problem._replace(first=first, last=last) if mask is None else _with_mask(problem, mask, first, last)
 
 
 def _masked(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of a problem that intervals and a mask of pairs hide pairs of."""
-    return call(problem._replace(mask=mask & IntervalMask(first, last).to_dense(problem.query.shape[2])))
+    return call(_with_mask(problem, mask, first, last))
+
+
+def _with_mask(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> Problem:
+    return problem._replace(mask=mask & IntervalMask(first, last).to_dense(problem.query.shape[2]))
 
 
 _masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, gradients beside a mask of pairs were wrong (PyTorch 2.11)")(

@@ -314,6 +314,35 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
     assert of_pairs or watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
 
 
+@pytest.mark.parametrize("name", ["pair-bias-shared", "pair-mask-pair-bias", "pair-mask-key-bias"])
+def test_nothing_padded_is_kept_and_no_bit_changes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside functions that PyTorch differentiates one by one, which keep the copies."""
+    (case,) = (case for case in CASES if case.name == name)
+    case = Case(name, case.mask, case.bias, (2,) * 20 + (37,), (37,) + (2,) * 20, options=case.options)
+    given = inputs(case, torch.float32, device)
+    kept: list[tuple[int, ...]] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    got = results(packed, case, given)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        packed(case, **{name: given[name].requires_grad_() for name in ("query", "key", "value")}, mask=given["mask"], bias=given["bias"])
+    longest = {case.longest[0], case.longest[1]}
+    assert kept
+    assert not [shape for shape in kept if len(shape) == 4 and shape[0] == 21 and shape[2] in longest and shape[3] not in longest]
+    monkeypatch.setattr(varlen._Padded, "apply", lambda rules, of_queries, of_keys, fixed, *learned: by_copies(rules, of_queries, of_keys, fixed, learned))  # fmt: skip
+    again = results(packed, case, given)
+    assert all(torch.equal(again[name], x) for name, x in got.items())
+
+
+def by_copies(rules, of_queries, of_keys, fixed, learned) -> tuple[Tensor, Tensor]:
+    mask, first, last, seed, *places = fixed
+    problem = rules._replace(seed=seed, **dict(zip(varlen.LEARNED, learned, strict=True)))
+    return varlen._by_copies(problem, mask, first, last, varlen._Places(*places[:2], *of_queries), varlen._Places(*places[2:], *of_keys))
+
+
 @pytest.mark.parametrize(
     ("lengths", "longest", "message"),
     [
