@@ -299,8 +299,7 @@ PRECISIONS = """
 import torch
 from benchmarks import harness
 from dmattn.kernels.base.tiles import dot_precision
-single, half = torch.zeros(1), torch.zeros(1, dtype=torch.half)
-assert dot_precision(single) == "ieee"
+assert dot_precision(torch.float32) == "ieee"
 for line in (
     'torch.backends.fp32_precision = "tf32"',
     'torch.backends.cuda.matmul.fp32_precision = "tf32"',
@@ -308,10 +307,10 @@ for line in (
     'torch.backends.cuda.matmul.allow_tf32 = True',
 ):
     exec(line)
-    assert (dot_precision(single), dot_precision(half)) == ("tf32", "ieee"), line
+    assert (dot_precision(torch.float32), dot_precision(torch.float16)) == ("tf32", "ieee"), line
     assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
     torch.set_float32_matmul_precision("highest")
-    assert dot_precision(single) == "ieee", line
+    assert dot_precision(torch.float32) == "ieee", line
 """
 
 
