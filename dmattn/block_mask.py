@@ -94,7 +94,7 @@ class BlockMask:
         """The same mask on another device."""
         return BlockMask(self.blocks.to(device), self.bits.to(device), self.states.to(device), self.len_q, self.len_k)
 
-    def dense(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """The same mask as a bool tensor of :attr:`shape`, True where query attends key. O(Sq * Sk) memory."""
         return unpacked(self.blocks, self.bits, self.len_k, 0, self.len_q)
 

@@ -58,12 +58,12 @@ def test_a_bool_tensors_mask_is_that_tensor(shape: tuple[int, ...]) -> None:
     made = BlockMask.from_mask(mask)
     whole = mask[(None,) * (4 - mask.ndim)]
     assert made.shape == whole.shape
-    assert torch.equal(made.dense(), whole)
+    assert torch.equal(made.to_dense(), whole)
     assert torch.equal(made.states, states_of(whole))
     own = made.bits.shape[0] - 2
     assert own == (made.blocks > FULL).sum() == len(set(made.blocks[made.blocks > FULL].tolist()))
     mask.logical_not_()
-    assert torch.equal(made.dense(), ~whole), "later changes of the source change nothing"
+    assert torch.equal(made.to_dense(), ~whole), "later changes of the source change nothing"
 
 
 @about_masks
@@ -128,7 +128,7 @@ def test_a_rules_mask_is_flex_attentions(name: str, lengths: tuple[int, int]) ->
     """And what bounds say of whole blocks is right."""
     want = create_mask(RULES[name], 2, 2, *lengths, device="cpu").contiguous()
     made, dense = BlockMask.from_mask_mod(RULES[name], 2, 2, *lengths, "cpu"), BlockMask.from_mask(want)
-    assert torch.equal(made.dense(), want)
+    assert torch.equal(made.to_dense(), want)
     assert torch.equal(made.states, dense.states)
     for batch in range(2):
         for head in range(2):
@@ -202,7 +202,7 @@ def test_a_rule_without_bounds_is_evaluated_by_parts() -> None:
     rule, length = RULES["floats"], 3000
     assert length**2 > 2 * PAIRS_AT_ONCE
     made = BlockMask.from_mask_mod(rule, None, None, length, length, "cpu")
-    assert torch.equal(made.dense(), create_mask(rule, 1, 1, length, length, device="cpu"))
+    assert torch.equal(made.to_dense(), create_mask(rule, 1, 1, length, length, device="cpu"))
 
 
 @about_masks
@@ -211,8 +211,8 @@ def test_a_rule_without_bounds_is_evaluated_by_parts() -> None:
 def test_flex_attentions_blocks_of_any_size_are_taken(name: str, size: int | tuple[int, int]) -> None:
     flex = create_block_mask(RULES[name], 2, 2, 513, 900, device="cpu", BLOCK_SIZE=size)
     made = BlockMask.from_flex(flex)
-    assert torch.equal(made.dense(), create_mask(RULES[name], 2, 2, 513, 900, device="cpu"))
-    assert torch.equal(made.states, states_of(made.dense()))
+    assert torch.equal(made.to_dense(), create_mask(RULES[name], 2, 2, 513, 900, device="cpu"))
+    assert torch.equal(made.states, states_of(made.to_dense()))
 
 
 @about_masks
@@ -222,14 +222,14 @@ def test_flex_attentions_lists_are_honoured(size: int) -> None:
     count, order = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [1, 0]]]], dtype=torch.int32)
     full_count, full_order = torch.tensor([[[1, 0]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
     flex = FlexMask.from_kv_blocks(count, order, full_count, full_order, BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: (q + k) % 3 == 0)
-    dense = BlockMask.from_flex(flex).dense()[0, 0]
+    dense = BlockMask.from_flex(flex).to_dense()[0, 0]
     place = torch.arange(2 * size)
     rule = (place[:, None] + place) % 3 == 0
     rule[:size, :size] = True
     assert torch.equal(dense, rule)
     alone = FlexMask.from_kv_blocks(count, order, BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: (q + k) % 3 == 0)  # no list of full blocks
     rule[:size, :size] = False
-    assert torch.equal(BlockMask.from_flex(alone).dense()[0, 0], rule)
+    assert torch.equal(BlockMask.from_flex(alone).to_dense()[0, 0], rule)
 
 
 CASES = (
@@ -375,7 +375,7 @@ def test_a_copy_is_the_same_mask(copied: Callable[[BlockMask], BlockMask]) -> No
     again = copied(mask)
     assert type(again) is BlockMask
     assert again.bits is not mask.bits
-    assert torch.equal(again.dense(), mask.dense())
+    assert torch.equal(again.to_dense(), mask.to_dense())
 
 
 class Masked(torch.nn.Module):
