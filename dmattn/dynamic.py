@@ -187,6 +187,10 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, keep: int, key_padding_mask: Tensor | None, causal: bool, scale: float | None
 ) -> Problem:
     """The problem without the mask and the bias, after raising what is wrong with the arguments."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        if tensor.ndim != 4:
+            raise ValueError(f"dmattn: {name}: expected 4 axes (batch, heads, length, head dim), received shape {tuple(tensor.shape)}")
     problem = Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     _check_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]

@@ -32,17 +32,22 @@ RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
 class Case:
     """One attention problem by name.
 
-    `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
-    ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
+    `leading` are letters for the axes before the heads, any of b, n and m. `mask` and `bias` are letters for their axes, a letter where the
+    axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``, ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head)
+    or 1, and axes in front may be left out. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
     hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
-    intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all.
+    intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all; or letters for
+    the axes of random ones, the last of which is k.
     """
 
     name: str
     len_q: int
     len_k: int | None = None
+    leading: str = "b"
     batch: int = 2
+    rows: int = 3  # the length of n
+    copies: int = 2  # the length of m
     heads: int = 2
     kv_heads: int | None = None
     head_dim: int = 32
@@ -57,7 +62,7 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
-    transposed: bool = False  # (B, S, H, D) in memory
+    transposed: bool = False  # (B, S, H, D) in memory, with lengths before the last leading axis where there are several
     padded: bool = False  # rows of the bias begin at multiples of 16 bytes
     reason: str = ""
 
@@ -66,6 +71,8 @@ class Case:
         """Length of each axis letter."""
         return {
             "b": self.batch,
+            "n": self.rows,
+            "m": self.copies,
             "h": self.heads,
             "g": self.kv_heads or self.heads,
             "q": self.len_q,
@@ -90,12 +97,13 @@ class Case:
 
         def place(x: Tensor, to: torch.dtype) -> Tensor:
             if self.transposed:
-                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+                before = -3 if len(self.leading) < 2 else -4
+                x = x.movedim(-2, before).contiguous().movedim(before, -2)
             return x.to(device, to)
 
         value_dim = self.value_dim or self.head_dim
-        query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
-        key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
+        query, d_out = (place(normal(f"{self.leading}hq", dim), dtype) for dim in (self.head_dim, value_dim))
+        key, value = (place(normal(f"{self.leading}{kv}k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
         if self.padded and bias is not None:
             bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
@@ -104,7 +112,7 @@ class Case:
             mask = self._mask(random).to(device)
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device))
+        return Inputs(query, key, value, mask, bias, d_out, normal(f"{self.leading}hq").to(device))
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -140,7 +148,8 @@ class Case:
         elif self.intervals == "window":
             mask = IntervalMask.window(len_q, len_k, left=len_k // 3, right=2)
         else:
-            leading = {"random": (batch, size["g"]), "random-per-head": (1, size["h"]), "random-shared": ()}[self.intervals or ""]
+            kinds = {"random": "bgk", "random-per-head": "1hk", "random-shared": "k"}
+            leading = [size[axis] for axis in kinds.get(self.intervals or "", self.intervals or "")][:-1]
             first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
             mask = IntervalMask(first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32))
         return IntervalMask(mask.first.to(device), mask.last.to(device))
@@ -191,9 +200,9 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     with _same_dropout(inputs, options):
         problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
-    heads = problem.query.shape[1]
+    heads = problem.query.shape[-3]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
-    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if problem.bias is None else per_query_head(problem.bias, heads).abs())
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)

@@ -208,11 +208,12 @@ def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], t
     """The rows of the table for both passes; none where there is nothing to compute."""
     backend.kernels(torch.device("meta"), backend.interpreting())  # which says that Triton is missing
     from .kernels import dispatch
+    from .kernels.base.leading import by_entry, flattened
     from .kernels.traits import Traits
 
-    problem, out, lse = call.problem, call.out, call.lse
+    problem, out, lse, *flat_gradients = flattened(call.problem, call.out, call.lse, *call.gradients)
     forward = (dispatch.choose_forward(Traits.of(problem, out, target=target)),) if out.numel() or lse.numel() else ()
-    gradients = [x if x is None or x.numel() else None for x in call.gradients]
+    gradients = [x if x is None or x.numel() else None for x in (*flat_gradients[:3], by_entry(flat_gradients[3]))]
     if not lse.numel() or all(x is None for x in gradients):
         return forward, ()
     return forward, dispatch.choose_backward(Traits.of(problem, out, out, *gradients, target=target))

@@ -181,14 +181,14 @@ def scaled_dot_product_attention(
         check_tensor(name, tensor)
         if tensor.ndim < 2:
             raise ValueError(f"dmattn: {name}: expected at least 2 axes (length, head dim), received shape {tuple(tensor.shape)}")
-    rank = max(query.ndim, key.ndim, value.ndim)
-    query, key, value, leading = _four_axes(query, key, value, enable_gqa)
+    without_heads = max(query.ndim, key.ndim, value.ndim) < 3
+    query, key, value = _same_axes(query, key, value, enable_gqa)
+    is_bool = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool
     if attn_mask is not None:
-        attn_mask = _four_axes_mask(attn_mask, leading)
-    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+        check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
     out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, True, "attn_mask")
-    return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out
+    return out[0] if without_heads else out
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -236,8 +236,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
-def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-    """The three as (batch, heads, length, head dim), and the axes that became the batch: all are broadcast to them, one head to several."""
+def _same_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with the same leading axes, then heads, of which one is expanded to several; views."""
     leading, heads = query.shape[:-3], _heads(query)
     for name, x in (("key", key), ("value", value)):
         try:
@@ -253,27 +253,10 @@ def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
 
     def placed(x: Tensor, heads: int) -> Tensor:
         x = x[(None,) * (3 + len(leading) - x.ndim)]
-        x = x.expand(*leading, heads if x.shape[-3] == 1 else -1, -1, -1)
-        return x.flatten(0, -4) if leading else x[None]
+        return x.expand(*leading, heads if x.shape[-3] == 1 else -1, -1, -1)
 
-    return placed(query, heads), placed(key, kv_heads), placed(value, kv_heads), leading
+    return placed(query, heads), placed(key, kv_heads), placed(value, kv_heads)
 
 
 def _heads(x: Tensor) -> int:
     return x.shape[-3] if x.ndim > 2 else 1
-
-
-def _four_axes_mask(attn_mask: Tensor, leading: torch.Size) -> Tensor:
-    """`attn_mask` with at most four axes; leading axes are merged only where the mask has its own values for each."""
-    check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
-    extra = attn_mask.shape[:-3]
-    if len(extra) <= 1 and len(leading) <= 1:
-        return attn_mask
-    if all(size == 1 for size in extra):
-        return attn_mask.reshape(attn_mask.shape[-3:])
-    try:
-        return attn_mask.expand(*leading, *attn_mask.shape[-3:]).flatten(0, len(leading) - 1)
-    except RuntimeError:
-        raise ValueError(
-            f"dmattn: attn_mask: expected leading axes broadcastable to {tuple(leading)}, received shape {tuple(attn_mask.shape)}"
-        ) from None

@@ -100,7 +100,7 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
-        (["--query", "4,16,64"], "query: expected 4 axes"),
+        (["--query", "16,64"], "query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
         (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),
         (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),

@@ -101,20 +101,17 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 
 @forward.register_vmap
 def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, None]]:
-    """The mapped axis joins the batch. What all its elements share is copied for them, except where the batch shares it too."""
+    """The mapped axis is one more leading axis. What all its elements share is 1 on it, and queries, keys and values are expanded."""
     if inputs[FIELDS.index("seed")] is not None:
         raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
-    query, axis = inputs[0], axes[0]
-    batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 
-    def joined(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or (axis is None and x.shape[0] == 1 and name in ("mask", "first", "last", "bias")):
+    def leading(name: str, x: Any, axis: int | None) -> Any:
+        if not isinstance(x, Tensor):
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
-        return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
+        return x if name in ("mask", "first", "last", "bias") else x.expand(info.batch_size, *x.shape[1:])
 
-    out, lse, states = torch.ops.dmattn.forward(*map(joined, FIELDS, inputs, axes))
-    return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch)), states), (0, 0, None)
+    return torch.ops.dmattn.forward(*map(leading, FIELDS, inputs, axes)), (0, 0, None)
 
 
 def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | None], results: passes.Forward) -> None:
@@ -127,8 +124,9 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of query, key, value and bias, each None unless it is needed."""
     query, key, value, bias, mask, first, last, order, seed, states, out, lse = saved = ctx.saved_tensors
-    mask, first, last = with_axes(mask, 4), with_axes(first, 3), with_axes(last, 3)
-    tensors = (query, key, value, mask, first, last, with_axes(bias, 4))
+    axes = query.ndim
+    mask, first, last = with_axes(mask, axes), with_axes(first, axes - 1), with_axes(last, axes - 1)
+    tensors = (query, key, value, mask, first, last, with_axes(bias, axes))
     rules = dict(zip(RULES, ctx.rules, strict=True))
     problem = Problem(*tensors, order=order, seed=seed, states=states, **rules)
     if d_out is None:
@@ -140,7 +138,7 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
     found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if found[3] is not None and bias.ndim < 4:
+    if found[3] is not None and bias.ndim < axes:
         found[3] = found[3].view(bias.shape)
     return found
 

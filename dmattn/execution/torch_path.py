@@ -1,5 +1,8 @@
 """The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, which all (batch, head) compute together.
 
+A bias or mask that some leading axes share, and the gradient of such a bias, keep their own shapes: no more of them than a chunk's scores is
+broadcast. Queries, keys and values whose leading axes no single stride walks are copied, as torch's products do.
+
 Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
 is computed in float32 and rounded once, as the kernels do. A chunk has only the keys that a window leaves one of its rows, and beside intervals
 on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Forward, a
@@ -8,6 +11,7 @@ chunk is PyTorch's own kernel's wherever that is exact (:mod:`.torch_kernel`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
@@ -35,7 +39,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     if torch_kernel.serves(problem):
         problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
     for rows, keys, chunk in _chunks(problem, scores):
-        out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, _aligned_length(problem, keys))
+        out[..., rows, :], lse[..., rows] = attend(chunk, dtype, rows.start, _aligned_length(problem, keys))
 
 
 @torch.no_grad()
@@ -52,7 +56,7 @@ def backward(
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
     dtype = _compute_dtype(problem)
-    kv_heads = problem.key.shape[1]
+    kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else kind_of(d_bias.shape)
     if d_bias is not None and kind in (QUERIES, HEADS):
@@ -66,22 +70,22 @@ def backward(
         d_bias_rows.zero_()  # a chunk may not have all keys
     for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
-        empty = lse[:, :, rows, None] == float("-inf")
+        empty = lse[..., rows, None] == float("-inf")
         p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
-        d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
+        d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)
         factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
         if value_sum is not None:
             weights = p if factor is None else p * factor
-            value_sum[:, :, keys] += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
-        delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
+            value_sum[..., keys, :] += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
+        delta = (d_out_rows * out[..., rows, :]).sum(-1, keepdim=True)
         if d_lse is not None:
-            delta = delta - d_lse[:, :, rows, None]
+            delta = delta - d_lse[..., rows, None]
         d_p = (fold_groups(d_out_rows, kv_heads) @ chunk.value.transpose(-1, -2)).view(p.shape)
         if factor is not None:
             d_p *= factor
         d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
         if d_bias_rows is not None:  # each chunk has rows of its own
-            part = d_bias_rows[:, :, rows, keys]
+            part = d_bias_rows[..., rows, keys]
             part.copy_(sum_to(d_scores, part.shape))
         if bias_sum is not None:
             part = bias_sum[..., keys]
@@ -90,9 +94,9 @@ def backward(
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
         if d_query is not None:
-            d_query[:, :, rows] = (d_scores @ chunk.key).view(*p.shape[:3], key.shape[3])
+            d_query[..., rows, :] = (d_scores @ chunk.key).view(*p.shape[:-1], key.shape[-1])
         if key_sum is not None:
-            key_sum[:, :, keys] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
+            key_sum[..., keys, :] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
     for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
@@ -100,8 +104,7 @@ def backward(
 
 def _scores(problem: Problem) -> int:
     """Of one row of each (batch, head)."""
-    batch, heads = problem.query.shape[:2]
-    return batch * heads * problem.key.shape[2]
+    return math.prod(problem.query.shape[:-2]) * problem.key.shape[-2]
 
 
 def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Problem]]:
@@ -109,7 +112,7 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
 
     `scores` is how many numbers are alive for a row.
     """
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     step = max(MIN_ROWS, CHUNK_SCORES // max(1, scores))
     if problem.left is not None or problem.right is not None:
         step = min(step, WINDOW_ROWS)
@@ -119,9 +122,9 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
         parts = _parts_of_intervals(first, last, len_q, len_k, step)
     for rows, keys in parts:
         keys = _in_window(problem, rows, keys)
-        mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
-        begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
-        query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
+        mask, bias = (None if x is None else _part(_part(x, -2, rows), -1, keys) for x in (problem.mask, problem.bias))
+        begins, ends = (None if x is None else _part(x, -1, keys) for x in (first, last))
+        query, key, value = problem.query[..., rows, :], problem.key[..., keys, :], problem.value[..., keys, :]
         yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
 
 
@@ -129,7 +132,7 @@ def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
     """Those of `keys` that the window leaves one of `rows`; all of them under dropout, which counts all keys."""
     if problem.seed is not None:
         return keys
-    offset = problem.key.shape[2] - problem.query.shape[2]
+    offset = problem.key.shape[-2] - problem.query.shape[-2]
     start = keys.start if problem.left is None else max(keys.start, rows.start + offset - problem.left)
     stop = keys.stop if problem.right is None else min(keys.stop, rows.stop + offset + problem.right)
     return slice(start, stop) if start < stop else slice(0, 0)
@@ -141,7 +144,7 @@ def _parts_of_intervals(first: Tensor, last: Tensor, len_q: int, len_k: int, ste
     Where intervals that have begun have all ended, as between packed sequences, slices end too and are shorter: of no other sequence is a key
     computed then.
     """
-    first, last = (x.expand(*x.shape[:2], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(first, last))
+    first, last = (x.expand(*x.shape[:-1], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(first, last))
     any_row = first < last
     begun, ended = (torch.bincount(x[any_row], minlength=len_q + 1).cumsum(0) for x in (first, last))
     ends = ((begun[:-1] == ended[1:]).nonzero()[:, 0] + 1).tolist()
@@ -153,7 +156,7 @@ def _parts_of_intervals(first: Tensor, last: Tensor, len_q: int, len_k: int, ste
         before = bisect_right(ends, stop)
         if before and ends[before - 1] > start:
             stop = ends[before - 1]
-        seen = ((first < stop) & (last > start) & any_row).any(0).any(0).nonzero()
+        seen = ((first < stop) & (last > start) & any_row).flatten(0, -2).any(0).nonzero()
         yield slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
         start = stop
 
@@ -165,7 +168,7 @@ def _part(x: Tensor, axis: int, places: slice) -> Tensor:
 
 def _aligned_length(problem: Problem, keys: slice) -> int:
     """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side."""
-    return problem.query.shape[2] - (problem.key.shape[2] - keys.stop)
+    return problem.query.shape[-2] - (problem.key.shape[-2] - keys.stop)
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from ..broadcast import per_query_gradient
 from ..problem import Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
+from .base.leading import by_entry, flattened, in_parts
 from .base.query_terms import Incoming, fill_terms
 from .dispatch import choose_backward, choose_forward
 from .hopper import bias_grad as hopper_bias_grad
@@ -51,13 +53,23 @@ FORWARD = {
 
 @on_its_device
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
+    """Fill `out` (..., H, Sq, Dv), `lse` (..., H, Sq) and, where there is a mask, `states` of a canonical `dmattn.problem.Problem`."""
+    given, (problem, out, lse) = problem, flattened(problem, out, lse)
     kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
-    if problem.mask is not None:
-        scan(problem.mask, problem.states)
+    if given.mask is not None:
+        for mask, states in in_parts(given.mask, given.states):
+            scan(mask, states)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     kernels.forward(problem, out, lse)
+
+
+class Given(NamedTuple):
+    """Tensors with the caller's leading axes."""
+
+    lse: Tensor
+    d_lse: Tensor | None
+    d_bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Call:
     d_lse: Tensor | None
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
     with_columns: bool  # whether terms of queries are made as columns, too
+    given: Given
 
     @cached_property
     def incoming(self) -> Incoming:
@@ -92,6 +105,10 @@ def backward(
     d_bias: Tensor | None,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
+    given = Given(lse, d_lse, d_bias)
+    of_keys = {D_KEY: d_key, D_VALUE: d_value}
+    problem, out, lse, d_out, d_lse, *gradients = flattened(problem, out, lse, d_out, d_lse, d_query, d_key, d_value, d_bias)
+    d_query, d_key, d_value, d_bias = (*gradients[:3], by_entry(gradients[3]))
     traits = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias)
     choices = choose_backward(traits)
     order, len_k = problem.order, problem.key.shape[2]
@@ -101,15 +118,15 @@ def backward(
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if order is not None and order.shape[2] < len_k:
-        for of_keys in map(results.get, (D_KEY, D_VALUE, D_BIAS_OF_KEYS)):
-            if of_keys is not None:
-                of_keys.zero_()  # what the order does not name
-    call = Call(problem, order, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices))
+        for x in (*of_keys.values(), results.get(D_BIAS_OF_KEYS)):
+            if x is not None:
+                x.zero_()  # what the order does not name
+    call = Call(problem, order, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices), given)
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
     if key_sums is not None and key_sums is not d_bias:
-        sum_of_key_sums(key_sums, d_bias)
+        sum_of_key_sums(key_sums, given.d_bias, given.lse.shape[:-2])
 
 
 def _one_tile(call: Call, made: Made) -> None:
@@ -173,7 +190,7 @@ def _portable_shared(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse(call: Call, made: Made) -> None:
-    per_query_gradient(call.lse, call.d_lse, made[D_BIAS_OF_QUERIES])
+    per_query_gradient(*call.given)
 
 
 def _query_terms(call: Call, made: Made) -> None:
