@@ -21,11 +21,12 @@ from . import reference
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
-from .problem import Problem
+from .problem import Gradients, Problem
 
 PLAIN_FACTOR = 2.0
 BAND_ROUNDINGS = 2.0
-RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
+LEARNED = Gradients._fields
+RESULTS = ("out", "lse", *(f"d_{name}" for name in LEARNED))
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Case:
     hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
     intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all; or letters for
     the axes of random ones, the last of which is k.
+
+    `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
+    sinks: str | None = None
+    sinks_dtype: torch.dtype | None = None
     transposed: bool = False  # (B, S, H, D) in memory, with lengths before the last leading axis where there are several
     padded: bool = False  # rows of the bias begin at multiples of 16 bytes
     reason: str = ""
@@ -112,7 +117,14 @@ class Case:
             mask = self._mask(random).to(device)
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        return Inputs(query, key, value, mask, bias, d_out, normal(f"{self.leading}hq").to(device))
+        d_lse = normal(f"{self.leading}hq").to(device)
+        sinks = None
+        if self.sinks is not None:
+            sinks = normal("h")
+            if self.sinks == "far":
+                sinks += torch.tensor([60.0, -60.0, float("-inf")])[torch.arange(len(sinks)) % 3]
+            sinks = sinks.to(device, self.sinks_dtype or dtype)
+        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -166,13 +178,16 @@ class Inputs:
     bias: Tensor | None
     d_out: Tensor
     d_lse: Tensor
+    sinks: Tensor | None = None
 
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
-    leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    leaves = {name: getattr(inputs, name) for name in LEARNED}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
     given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    if "sinks" in leaves:  # which not every function takes
+        given["sinks"] = leaves["sinks"]
     with _same_dropout(inputs, options):
         out, lse = function(leaves["query"], leaves["key"], leaves["value"], **given)
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
@@ -198,24 +213,31 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
     with _same_dropout(inputs, options):
-        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[-3]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     score_terms = abs(problem.scale) * query @ key.mT + (0.0 if problem.bias is None else per_query_head(problem.bias, heads).abs())
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
-    p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)
-    d_scores = p * (factor * (d_out @ value.mT) + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
+    scores, _ = reference.masked_scores(problem, torch.float64)
+    p = torch.softmax(reference.with_sinks(scores, problem.sinks), -1).masked_fill(empty, 0.0)
+    p, of_sinks = p[..., : scores.shape[-1]] * (1 + score_terms), p[..., scores.shape[-1] :]  # the latter of no key without sinks
+    if wide.sinks is not None:
+        of_sinks = of_sinks * (1 + wide.sinks.abs().nan_to_num(posinf=0.0))[:, None, None]
+    deltas = (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None]
+    d_scores = p * (factor * (d_out @ value.mT) + deltas)
     sizes = {
         "out": (p * factor) @ value,
-        "lse": p.sum(-1),
+        "lse": p.sum(-1) + of_sinks.sum(-1),
         "d_query": abs(problem.scale) * d_scores @ key,
         "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
         "d_value": sum_to((p * factor).mT @ d_out, wide.value.shape),
     }
     if wide.bias is not None:
         sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
+    if wide.sinks is not None:
+        sizes["d_sinks"] = (of_sinks * deltas).movedim(-3, 0).flatten(1).sum(1)
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_flag, refuse_keywords
 from .execution import backend, torch_kernel
 from .functional import attention
-from .problem import Problem
+from .problem import Gradients, Problem
 
 if TYPE_CHECKING:
     from .kernels.dispatch import Choice
@@ -38,7 +38,7 @@ PEAKS = {
     "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12),
 }
 PYTORCH, CPU_KERNEL = "PyTorch, in chunks of query rows", "PyTorch's attention kernel for CPUs"
-NAMES = ("query", "key", "value", "bias")  # of what can require a gradient
+NAMES = Gradients._fields  # of what can require a gradient
 
 
 class Refusal(NamedTuple):
@@ -73,7 +73,7 @@ class Pass(NamedTuple):
         for refusal in self.refusals:
             reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
         names = [f'"{row}"' for row in self.rows]
-        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
+        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         if self.seconds is not None:
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
@@ -137,7 +137,8 @@ def explain(
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
     problem = _canonical(query, key, value, given)
-    learned = {name: x for name, x in zip(NAMES, (query, key, value, given["bias"]), strict=True) if x is not None}
+    tensors = dict(query=query, key=key, value=value, **given)
+    learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
     some = any(x.requires_grad for x in learned.values())
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
     family, count = _device_of(problem, target, processors)
@@ -208,15 +209,16 @@ def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], t
     """The rows of the table for both passes; none where there is nothing to compute."""
     backend.kernels(torch.device("meta"), backend.interpreting())  # which says that Triton is missing
     from .kernels import dispatch
-    from .kernels.base.leading import by_entry, flattened
+    from .kernels.base.leading import flattened, flattened_gradients
     from .kernels.traits import Traits
 
-    problem, out, lse, *flat_gradients = flattened(call.problem, call.out, call.lse, *call.gradients)
+    problem, out, lse = flattened(call.problem, call.out, call.lse)
     forward = (dispatch.choose_forward(Traits.of(problem, out, target=target)),) if out.numel() or lse.numel() else ()
-    gradients = [x if x is None or x.numel() else None for x in (*flat_gradients[:3], by_entry(flat_gradients[3]))]
+    gradients = Gradients(*(x if x is None or x.numel() else None for x in call.gradients))
     if not lse.numel() or all(x is None for x in gradients):
         return forward, ()
-    return forward, dispatch.choose_backward(Traits.of(problem, out, out, *gradients, target=target))
+    gradients = flattened_gradients(gradients, call.lse.shape[:-2])
+    return forward, dispatch.choose_backward(Traits.of(problem, out, out, gradients, target=target))
 
 
 class _Seen(NamedTuple):
@@ -275,7 +277,7 @@ class _Call:
         """Operations of the matrix products with which a row makes its results."""
         batch, heads, _, dim = self.problem.query.shape
         value_dim = self.problem.value.shape[3]
-        made = {name for name in makes if name.startswith(("out", "d_")) and name != "d_bias of queries"}
+        made = {name for name in makes if name.startswith(("out", "d_")) and name not in ("d_bias of queries", "d_sinks")}
         if not made:
             return 0
         dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
@@ -290,6 +292,7 @@ class _Call:
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
         total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
         total += 0 if problem.bias is None else self._between(problem.bias)
+        total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
         if name == "forward":
@@ -325,14 +328,15 @@ class _Call:
         if "query terms" in makes:
             incoming = Incoming.without_terms(self.out, self.lse, with_columns="columns of query terms" in makes)
             total += _size(incoming.terms, incoming.term_columns)
-        d_bias = self.gradients[3]
+        d_bias = self.gradients.bias
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 
             sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
-        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or "d_bias of queries" in makes
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_sinks"})
+        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
 
 
 def _sizes(x: Tensor) -> list[int]:

@@ -30,6 +30,7 @@ def attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -45,6 +46,7 @@ def attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -60,6 +62,7 @@ def attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
@@ -74,6 +77,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -87,10 +91,12 @@ def attention(
         s_ij  = -inf  where the mask, causal or the window hides key j from query i
         lse_i = log sum_j exp(s_ij)        o_i = sum_j z_ij exp(s_ij - lse_i) v_j
 
-    with z_ij = 1, or under dropout 1 / (1 - dropout_p) with probability 1 - dropout_p and else 0.
+    with z_ij = 1, or under dropout 1 / (1 - dropout_p) with probability 1 - dropout_p and else 0. A sink is one more key, which all queries of
+    a head h see, with a score of its own and no value: ``lse_i = log(exp(sinks_h) + sum_j exp(s_ij))``.
 
-    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. NaN or infinity in the bias
-    at a hidden place changes nothing. Results and gradients are bitwise deterministic, under dropout from the same state of torch's generator.
+    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients; beside a sink its lse is the
+    sink's score. NaN or infinity in the bias at a hidden place changes nothing. Results and gradients are bitwise deterministic, under
+    dropout from the same state of torch's generator.
 
     Args:
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -112,6 +118,9 @@ def attention(
         dropout_p: probability with which a weight is dropped, 0 to 1; the others are multiplied by 1 / (1 - dropout_p), and lse is that without
             dropout. Pass 0.0 in evaluation, as with torch's SDPA. Which are dropped is chosen by 64 bits that each call draws from torch's
             generator of the device (:mod:`dmattn.dropout`), the same in the backward pass.
+        sinks: (H,), float of any of the four dtypes, on the query's device: attention sinks, as in GPT-OSS. No scale, softcap, bias, mask or
+            dropout applies to them. -inf is none, and so is any value below -2.36e38; +inf or NaN makes the results of its head NaN.
+            Differentiable: the gradient is summed in float32 and rounded once.
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
@@ -137,7 +146,7 @@ def attention(
     if unknown:
         refuse_keywords(attention, unknown)
     check_flag("return_lse", return_lse)
-    out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p)
+    out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -187,7 +196,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
-    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, True, "attn_mask")
+    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, None, True, "attn_mask")
     return out[0] if without_heads else out
 
 
@@ -195,6 +204,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     r"""Combine attention over disjoint sets of keys into attention over their union.
 
     ``lse = log sum_n exp(lse_n)``, ``out = sum_n exp(lse_n - lse) out_n``, exact and differentiable, as the softmax is a weighted mean.
+    Sinks belong to one share alone: passed to several, they would count several times.
 
     Args:
         outs: tensors (B, H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.

@@ -35,6 +35,16 @@ class Intervals(NamedTuple):
     len_q: int | None
 
 
+class Gradients(NamedTuple):
+    """Of what may require one, by the names of :class:`Problem`'s fields; None where none is wanted."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
@@ -47,6 +57,8 @@ class Problem(NamedTuple):
     axis before the last full or 1, ``order`` may say where the work is: int32 (..., Hk, any number), the keys in the order in which kernels are
     to visit them, at least those with an interval that is not empty, none twice; if it names all, those with an empty one have to stand last,
     as kernels may visit what lies before the last other one, and nothing is copied there. It changes no result.
+
+    ``sinks`` (H,) are scores of a key without a value, one for each query head, which all its queries see; -inf is none.
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
@@ -66,6 +78,7 @@ class Problem(NamedTuple):
     scale: float
     softcap: float | None
     order: Tensor | None = None
+    sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
     states: Tensor | None = None
@@ -98,6 +111,7 @@ class Problem(NamedTuple):
         scale: float | None,
         softcap: float | None,
         dropout_p: float = 0.0,
+        sinks: Tensor | None = None,
         top_left: bool = False,
         mask_name: str | None = None,
         packed: tuple[int, int, int] | None = None,
@@ -137,6 +151,8 @@ class Problem(NamedTuple):
                 expected = f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64"
                 _fail(mask_name or "bias", expected, f"{bias.dtype}{hint}")
             bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)
+        if sinks is not None:
+            _check_sinks(sinks, query)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
@@ -159,9 +175,8 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        return cls(
-            query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, dropout_p=_float(dropout_p), seed=seed
-        )  # fmt: skip
+        options: dict[str, Any] = dict(scale=_float(scale), softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
 
 def kind_of(shape: Sequence[int]) -> str:
@@ -227,6 +242,17 @@ def _checked_mask(mask: Any, expected: str) -> Tensor:
     if mask.dtype != torch.bool:
         _fail("mask", "dtype torch.bool, True where query attends key", f"{mask.dtype}; mask.bool() if nonzero means that it does")
     return mask
+
+
+def _check_sinks(sinks: Any, query: Tensor) -> None:
+    check_tensor("sinks", sinks, "a torch.Tensor or None")
+    heads = query.shape[-3]
+    if sinks.ndim != 1 or sinks.shape[0] != heads:
+        _fail("sinks", f"shape (H,) = ({heads},), a score for each query head", f"{tuple(sinks.shape)}")
+    if sinks.dtype not in FLOATS:
+        _fail("sinks", "a dtype of float16, bfloat16, float32 or float64", sinks.dtype)
+    if sinks.device != query.device:
+        _fail("sinks", f"query's device {query.device}", sinks.device)
 
 
 def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> None:

@@ -30,6 +30,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -40,7 +41,7 @@ def attention(
     come from autograd, of any order.
     """
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
-    problem = Problem.canonical(query, key, value, **options)
+    problem = Problem.canonical(query, key, value, **options, sinks=sinks)
     with torch.autocast(problem.query.device.type, enabled=False):
         out, lse = attend(problem, dtype or query.dtype)
     return (out, lse) if return_lse else out
@@ -67,10 +68,13 @@ def dynamic_mask(scores: Tensor, keep: int, *, len_q: int, causal: bool = True, 
 def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries in `problem`, computed in `dtype`; for `row_start` and `len_q` see :func:`masked_scores`."""
     scores, _ = masked_scores(problem, dtype, row_start, len_q)
+    scores = with_sinks(scores, problem.sinks)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     lse = logsumexp(scores, -1)
     probabilities = torch.softmax(scores, -1)  # exp(scores - lse) has lost the sum where lse is so large that log n is below its last digit
+    if problem.sinks is not None:
+        probabilities = probabilities[..., :-1]  # a sink has no value
     if problem.seed is not None:
         probabilities = probabilities * kept_factor(problem, dtype, row_start)
     kv_heads = problem.value.shape[-3]
@@ -105,6 +109,14 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
         scores = scores + masking_bias(problem.bias, heads, dtype)
     hidden = hidden_pairs(problem, row_start, rows, rows if len_q is None else len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
+
+
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores (..., H, rows, Sk) with those of the sinks (H,) as of one more key, if there are any. No rule on pairs applies to them."""
+    if sinks is None:
+        return scores
+    sinks = masking_bias(sinks[:, None, None], sinks.shape[0], scores.dtype)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
 
 
 def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:

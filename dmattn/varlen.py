@@ -37,6 +37,7 @@ def attention_varlen(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -56,6 +57,7 @@ def attention_varlen(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -75,6 +77,7 @@ def attention_varlen(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @left_out_of_graphs("dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
@@ -94,6 +97,7 @@ def attention_varlen(
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -104,8 +108,8 @@ def attention_varlen(
 
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
-    Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf. Nothing waits for the device: a CUDA graph
-    serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
+    Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
+    device: a CUDA graph serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -119,6 +123,7 @@ def attention_varlen(
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
+        sinks: as there, (H,): the same for all sequences.
         dropout_p: as there; which weights are dropped depends on how the sequences are packed.
         return_lse: return (out, lse); lse is differentiable.
 
@@ -165,6 +170,7 @@ def attention_varlen(
         scale=scale,
         softcap=softcap,
         dropout_p=dropout_p,
+        sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
     out, lse = _attend(problem, cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k)

@@ -208,7 +208,23 @@ WINDOWS = (
     Case("window-grouped-19", 19, **GQA, bias="1hqk", reason="keys shared by heads go to the kernels that sum over a group"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS)
+SINKS = (
+    Case("sinks-37x65", 37, 65, sinks="random", reason="a key without a value, for each head"),
+    Case("gqa-sinks-window-causal-65", 65, **GQA, causal=True, window=(15, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
+    Case("far-sinks-37x65", 37, 65, heads=3, bias="1hqk", sinks="far", reason="far above all scores, far below, and none"),
+    Case("sinks-empty-rows-65x19", 65, 19, **GQA, causal=True, sinks="far", reason="lse of an empty row is the sink's score, with a gradient"),
+    Case("sinks-all-masked-70x37", 70, 37, heads=3, mask="b1qk", keep="nothing", sinks="random", reason="nothing but sinks"),
+    Case("sinks-bias-per-query-70x65", 70, 65, bias="1hq1", sinks="random", reason="dBias by query is dLSE less what the sinks take"),
+    Case("sinks-bias-of-heads-causal-65x37", 65, 37, heads=3, bias="1h11", causal=True, sinks="far", reason="the same beside empty rows and no sink"),
+    Case("sinks-key-bias-softcap-19x37", 19, 37, bias="b11k", softcap=1.5, sinks="random", reason="no softcap and no bias of a sink"),
+    Case("sinks-dropout-37x65", 37, 65, dropout_p=0.3, sinks="random", reason="no dropout of a sink"),
+    Case("sinks-one-query-gqa-1x600", 1, 600, **GQA, batch=1, sinks="random", reason="decoding: sinks join the splits of the keys"),
+    Case("sinks-one-query-gqa-1x65", 1, 65, **GQA, mask="b11k", sinks="far", reason="decoding without splits"),
+    Case("sinks-many-queries-2100x3", 2100, 3, heads=1, sinks="random", reason="the gradient of a sink is summed by several programs"),
+    Case("sinks-random-intervals-37x65", 37, 65, intervals="random", bias="bg1k", **GQA, sinks="far", reason="lists of keys, some empty"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -305,6 +321,12 @@ HOPPER = (
     Case("hopper-causal-empty-rows-900x300", 900, 300, heads=3, head_dim=128, causal=True, reason="programs without a key"),
     Case("hopper-window-900x1030", 900, 1030, heads=2, head_dim=128, window=(300, 200), reason="last keys first, edges on both sides"),
     Case("hopper-left-window-dense-bias-520x776", 520, 776, heads=2, head_dim=128, bias="bhqk", window=(150, None), reason="first keys first"),
+    Case("hopper-sinks-window-causal-gqa-700", 700, heads=8, kv_heads=2, head_dim=64, causal=True, window=(127, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
+    Case("hopper-sinks-causal-gqa-700x900", 700, 900, heads=4, kv_heads=2, head_dim=128, causal=True, sinks="far", reason="sinks join at the end, with two consumers"),
+    Case("hopper-sinks-three-consumers-bias-392x2056", 392, 2056, heads=4, head_dim=64, bias="1hqk", sinks="far", reason="scores in units of a bias of pairs"),
+    Case("hopper-sinks-query-bias-empty-rows-900x300", 900, 300, heads=3, head_dim=128, bias="bhq1", causal=True, sinks="random", reason="dBias by query from the terms that dQ makes"),
+    Case("hopper-sinks-key-bias-intervals-392x520", 392, 520, heads=3, head_dim=128, intervals="random", bias="b11k", sinks="far", reason="bias columns, and lists"),
+    Case("hopper-sinks-bias-on-chip-256", 256, batch=300, heads=4, head_dim=32, bias="1hqk", sinks="far", reason="narrow heads, the bias on chip"),
     Case("hopper-intervals-few-keys-200x9", 200, 9, heads=2, head_dim=128, intervals="random", bias="b11k", reason="fewer keys than one listed block"),
     Case("hopper-intervals-dense-bias-window-392x520", 392, 520, heads=2, head_dim=128, intervals="random", bias="bhqk", window=(100, 60), reason="a tile filled up in front, and so its bias"),
     Case("hopper-documents-key-bias-fp16-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="b11k", bias_dtype=torch.float16, causal=True, reason="a bias of another dtype, in the products"),

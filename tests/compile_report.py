@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dmattn import kernels
 from dmattn.equivalence import Case
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.kernels.base import device, launch
 from dmattn.problem import Problem
 
@@ -263,7 +264,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
     if case.padded and bias is not None:
         bias = torch.nn.functional.pad(bias, (0, -bias.shape[3] % 8))[..., : bias.shape[3]]
-    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, **case.options)
+    sinks = None if case.sinks is None else tensor("h", None, case.sinks_dtype or dtype)
+    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, sinks=sinks, **case.options)
     if case.intervals is not None:
         axes = "b1k" if case.leading == "b" else case.intervals
         bound = torch.empty([case.sizes[axis] for axis in axes], dtype=torch.int32, device="meta")
@@ -286,9 +288,9 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem._replace(states=states)
-            gradients = backend.allocate_backward(problem, [True, True, True, problem.bias is not None])
+            gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
             kernels.forward(problem, out, lse)
-            kernels.backward(problem, out, lse, torch.empty_like(out), lse, *gradients)
+            kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
         for case, dtype in FORWARD:
             if case.name in left_out:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,13 @@ def test_explain_tells_the_kernels_of_sizes_and_why_not_faster_ones(capsys):
     assert both.startswith(forward.rstrip())
     assert 'backward: "query terms", "portable: d_key, d_value", "portable: d_query, d_bias", "portable: d_bias"\n' in both
     assert "    rows of bias: stride 1001 is no multiple of 8: pad the key axis to a multiple of 8 and pass a slice\n" in both
+    assert cli.main(["explain", *sizes, "--bias-pitch", "1008", "--target", "sm_90", "--backward"]) == 0
+    assert 'backward: "query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value"\n' in capsys.readouterr().out
+
+
+def test_explain_tells_short_times(capsys):
+    assert cli.main(["explain", "--query", "1,1,64,64", "--target", "sm_90"]) == 0
+    assert float(re.search(r"time at the peak: (\S+) ms", capsys.readouterr().out)[1]) > 0
 
 
 def test_explain_passes_each_option_on():
@@ -100,7 +108,9 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
-        (["--query", "16,64"], "query: expected at least 3 axes"),
+        (["--query", "16,64"], "dmattn: error: query: expected at least 3 axes"),
+        (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
+        (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
         (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),
         (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import dmattn
 from dmattn import IntervalMask, attention, explain
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.explain import Explanation, Pass
 from dmattn.problem import Problem
 
@@ -257,7 +258,15 @@ def options_of(problem: Problem) -> dict[str, Any]:
     intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask = intervals if problem.mask is None else problem.mask
-    return dict(mask=mask, bias=problem.bias, window=window, scale=problem.scale, softcap=problem.softcap, dropout_p=problem.dropout_p)
+    return dict(
+        mask=mask,
+        bias=problem.bias,
+        window=window,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        sinks=problem.sinks,
+    )
 
 
 @not_interpreted
@@ -270,12 +279,12 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
             continue
         forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target).passes
         out, lse, states = backend.allocate_forward(problem)
-        gradients = backend.allocate_backward(problem, (True, True, True, problem.bias is not None))
+        gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
         problem = problem._replace(states=states)
         with Allocated() as by_forward:
             kernels.forward(problem, out, lse)
         with Allocated() as by_backward:
-            kernels.backward(problem, out, lse, out, None, *gradients)
+            kernels.backward(problem, out, lse, out, None, gradients)
         of_states = 0 if states is None else states.numel()
         for explained, allocated in ((forward, by_forward.bytes + of_states), (backward, by_backward.bytes)):
             assert explained.memory is not None

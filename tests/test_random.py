@@ -46,6 +46,8 @@ def problems(draw: st.DrawFn) -> Case:
         scale=draw(st.none() | st.floats(0.01, 2.0)),
         softcap=draw(st.none() | st.floats(0.5, 50.0)),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])) if len_k > 1 else 0.0,
+        sinks=draw(st.sampled_from([None, None, "random", "far"])),
+        sinks_dtype=draw(st.sampled_from([None, torch.float32])),
         transposed=draw(st.booleans()),
         padded=draw(st.booleans()),
     )
@@ -70,6 +72,6 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "transposed", "padded"):
+    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
         assert any(getattr(case, field) for case in seen), field
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

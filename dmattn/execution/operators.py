@@ -15,12 +15,15 @@ from torch.autograd import forward_ad
 
 from ..problem import Problem, with_axes
 from . import backend, passes
-from .passes import FIELDS, LEARNED, RULES, fixed_of, learned_of, rules_of
+from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
+_GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # of the fields of a problem
+_AXES = dict(mask=0, first=-1, last=-1, bias=0)  # beyond the query's, of those that a caller may give fewer
 
 
 @torch.library.custom_op(
@@ -39,10 +42,10 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     "dmattn::backward",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> ({_GRADIENTS})",
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], pads: bool, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
+    """Gradients of what is `LEARNED`; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
     return tuple(_present(gradient, out) for gradient in passes.backward(d_out, d_lse, out, lse, tuple(needs), pads, Problem(*inputs)))
 
 
@@ -104,9 +107,11 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     """The mapped axis is one more leading axis. What all its elements share is 1 on it, and queries, keys and values are expanded."""
     if inputs[FIELDS.index("seed")] is not None:
         raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
+    if axes[FIELDS.index("sinks")] is not None:
+        raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
 
     def leading(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or name == "sinks":
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x if name in ("mask", "first", "last", "bias") else x.expand(info.batch_size, *x.shape[1:])
@@ -122,13 +127,11 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 
 
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of query, key, value and bias, each None unless it is needed."""
-    query, key, value, bias, mask, first, last, order, seed, states, out, lse = saved = ctx.saved_tensors
-    axes = query.ndim
-    mask, first, last = with_axes(mask, axes), with_axes(first, axes - 1), with_axes(last, axes - 1)
-    tensors = (query, key, value, mask, first, last, with_axes(bias, axes))
-    rules = dict(zip(RULES, ctx.rules, strict=True))
-    problem = Problem(*tensors, order=order, seed=seed, states=states, **rules)
+    """Of what is `LEARNED`, each None unless it is needed."""
+    *fields, out, lse = saved = ctx.saved_tensors
+    given: dict[str, Any] = dict(zip(_SAVED, fields, strict=True))
+    whole = {name: with_axes(given[name], given["query"].ndim + axes) for name, axes in _AXES.items()}
+    problem = Problem(**{**given, **whole}, **dict(zip(RULES, ctx.rules, strict=True)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
@@ -137,10 +140,13 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
-    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if found[3] is not None and bias.ndim < axes:
-        found[3] = found[3].view(bias.shape)
-    return found
+    named = zip(LEARNED, gradients, needs, strict=True)
+    return [_shaped_like(given[name], gradient) if need else None for name, gradient, need in named]
+
+
+def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a tensor that may lack leading axes."""
+    return gradient if gradient.ndim == x.ndim else gradient.view(x.shape)
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -167,7 +173,7 @@ backward.register_autograd(_refuse)
 
 def by_operator(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse); differentiable, once and in reverse."""
-    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
+    tensors = [x for x in (getattr(problem, name) for name in LEARNED) if x is not None]
     compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
     if not compiling and functorch.peek_interpreter_stack() is not None and any(map(_in_func_grad, tensors)):
         raise RuntimeError(

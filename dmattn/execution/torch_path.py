@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .. import reference
 from ..broadcast import per_query_gradient, sum_to
-from ..problem import HEADS, PAIRS, QUERIES, Problem, kind_of
-from ..reference import fold_groups, kept_factor, masked_scores
+from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
+from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
 
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
@@ -49,20 +49,17 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor | None,
-    d_query: Tensor | None,
-    d_key: Tensor | None,
-    d_value: Tensor | None,
-    d_bias: Tensor | None,
+    gradients: Gradients,
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
     dtype = _compute_dtype(problem)
+    d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
     kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else kind_of(d_bias.shape)
-    if d_bias is not None and kind in (QUERIES, HEADS):
-        per_query_gradient(lse, d_lse, d_bias)
-        d_bias = None
-    d_bias_rows, d_bias_keys = (d_bias, None) if kind == PAIRS else (None, d_bias)
+    d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
+    d_bias_keys = d_bias if kind == KEYS else None
+    d_sink_scores = None if problem.sinks is None else torch.zeros_like(lse)
     key_sum, value_sum, bias_sum = (
         None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
     )
@@ -71,7 +68,9 @@ def backward(
     for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
         empty = lse[..., rows, None] == float("-inf")
-        p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
+        p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
+        of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
+        p = p[..., : scores.shape[-1]]
         d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)
         factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
         if value_sum is not None:
@@ -80,6 +79,8 @@ def backward(
         delta = (d_out_rows * out[..., rows, :]).sum(-1, keepdim=True)
         if d_lse is not None:
             delta = delta - d_lse[..., rows, None]
+        if d_sink_scores is not None:
+            d_sink_scores[..., rows] = (of_sinks * -delta).masked_fill(empty, 0.0)[..., 0]
         d_p = (fold_groups(d_out_rows, kv_heads) @ chunk.value.transpose(-1, -2)).view(p.shape)
         if factor is not None:
             d_p *= factor
@@ -100,6 +101,10 @@ def backward(
     for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
+    if d_bias_queries is not None:
+        per_query_gradient(lse, d_lse, d_sink_scores, d_bias_queries)
+    if gradients.sinks is not None and d_sink_scores is not None:
+        gradients.sinks.copy_(d_sink_scores.sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2]))
 
 
 def _scores(problem: Problem) -> int:

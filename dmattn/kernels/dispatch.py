@@ -27,6 +27,7 @@ from .traits import (
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
+    D_SINKS,
     D_VALUE,
     LEADING,
     LEADING_IN_RUNS,
@@ -41,8 +42,10 @@ BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
+SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
-ALL = MASKS | BIASES | INTERVALS | WINDOW | SHARED | {LEADING_IN_RUNS, "softcap", "dropout"}
+EVERY = SINKS | SHARED  # features that all rows serve
+ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -173,7 +176,7 @@ def _split_keys(traits: Traits) -> str | None:
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        return f"is for few queries over many keys: {visible} visible keys are fewer than two splits of {least}"
+        return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
     _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
@@ -339,8 +342,8 @@ def _hopper_shared(traits: Traits) -> str | None:
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL, _one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | SHARED, _hopper_forward, targets=HOPPER),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | SHARED, _resident_forward, targets=HOPPER),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
+    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
 )
 
@@ -353,23 +356,23 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | SHARED, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
-    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | SHARED, _hopper_interval_keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
-        PAIR_BIAS | SHARED,
+        PAIR_BIAS | EVERY,
         _resident_backward,
         borrows=frozenset({D_KEY, D_VALUE}),
         **ON_HOPPER,
     ),
-    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | SHARED, _resident_backward, **ON_HOPPER),
-    Row("whole rows", GRADIENTS, MASKS | BIASES | SHARED | {LEADING_IN_RUNS}, _whole_rows, reads=TERMS),
-    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW | SHARED, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, _resident_backward, **ON_HOPPER),
+    Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, _whole_rows, reads=TERMS),
+    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW | EVERY, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
     HOPPER_KEYS._replace(name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=_hopper_keys_and_bias, needs=STORED),
     HOPPER_INTERVAL_KEYS._replace(
@@ -377,13 +380,15 @@ BACKWARD = (
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
-    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | SHARED, _hopper_query, targets=HOPPER, besides=TERMS),
+    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_query, targets=HOPPER, besides=TERMS),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS}), ALL, _always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | SHARED, _hopper_shared, **ON_HOPPER),
+    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
-    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL, _always),
+    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, _always, reads=TERMS),
     Row("query terms", TERMS, ALL, _always),
 )

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from ..problem import Problem
+from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
-from .base.leading import by_entry, flattened, in_parts
+from .base.leading import flattened, flattened_gradients, in_parts
 from .base.query_terms import Incoming, fill_terms
 from .dispatch import choose_backward, choose_forward
 from .hopper import bias_grad as hopper_bias_grad
@@ -23,7 +23,7 @@ from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
-from .portable import bias_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, split_keys
+from .portable import bias_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys
 from .portable import forward as portable_forward
 from .selection.reorder import reordered
 from .traits import (
@@ -33,6 +33,7 @@ from .traits import (
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
+    D_SINKS,
     D_VALUE,
     TERM_COLUMNS,
     Traits,
@@ -69,7 +70,7 @@ class Given(NamedTuple):
 
     lse: Tensor
     d_lse: Tensor | None
-    d_bias: Tensor | None
+    gradients: Gradients
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Call:
 
     problem: Problem
     order: Tensor | None  # (B, Hk, listed)
+    sinks: Tensor | None  # (H,), which kernels of scores need not know: lse has them in it
     out: Tensor
     lse: Tensor
     d_out: Tensor
@@ -99,34 +101,32 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor | None,
-    d_query: Tensor | None,
-    d_key: Tensor | None,
-    d_value: Tensor | None,
-    d_bias: Tensor | None,
+    gradients: Gradients,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
-    given = Given(lse, d_lse, d_bias)
-    of_keys = {D_KEY: d_key, D_VALUE: d_value}
-    problem, out, lse, d_out, d_lse, *gradients = flattened(problem, out, lse, d_out, d_lse, d_query, d_key, d_value, d_bias)
-    d_query, d_key, d_value, d_bias = (*gradients[:3], by_entry(gradients[3]))
-    traits = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias)
+    given = Given(lse, d_lse, gradients)
+    gradients = flattened_gradients(gradients, lse.shape[:-2])
+    problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
+    traits = Traits.of(problem, out, d_out, gradients)
     choices = choose_backward(traits)
-    order, len_k = problem.order, problem.key.shape[2]
+    d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
+    problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:
         problem = reordered(problem)
-    results = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value} | dict.fromkeys(traits.wanted & D_BIASES, d_bias)
+    results = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
+    results |= dict.fromkeys(traits.wanted & D_BIASES, d_bias)
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if order is not None and order.shape[2] < len_k:
-        for x in (*of_keys.values(), results.get(D_BIAS_OF_KEYS)):
-            if x is not None:
-                x.zero_()  # what the order does not name
-    call = Call(problem, order, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices), given)
+        for of_keys in (given.gradients.key, given.gradients.value, results.get(D_BIAS_OF_KEYS)):
+            if of_keys is not None:
+                of_keys.zero_()  # what the order does not name
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices), given)
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
     if key_sums is not None and key_sums is not d_bias:
-        sum_of_key_sums(key_sums, given.d_bias, given.lse.shape[:-2])
+        sum_of_key_sums(key_sums, given.gradients.bias, given.lse.shape[:-2])
 
 
 def _one_tile(call: Call, made: Made) -> None:
@@ -190,7 +190,16 @@ def _portable_shared(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse(call: Call, made: Made) -> None:
-    per_query_gradient(*call.given)
+    per_query_gradient(call.given.lse, call.given.d_lse, None, call.given.gradients.bias)
+
+
+def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
+    of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
+    per_query_gradient(call.given.lse, call.given.d_lse, of_sinks.view(call.given.lse.shape), call.given.gradients.bias)
+
+
+def _sinks(call: Call, made: Made) -> None:
+    sink_grad.sink_gradients(call.sinks, call.incoming, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:
@@ -224,5 +233,7 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper: d_bias": _hopper_shared,
     "portable: d_bias": _portable_shared,
     "sums of d_lse": _sums_of_d_lse,
+    "sums of d_lse and d_sinks": _sums_of_d_lse_and_sinks,
+    "d_sinks": _sinks,
     "query terms": _query_terms,
 }

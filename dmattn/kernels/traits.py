@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import KEYS, PAIRS, Problem, kind_of
+from ..problem import KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
 from .base.leading import Nested
 from .hopper.copies import GLUON
@@ -25,12 +25,14 @@ D_BIAS_SHARED = (
 )
 D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
 D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
+D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor
 
+NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -81,10 +83,7 @@ class Traits(NamedTuple):
         problem: Problem,
         out: Tensor,
         d_out: Tensor | None = None,
-        d_query: Tensor | None = None,
-        d_key: Tensor | None = None,
-        d_value: Tensor | None = None,
-        d_bias: Tensor | None = None,
+        gradients: Gradients = NO_GRADIENTS,
         *,
         target: tuple[str, int] | None = None,
     ) -> Traits:
@@ -103,13 +102,13 @@ class Traits(NamedTuple):
             copies = sizes.keys() & given.keys()
             given |= {name: _Placed.contiguous(given[name].dtype, (batch, kv_heads, *sizes[name])) for name in copies}
         kinds = {name: kind_of(given[name].shape) for name in ("mask", "bias") if name in given}
-        results = dict(out=out, d_out=d_out, d_query=d_query, d_bias=d_bias)
+        results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
         pointed = {name: x for name, x in given.items() if name in ("mask", "first", "last") or (name == "bias" and kinds[name] != PAIRS)}
-        gradients = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value}
+        made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
-            gradients[_d_bias_of(bias.shape, (batch, heads))] = d_bias
+            made[_d_bias_of(bias.shape, (batch, heads))] = gradients.bias
         return cls(
             family=family,
             gluon=GLUON,
@@ -122,7 +121,7 @@ class Traits(NamedTuple):
             len_k=len_k,
             head_dim=head_dim,
             value_dim=value_dim,
-            features=_features(problem, kinds, (*results.values(), d_key, d_value)),
+            features=_features(problem, kinds, (*results.values(), gradients.key, gradients.value)),
             bias=None if bias is None else Bias(bias.dtype, *given["bias"].shape[:2]),
             left=problem.left,
             right=problem.right,
@@ -130,7 +129,7 @@ class Traits(NamedTuple):
             uncopyable=tuple((name, why) for name, x in copied.items() if (why := _why_not_copied(name, *x)) is not None),
             # Of an axis of 1, too, whose stride nobody uses.
             wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),
-            wanted=frozenset(name for name, x in gradients.items() if x is not None),
+            wanted=frozenset(name for name, x in made.items() if x is not None),
         )
 
     @property

@@ -31,6 +31,9 @@ CASES = (
     Case("window", 17, 19, batch=70, bias="11qk"),
     Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
     Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
+    Case("sinks-bias-per-query", 130, 67, bias="1hq1", sinks="far"),
+    Case("hopper-sinks-causal", 136, 200, heads=4, kv_heads=2, head_dim=128, causal=True, sinks="random"),
+    Case("decoding-sinks", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, sinks="random", sinks_dtype=torch.float32),
 )
 named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches nothing")
@@ -39,7 +42,7 @@ on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches n
 def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
     """A problem with its incoming gradients, other numbers for another seed."""
     inputs = case.inputs(torch.bfloat16, device, seed=seed)
-    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, sinks=inputs.sinks, **case.options)
     if case.name == "keys-in-order":
         bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
         order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()

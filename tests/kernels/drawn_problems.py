@@ -15,7 +15,7 @@ BIAS_DTYPES = (None, None, None, None, None, None, torch.float16, torch.bfloat16
 
 
 class Drawn(NamedTuple):
-    """A problem with the gradients that reach its backward pass, and which of query, key, value and bias want one."""
+    """A problem with the gradients that reach its backward pass, and which of its inputs want one."""
 
     problem: Problem
     d_out: Tensor
@@ -72,8 +72,10 @@ def drawn(chance: random.Random) -> Drawn:
     problem = Problem.canonical(query, key, value, mask, bias, **options)._replace(order=order)
     d_out = _tensor(chance, (batch, heads, len_q, value_dim), dtype, odd)
     d_lse = torch.empty((batch, heads, len_q), device="meta") if chance.random() < 0.3 else None
-    needs = tuple(chance.random() < 0.75 for _ in range(3))
-    return Drawn(problem, d_out, d_lse, (*needs, bias is not None and chance.random() < 0.75))
+    needs = [*(chance.random() < 0.75 for _ in range(3)), bias is not None and chance.random() < 0.75]
+    if chance.random() < 0.2:
+        problem = problem._replace(sinks=torch.empty(heads, dtype=dtype, device="meta"))
+    return Drawn(problem, d_out, d_lse, (*needs, problem.sinks is not None and chance.random() < 0.75))
 
 
 def _sizes(chance: random.Random) -> Sizes:

@@ -92,6 +92,11 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | None:
     return SteppedThrice(x.tensor, batch, *others, unit, *quotients, *(1, 0) * (3 - len(quotients) // 2))
 
 
+def strided_by_head(x: Any) -> Strided | None:
+    """`x` (H,) as a kernel argument, a number for each query head."""
+    return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
+
+
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...problem import Gradients, Problem
 
 MOST_QUOTIENTS = 3  # that the kernels' tensors have room for
-_VECTORS = {"first", "last", "order"}  # have one axis after the heads
+_VECTORS = {"first", "last", "order"}  # fields of a problem with one axis after the heads
+_WITHOUT = {"seed", "sinks"}  # those without leading axes
 
 
 Steps = tuple[int, ...]  # (unit, every, step, ...): the number n * unit + n // every * step, with any number of quotients
@@ -81,9 +82,18 @@ def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:
     if axes == 4:
         return problem, *others
     leading = problem.query.shape[:-3]
-    named = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor) and name != "seed"}
+    named = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor) and name not in _WITHOUT}
     flat = problem._replace(**{name: one_batch_axis(name, x, leading, 2 if name in _VECTORS else 3) for name, x in named.items()})
     return flat, *(None if x is None else one_batch_axis("d_out", x, leading, x.ndim - len(leading)) for x in others)
+
+
+def flattened_gradients(gradients: Gradients, leading: Sequence[int]) -> Gradients:
+    """The gradients of a problem with these leading axes likewise. That of a bias is new, so that single strides walk the entries it has."""
+    if len(leading) == 1:
+        return gradients
+    named = {name: x for name, x in gradients._asdict().items() if x is not None and name not in _WITHOUT}
+    flat = {name: one_batch_axis(name, x, leading) for name, x in named.items()}
+    return gradients._replace(**{name: by_entry(x) if name == "bias" else x for name, x in flat.items()})
 
 
 def one_batch_axis(name: str, x: Tensor, leading: Sequence[int], inner: int = 3) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, strided
+from .layout import Span, inside, load_rows, load_tile, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,8 +24,8 @@ class Rules(NamedTuple):
     queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
     a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
     queries. `states` are the mask's, where it walks neither. `left` and `right` are the window's (base/window.py). `seed` points
-    to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask
-    of pairs, else None.
+    to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are None
+    in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     states: Any
     mask: Any
     bias: Any
+    sinks: Any
     left: Any
     right: Any
     scale: Any
@@ -63,6 +64,7 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         bias=strided(problem.bias, heads),
         bias_rows=_varies(problem.bias, 2),
         bias_cols=_varies(problem.bias, 3),
+        sinks=strided_by_head(problem.sinks),
         bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),

@@ -57,6 +57,11 @@ class Sharing(NamedTuple):
         fill = programs_per_processor * processors(problem.query.device) // heads
         return cls(1, heads, 1, batch, _even(batch, fill))
 
+    @classmethod
+    def of_blocks(cls, heads: int, blocks: int, programs_per_processor: int, device: torch.device) -> Sharing:
+        """Where a head has one number, the sum over so many blocks of queries, split as far as is needed to fill the GPU."""
+        return cls(1, heads, 1, blocks, _even(blocks, programs_per_processor * processors(device) // heads))
+
     def parts(self, d_bias: Tensor) -> Tensor:
         """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
         if self.splits == 1:
