@@ -259,7 +259,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
         tensor(case.leading + axes, dim, dtype) for axes, dim in (("hq", case.head_dim), ("gk", case.head_dim), ("gk", value_dim))
     )
     if case.transposed:
-        query, key, value = (x.movedim(-2, -4).contiguous().movedim(-4, -2) for x in (query, key, value))
+        before = -3 if len(case.leading) < 2 else -4
+        query, key, value = (x.movedim(-2, before).contiguous().movedim(before, -2) for x in (query, key, value))
     mask = None if case.mask is None else tensor(case.mask, None, torch.bool)
     bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
     if case.padded and bias is not None:

@@ -255,7 +255,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def options_of(problem: Problem) -> dict[str, Any]:
-    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
+    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[-2])
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask = intervals if problem.mask is None else problem.mask
     return dict(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..problem import KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
-from .base.leading import Nested
+from .base.leading import Nested, flattened, flattened_gradients
 from .hopper.copies import GLUON
 
 # Results of the two passes. A gradient of the bias is made in four ways, which its shape decides.
@@ -87,10 +87,12 @@ class Traits(NamedTuple):
         *,
         target: tuple[str, int] | None = None,
     ) -> Traits:
-        """Those of a problem with one batch axis (`leading.flattened`) and the results of a pass, of which a backward pass wants some.
+        """Those of a canonical problem (`dmattn.problem.Problem`) and the results of a pass, of which a backward pass wants some.
 
         A `target`, (family, processors), stands for the device of the tensors.
         """
+        gradients = flattened_gradients(gradients, problem.query.shape[:-3])
+        problem, out, d_out = flattened(problem, out, d_out)
         query, bias, device = problem.query, problem.bias, problem.query.device
         family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape

@@ -53,6 +53,10 @@ class Nested:
         return self.tensor.shape
 
     @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
