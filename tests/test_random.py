@@ -16,7 +16,8 @@ from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
-AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+LEADING = ("b", "b", "bn", "bnm", "")
+PAIRS = st.tuples(st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
 SIDE = st.none() | st.integers(0, 70)
 
 
@@ -26,20 +27,31 @@ def problems(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 2))
     len_k = draw(st.integers(1, 70))
     masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    leading = draw(st.sampled_from(LEADING))
+    shared = st.tuples(*(st.sampled_from(axis + "1") for axis in leading)).map("".join)  # each axis by itself
+    axes = st.tuples(shared, PAIRS).map("".join)
+    intervals = (
+        st.sampled_from(["random", "padding", "prefix"])
+        if leading == "b"
+        else st.tuples(shared, st.sampled_from("hg1"), st.just("k")).map("".join)
+    )
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
     return Case(
         "random",
         len_q=draw(st.integers(1, 70)),
         len_k=len_k,
+        leading=leading,
         batch=draw(st.integers(1, 3)),
+        rows=draw(st.integers(1, 3)),
+        copies=draw(st.integers(1, 2)),
         heads=kv_heads * draw(st.integers(1, 2)),
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 40)),
         value_dim=draw(st.none() | st.integers(1, 40)),
-        mask=draw(AXES) if masking == "mask" else None,
+        mask=draw(axes) if masking == "mask" else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
-        intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
-        bias=draw(st.none() | AXES),
+        intervals=draw(intervals) if masking == "intervals" else None,
+        bias=draw(st.none() | axes),
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),
         window=window,
@@ -74,4 +86,5 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
     collect()
     for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
         assert any(getattr(case, field) for case in seen), field
+    assert {len(case.leading) for case in seen} == {0, 1, 2, 3}
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")
