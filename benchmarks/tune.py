@@ -77,8 +77,8 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
     tensors = workload.tensors(torch.bfloat16, device)
     given = {name: None if x is None else x.detach() for name, x in tensors.items()}
     problem = Problem.canonical(
-        given["query"], given["key"], given["value"], mask=given["mask"], bias=given["bias"],
-        causal=workload.causal, window=None, scale=None, softcap=None,
+        given["query"], given["key"], given["value"], mask=given["mask"], bias=None if workload.sinks else given["bias"],
+        sinks=given["bias"] if workload.sinks else None, scale=None, softcap=None, **(dict(window=None) | workload.options),
     )  # fmt: skip
     if workload is DYNAMIC:
         order, first, last = lifetimes(given["bias"][:, :, 0], None, KEEP, workload.len_q)

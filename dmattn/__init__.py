@@ -1,6 +1,8 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
 from . import reference
+from .biases import FactoredBias
+from .block_mask import BlockMask
 from .dynamic import dynamic_mask_attention, topk_mask
 from .explain import explain
 from .first_call import resolve_vector_functions
@@ -13,7 +15,9 @@ resolve_vector_functions()
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "DynamicMaskAttention",
+    "FactoredBias",
     "IntervalMask",
     "attention",
     "attention_varlen",

@@ -25,12 +25,12 @@ _DENSE = _COMMON | {
     "attention_mask": f"{_MASKS}; padding (B, Sk) is mask[:, None, None]",
     "attn_bias": "bias",
     "attn_mask": _MASKS,
-    "block_mask": "mask, a bool tensor or an IntervalMask",
+    "block_mask": "mask, dmattn.BlockMask.from_flex(block_mask), a bool tensor or an IntervalMask",
     "dropout": "dropout_p",
     "dropout_rate": "dropout_p",
     "key_padding_mask": "mask (bool, True for a real key), mask[:, None, None] of (B, Sk)",
     "logits_soft_cap": "softcap, None for off",
-    "mask_mod": "mask, a bool tensor or an IntervalMask",
+    "mask_mod": "mask, dmattn.BlockMask.from_mask_mod(mask_mod, B, H, Sq, Sk), a bool tensor or an IntervalMask",
     "position_bias": "bias",
     "score_mod": "bias, a tensor, or softcap",
     "sliding_window": "window, for w keys causal=True, window=(w - 1, 0)",
@@ -111,5 +111,5 @@ def hint_for(value: Any) -> str:
         ours = "dmattn.attention(..., causal=True)" if lower_right else "dmattn.scaled_dot_product_attention(..., is_causal=True)"
         return f"; {ours} hides the same keys"
     if name == "torch.nn.attention.flex_attention.BlockMask":
-        return "; create_mask(block_mask.mask_mod, B, H, Sq, Sk) of that module is the same as a bool mask"
+        return "; dmattn.BlockMask.from_flex(block_mask) is the same mask"
     return ""

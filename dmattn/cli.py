@@ -67,7 +67,8 @@ def explained(options: argparse.Namespace) -> Explanation:
     bias = tensor(options.bias and (*options.bias[:-1], pitch), options.bias_dtype or options.dtype)
     bias = bias if bias is None else bias[..., :row]
     given = {name: getattr(options, name) for name in ("target", "processors", "causal", "window", "scale", "softcap", "dropout_p")}
-    explanation = explain(query, key, value, bias=bias, mask=mask, **given)
+    sinks = tensor(options.query[1:2], options.dtype) if options.sinks else None
+    explanation = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **given)
     return explanation if options.backward else explanation._replace(passes=explanation.passes[:1])
 
 
@@ -85,6 +86,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, help="by default D ** -0.5")
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")
+    parser.add_argument("--sinks", action="store_true", help="a score for each query head, of a key without a value")
     parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")
     parser.add_argument("--processors", type=_positive, help="multiprocessors of the target")
     parser.add_argument("--backward", action="store_true", help="explain the backward pass too, with all gradients")

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from . import reference
+from .biases import FactoredBias
+from .block_mask import BlockMask
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
@@ -25,7 +28,7 @@ from .problem import Gradients, Problem
 
 PLAIN_FACTOR = 2.0
 BAND_ROUNDINGS = 2.0
-LEARNED = Gradients._fields
+LEARNED = (*Gradients._fields, "rows", "cols")
 RESULTS = ("out", "lse", *(f"d_{name}" for name in LEARNED))
 
 
@@ -37,11 +40,13 @@ class Case:
     axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``, ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head)
     or 1, and axes in front may be left out. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
-    hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
-    intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all; or letters for
-    the axes of random ones, the last of which is k.
+    hides every third query's row too. `blocked` gives the mask as a BlockMask. `intervals` names an IntervalMask instead: documents,
+    document-prefix, prefix, padding, causal, window, global (tokens beside a window), chunked; or random intervals, "random" for each batch row
+    and key-value head, "random-per-head" for each query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head",
+    "random-two-shared"; or letters for the axes of random ones, the last of which is k.
 
     `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
+    `factors` has the leading axes of both factors of a FactoredBias in the place of a bias, ``("bh", "1g")``.
     """
 
     name: str
@@ -57,9 +62,11 @@ class Case:
     value_dim: int | None = None
     mask: str | None = None
     keep: str = "random"
+    blocked: bool = False
     intervals: str | None = None
     bias: str | None = None
     bias_dtype: torch.dtype | None = None
+    factors: tuple[str, str] | None = None
     causal: bool = False
     window: Any = None
     scale: float | None = None
@@ -86,6 +93,11 @@ class Case:
         }
 
     @property
+    def has_two_intervals(self) -> bool:
+        """Whether `intervals` names a mask of two a key."""
+        return self.intervals is not None and self.intervals.startswith(("global", "random-two"))
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `attention` other than tensors; dropout only where there is some, as peers have none to compare."""
         given = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
@@ -110,11 +122,15 @@ class Case:
         query, d_out = (place(normal(f"{self.leading}hq", dim), dtype) for dim in (self.head_dim, value_dim))
         key, value = (place(normal(f"{self.leading}{kv}k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
+        rows = cols = None
+        if self.factors is not None:
+            rows, cols = (normal(axes, 3).to(device, self.bias_dtype or dtype) for axes in (self.factors[0] + "q", self.factors[1] + "k"))
         if self.padded and bias is not None:
             bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
-        mask: Tensor | IntervalMask | None = None
+        mask: Tensor | IntervalMask | BlockMask | None = None
         if self.mask is not None:
-            mask = self._mask(random).to(device)
+            dense = self._mask(random).to(device)
+            mask = BlockMask.from_mask(dense) if self.blocked else dense
         elif self.intervals is not None:
             mask = self._intervals(random, device)
         d_lse = normal(f"{self.leading}hq").to(device)
@@ -124,7 +140,7 @@ class Case:
             if self.sinks == "far":
                 sinks += torch.tensor([60.0, -60.0, float("-inf")])[torch.arange(len(sinks)) % 3]
             sinks = sinks.to(device, self.sinks_dtype or dtype)
-        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks)
+        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks, rows, cols)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -159,12 +175,27 @@ class Case:
             mask = IntervalMask.causal(len_q, len_k)
         elif self.intervals == "window":
             mask = IntervalMask.window(len_q, len_k, left=len_k // 3, right=2)
+        elif self.intervals == "chunked":
+            mask = IntervalMask.chunked(len_q, len_k, max(2, len_k // 3), left_padding=torch.randint(0, len_k + 1, (batch,), generator=random))
+        elif self.intervals == "document-prefix":
+            ids = (torch.rand((batch, len_k), generator=random) < 3 / max(1, len_k)).cumsum(-1)
+            mask = IntervalMask.documents(ids, prefix=torch.rand((batch, len_k), generator=random) < 0.3)
+        elif self.intervals == "global":
+            begin = torch.randint(0, len_k, (batch, 1, 1), generator=random)
+            position = torch.arange(len_k)
+            tokens = IntervalMask.global_tokens((begin <= position) & (position < begin + 3))
+            mask = IntervalMask.window(len_k, len_k, left=len_k // 8, right=len_k // 8) | tokens
         else:
-            kinds = {"random": "bgk", "random-per-head": "1hk", "random-shared": "k"}
-            leading = [size[axis] for axis in kinds.get(self.intervals or "", self.intervals or "")][:-1]
-            first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
-            mask = IntervalMask(first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32))
-        return IntervalMask(mask.first.to(device), mask.last.to(device))
+            axes = {"": "bg", "-per-head": "1h", "-shared": ""}
+            name, two, rest = (self.intervals or "").partition("random-two")
+            kind = rest if two else name.removeprefix("random")
+            leading = [size[axis] for axis in axes.get(kind, kind.removesuffix("k"))]
+            bounds = []
+            for _ in range(2 if two else 1):
+                first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
+                bounds += [first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32)]
+            mask = IntervalMask(bounds[0], bounds[1], None, *bounds[2:])
+        return tree_map(lambda bound: bound.to(device), replace(mask, len_q=None))
 
 
 @dataclass(frozen=True)
@@ -174,18 +205,21 @@ class Inputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | IntervalMask | None
+    mask: Tensor | IntervalMask | BlockMask | None
     bias: Tensor | None
     d_out: Tensor
     d_lse: Tensor
     sinks: Tensor | None = None
+    rows: Tensor | None = None
+    cols: Tensor | None = None
 
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
     leaves = {name: getattr(inputs, name) for name in LEARNED}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    bias = leaves.get("bias") if inputs.rows is None else FactoredBias(leaves["rows"], leaves["cols"])
+    given: dict[str, Any] = dict(mask=inputs.mask, bias=bias, return_lse=True, **options)
     if "sinks" in leaves:  # which not every function takes
         given["sinks"] = leaves["sinks"]
     with _same_dropout(inputs, options):
@@ -212,12 +246,16 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
+    rows, cols = wide.rows, wide.cols
+    bias = wide.bias if rows is None or cols is None else FactoredBias(rows, cols).to_dense()
     with _same_dropout(inputs, options):
-        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, sinks=wide.sinks, **options)
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[-3]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     score_terms = abs(problem.scale) * query @ key.mT + (0.0 if problem.bias is None else per_query_head(problem.bias, heads).abs())
+    if rows is not None and cols is not None:
+        score_terms = score_terms + per_query_head(FactoredBias(rows.abs(), cols.abs()).to_dense(), heads)
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     scores, _ = reference.masked_scores(problem, torch.float64)
@@ -238,6 +276,9 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
         sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
     if wide.sinks is not None:
         sizes["d_sinks"] = (of_sinks * deltas).movedim(-3, 0).flatten(1).sum(1)
+    if rows is not None and cols is not None:
+        sizes["d_rows"] = sum_to(d_scores @ per_query_head(cols, heads).abs(), rows.shape)
+        sizes["d_cols"] = sum_to(d_scores.mT @ per_query_head(rows, heads).abs(), cols.shape)
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
 
 

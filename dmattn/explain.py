@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, refuse_keywords
+from .biases import FactoredBias
 from .execution import backend, torch_kernel
+from .factors import joined
 from .functional import attention
+from .masks import BOUNDS
 from .problem import Gradients, Problem
 
 if TYPE_CHECKING:
@@ -91,15 +94,21 @@ class Pass(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward."""
+    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward.
+
+    `head_dim` is that of queries and keys in the kernels, of which the last `columns` stand for the factors of a bias.
+    """
 
     target: str
     passes: tuple[Pass, ...]
+    head_dim: int
+    columns: int
 
     def __str__(self) -> str:
         peak = PEAKS.get(self.target)
         known = "" if peak is None else f" ({peak.name}: {peak.flops / 1e12:.0f} TFLOP/s of 16-bit products, {peak.bandwidth / 1e12:.1f} TB/s)"
-        return "\n".join([f"target: {self.target}{known}", *map(str, self.passes)])
+        joined = [f"queries and keys: head dim {self.head_dim}, of which {self.columns} columns for the factors"] if self.columns else []
+        return "\n".join([f"target: {self.target}{known}", *joined, *map(str, self.passes)])
 
 
 def explain(
@@ -116,7 +125,7 @@ def explain(
         target: family of a GPU, "sm_80", "sm_90", "sm_100" or "gfx942", whether it is there or not. By default the device of the tensors; for
             those on "meta" the current GPU.
         processors: multiprocessors of the target: by default 108 (A100), 132 (H100, H200), 148 (B200), 304 (MI300X). Other families need it.
-        options: the keywords of :func:`dmattn.attention`.
+        options: the keywords of :func:`dmattn.attention`. A :class:`dmattn.FactoredBias` is computed as columns of query and key.
 
     The backward pass is that for the inputs that require a gradient, for all of them if none does. Its incoming gradient is taken to lie in
     memory as `out` does.
@@ -136,6 +145,11 @@ def explain(
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
+    columns = 0
+    if isinstance(given["bias"], FactoredBias):
+        head_dim = query.shape[-1] if isinstance(query, Tensor) else 0
+        query, key, given["scale"] = joined(query, key, value, given["bias"], given["scale"], given["softcap"])
+        given["bias"], columns = None, query.shape[-1] - head_dim
     problem = _canonical(query, key, value, given)
     tensors = dict(query=query, key=key, value=value, **given)
     learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
@@ -150,7 +164,7 @@ def explain(
     else:
         row = CPU_KERNEL if family == "cpu" and torch_kernel.serves(problem) else PYTORCH
         passes = (call.by_pytorch("forward", row, peak), call.by_pytorch("backward", PYTORCH, peak))
-    return Explanation(family, passes)
+    return Explanation(family, passes, problem.query.shape[-1], columns)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Problem:
@@ -238,7 +252,7 @@ class _Seen(NamedTuple):
 
 
 class _Call:
-    """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels have states of the mask."""
+    """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
     def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
         placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
@@ -268,7 +282,7 @@ class _Call:
         if peak is not None and self.problem.query.dtype != torch.float64:
             rate = peak.flops / (2 if self.problem.query.dtype == torch.float32 else 1)
             seconds = max(flops / rate, moved / peak.bandwidth)
-        is_masked = self.problem.mask is not None or self.problem.first is not None
+        is_masked = self.problem.is_masked or self.problem.first is not None
         return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds, is_masked)
 
     def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
@@ -288,11 +302,12 @@ class _Call:
         """Those of each input and each result once, without what causal and the window hide."""
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
-        total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
+        total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
         total += 0 if problem.bias is None else self._between(problem.bias)
         total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
+        total += _size(problem.blocks, problem.bits, problem.states)
         if name == "forward":
             return total + _size(self.out, self.lse, self.states)
         results = _size(*self.gradients)
@@ -316,7 +331,7 @@ class _Call:
             return 0, False
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
-        is_least = problem.mask is not None or problem.first is not None or (is_of_keys and is_hopper)
+        is_least = problem.is_masked or problem.first is not None or (is_of_keys and is_hopper)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
         from .kernels.base.leading import flattened, flattened_gradients

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .biases import FactoredBias
+from .block_mask import BlockMask
 from .execution.eager import attend
+from .factors import joined
 from .masks import IntervalMask
 from .problem import Window, check_tensor
 from .reference import logsumexp
@@ -23,8 +26,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -39,8 +42,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -55,8 +58,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    mask: Tensor | IntervalMask | BlockMask | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -70,8 +73,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
+    mask: Tensor | IntervalMask | BlockMask | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -102,7 +105,8 @@ def attention(
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
         key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
         value: (B, Hk, Sk, Dv), likewise. Differentiable.
-        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`. No gradient.
+        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`, or a
+            :class:`BlockMask` for these lengths, whose blocks were looked at before. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
             so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
             count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
@@ -110,6 +114,7 @@ def attention(
             expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
             (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
             padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+            Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -146,6 +151,9 @@ def attention(
     if unknown:
         refuse_keywords(attention, unknown)
     check_flag("return_lse", return_lse)
+    if isinstance(bias, FactoredBias):
+        query, key, scale = joined(query, key, value, bias, scale, softcap)
+        bias = None
     out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p, sinks)
     return (out, lse) if return_lse else out
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, hint_for, kind
+from .block_mask import BlockMask
 from .dropout import draw_seed
-from .masks import IntervalMask
+from .masks import BOUNDS, IntervalMask
 
 MAX_HEAD_DIM = 256
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
@@ -33,6 +34,8 @@ class Intervals(NamedTuple):
     first: Tensor
     last: Tensor
     len_q: int | None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -45,13 +48,23 @@ class Gradients(NamedTuple):
     sinks: Tensor | None = None
 
 
+class Blocks(NamedTuple):
+    """The fields of a BlockMask."""
+
+    blocks: Tensor
+    bits: Tensor
+    states: Tensor
+    len_q: int
+    len_k: int
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
     ``query`` (..., H, Sq, D), ``key`` (..., Hk, Sk, D) and ``value`` (..., Hk, Sk, Dv) share dtype, device and leading axes, of which there are
-    any number: one is the batch. ``mask`` (bool) and ``bias`` have as many axes, ``first`` and ``last`` (int32) one less; each axis is full or
-    1 by itself, the head axis H, Hk or 1. Query i may attend key j only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound;
-    causal is ``right = 0``.
+    any number: one is the batch. ``mask`` (bool) and ``bias`` have as many axes, ``first``, ``last`` and the like (int32) one less; each axis
+    is full or 1 by itself, the head axis H, Hk or 1. Query i may attend key j only if ``-left <= j - (i + Sk - Sq) <= right``, where None is
+    no bound; causal is ``right = 0``.
 
     Where all that rules on pairs is one interval per key, ``first`` and ``last`` (..., Hk, Sk), with a ``bias`` (..., Hk, 1, Sk) or none, each
     axis before the last full or 1, ``order`` may say where the work is: int32 (..., Hk, any number), the keys in the order in which kernels are
@@ -63,7 +76,13 @@ class Problem(NamedTuple):
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
 
-    ``states`` are those of ``mask`` (:mod:`dmattn.states`), uint8, which the forward pass makes and the backward pass is given; no caller does.
+    ``also_first`` and ``also_last`` are those of a second interval a key, or None; beside an ``order`` they are None.
+
+    ``blocks`` and ``bits`` (:mod:`dmattn.bits`) are a block mask's, in the place of ``mask``: ``blocks`` is int32 (B, H, blocks of queries,
+    blocks of keys), the first axis full or 1, the head axis H, Hk or 1.
+
+    ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
+    them.
     """
 
     query: Tensor
@@ -78,10 +97,18 @@ class Problem(NamedTuple):
     scale: float
     softcap: float | None
     order: Tensor | None = None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    blocks: Tensor | None = None
+    bits: Tensor | None = None
     states: Tensor | None = None
+
+    def with_states(self, states: Tensor | None) -> Problem:
+        """The same with the states of its mask, where the forward pass made some."""
+        return self if states is None else self._replace(states=states)
 
     @property
     def pair_bias(self) -> Tensor | None:
@@ -98,13 +125,18 @@ class Problem(NamedTuple):
         """The mask if it is one of `PAIRS`, else None."""
         return self.mask if self.mask is not None and kind_of(self.mask.shape) == PAIRS else None
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether there is a mask or a block mask."""
+        return self.mask is not None or self.bits is not None
+
     @classmethod
     def canonical(
         cls,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | IntervalMask | Intervals | None,
+        mask: Tensor | IntervalMask | Intervals | BlockMask | Blocks | None,
         bias: Tensor | None,
         causal: bool,
         window: Window,
@@ -127,22 +159,20 @@ class Problem(NamedTuple):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
-        _check_qkv(query, key, value, is_packed=packed is not None)
+        check_qkv(query, key, value, is_packed=packed is not None)
         *leading, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[-3], key.shape[-2]
         pairs = (*leading, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = PACKED if packed is not None else PADDED if len(leading) == 1 else NESTED
-        first = last = None
-        if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
-            check_tensor("mask.first", mask.first)
-            check_tensor("mask.last", mask.last)
-            _check_interval_lengths(mask, query, key)
-            keys, of_keys = (*leading, heads, len_k), "(B, H, Sk)" if len(leading) == 1 else "(..., H, Sk)"
-            first = _broadcastable("mask.first", mask.first, keys, of_keys, kv_heads, query.device, head_axis=-2)
-            last = _broadcastable("mask.last", mask.last, keys, of_keys, kv_heads, query.device, head_axis=-2)
+        first = last = also_first = also_last = blocks = bits = states = None
+        if isinstance(mask, (BlockMask, Blocks)) and packed is None:
+            blocks, states = _checked_blocks(mask, pairs, kv_heads, query.device)
+            bits, mask = mask.bits, None
+        elif isinstance(mask, (IntervalMask, Intervals)) and packed is None:
+            first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
         elif mask is not None:
-            mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
+            mask = _checked_mask(mask, "a bool tensor, an IntervalMask, a BlockMask or None" if packed is None else "a bool tensor or None")
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
         if bias is not None:
             check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
@@ -156,12 +186,7 @@ class Problem(NamedTuple):
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
-        if scale is None:
-            scale = head_dim**-0.5
-        elif not _real(scale):
-            _fail("scale", "a real number", kind(scale), TypeError)
-        elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+        scale = checked_scale(scale, head_dim)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", kind(softcap), TypeError)
@@ -175,7 +200,8 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        options: dict[str, Any] = dict(scale=_float(scale), softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        options |= dict(also_first=also_first, also_last=also_last, blocks=blocks, bits=bits, states=states)
         return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
 
@@ -195,7 +221,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+    """Raise unless the three belong together."""
     dtype, device = query.dtype, query.device
     if dtype not in FLOATS:
         _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
@@ -255,15 +282,50 @@ def _check_sinks(sinks: Any, query: Tensor) -> None:
         _fail("sinks", f"query's device {query.device}", sinks.device)
 
 
-def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> None:
-    """Raise unless intervals are about as many queries and keys as there are. Of one key they serve all."""
+def _checked_intervals(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    """`first`, `last`, `also_first` and `also_last` with one axis less than the query."""
+    kv_heads, len_k = key.shape[-3:-1]
+    bounds = [(name, getattr(mask, name)) for name in BOUNDS[: 2 if mask.also_first is None else 4]]
+    for name, bound in bounds:
+        check_tensor(f"mask.{name}", bound)
+    _check_interval_lengths(mask, query, key, [bound.shape[-1] for _, bound in bounds])
+    full, axes = (*query.shape[:-2], len_k), "(B, H, Sk)" if query.ndim == 4 else "(..., H, Sk)"
+    views = [_broadcastable(f"mask.{name}", bound, full, axes, kv_heads, query.device, head_axis=-2) for name, bound in bounds]
+    return (*views, *(None,) * (4 - len(views)))
+
+
+def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor, lengths: Sequence[int]) -> None:
+    """Raise unless intervals, of so many keys each, are about as many queries and keys as there are. Of one key they serve all."""
     (heads, len_q, _), (kv_heads, len_k, _) = query.shape[-3:], key.shape[-3:]
-    covered = mask.last.shape[-1] if mask.first.shape[-1] == 1 else mask.first.shape[-1]
+    covered = next((length for length in lengths if length != 1), 1)
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
         hint = TRANSPOSED if is_transposed else ""
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
+
+
+def _checked_blocks(mask: BlockMask | Blocks, pairs: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The `blocks` and `states` of a block mask about as many queries and keys as there are, with axes for all leading ones."""
+    if mask.blocks.device != device:
+        _fail("mask", f"query's device {device}", mask.blocks.device)
+    *leading, heads, len_q, len_k = pairs
+    if not leading:
+        _fail(
+            "mask", "a query with a batch axis beside a BlockMask, which has one", f"a query of {heads} heads and no leading axis; query[None]"
+        )
+    batch = leading[-1]
+    own_batch, own_heads = mask.blocks.shape[:2]
+    if mask.len_q != len_q or mask.len_k != len_k:
+        is_transposed = mask.len_q == heads and mask.len_k == kv_heads
+        received = f"one for {mask.len_q} queries and {mask.len_k} keys{TRANSPOSED if is_transposed else ''}"
+        _fail("mask", f"a BlockMask for {len_q} queries and {len_k} keys, as query and key have", received)
+    if not any(own_batch == n for n in (batch, 1)):  # with ==, for the reason of `_fits`
+        _fail("mask", f"a BlockMask with 1 batch entry or query's {batch}{' on the last leading axis' if len(leading) > 1 else ''}", own_batch)
+    if not any(own_heads == n for n in (heads, kv_heads, 1)):
+        choices = " or ".join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))
+        _fail("mask", f"a BlockMask with {choices} heads", own_heads)
+    return with_axes(mask.blocks, len(pairs)), with_axes(mask.states, len(pairs))
 
 
 def with_axes(x: Any, axes: int) -> Any:
@@ -319,6 +381,17 @@ def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> Non
             _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
         _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
+
+
+def checked_scale(scale: Any, head_dim: int) -> Any:
+    """The factor on products as the operators take it."""
+    if scale is None:
+        return _float(head_dim**-0.5)
+    if not _real(scale):
+        _fail("scale", "a real number", kind(scale), TypeError)
+    if not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
+        _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+    return _float(scale)
 
 
 def _real(value: Any) -> bool:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from . import dropout
+from .biases import FactoredBias
+from .bits import unpacked
+from .block_mask import BlockMask
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -23,8 +26,8 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
+    mask: Tensor | IntervalMask | BlockMask | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -40,6 +43,8 @@ def attention(
     query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
     come from autograd, of any order.
     """
+    if isinstance(bias, FactoredBias):
+        bias = bias.to_dense(torch.float64)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
     problem = Problem.canonical(query, key, value, **options, sinks=sinks)
     with torch.autocast(problem.query.device.type, enabled=False):
@@ -141,7 +146,7 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
-    """True where the mask, the intervals or the window keep a query from a key; None when nothing does."""
+    """True where the mask or block mask, the intervals or the window keep a query from a key; None when nothing does."""
     heads, len_k, device = problem.query.shape[-3], problem.key.shape[-2], problem.query.device
     query = torch.arange(row_start, row_start + rows, device=device)[:, None]
     distance = torch.arange(len_k, device=device) - (query + len_k - len_q)
@@ -152,9 +157,15 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
         hidden.append(distance < -problem.left)
     if problem.mask is not None:
         hidden.append(~per_query_head(problem.mask, heads))
+    if problem.blocks is not None and problem.bits is not None:
+        hidden.append(~per_query_head(unpacked(problem.blocks, problem.bits, len_k, row_start, row_start + rows), heads))
     if problem.first is not None and problem.last is not None:
         first, last = (per_query_head(bound[..., None, :], heads) for bound in (problem.first, problem.last))
-        hidden.append((query < first) | (query >= last))
+        outside = (query < first) | (query >= last)
+        if problem.also_first is not None and problem.also_last is not None:
+            first, last = (per_query_head(bound[..., None, :], heads) for bound in (problem.also_first, problem.also_last))
+            outside = outside & ((query < first) | (query >= last))
+        hidden.append(outside)
     union = None
     for condition in hidden:
         union = condition if union is None else union | condition

@@ -2,7 +2,7 @@
 
 ATTENDED is set where the mask keeps a pair of the block, HIDDEN where it hides one; so the states of a larger block are those of its parts
 joined by "or", and pairs past the end have no part in them. The kernels visit no block without ATTENDED, and need no mask in one without
-HIDDEN. (Sorting blocks into empty, partial and full ones is the idea of FlexAttention's BlockMask, https://arxiv.org/abs/2412.05496.)
+HIDDEN. A block mask brings its states along. (Sorting blocks into empty, partial and full ones is the idea of FlexAttention's BlockMask, https://arxiv.org/abs/2412.05496.)
 """
 
 from __future__ import annotations

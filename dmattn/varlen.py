@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .biases import FactoredBias
 from .broadcast import per_query_head
 from .execution.eager import call
 from .execution.watching import nothing_watches
+from .factors import joined
 from .graphs import left_out_of_graphs
 from .masks import IntervalMask, check_cumulative, sequence_of
 from .problem import Problem, Window, check_tensor
@@ -31,7 +33,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -51,7 +53,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -71,7 +73,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -91,7 +93,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -121,6 +123,8 @@ def attention_varlen(
             its first query and key are at 0, and what is beyond its lengths is not read into the result. True attends. No gradient.
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
+            Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
+            ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
         sinks: as there, (H,): the same for all sequences.
@@ -159,6 +163,9 @@ def attention_varlen(
             raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if isinstance(bias, FactoredBias):
+        query, key, scale = joined(query, key, value, bias, scale, softcap, is_packed=True)
+        bias = None
     problem = Problem.canonical(
         query,
         key,

@@ -82,6 +82,12 @@ MASKS = tuple(
     Case("gqa-topk-mask-causal-bias-65", 65, **GQA, mask="bgqk", keep="topk", causal=True, bias="bgqk", reason="a dynamic mask as models use it"),
     Case("whole-empty-tiles-65x97", 65, 97, batch=1, mask="11qk", keep="blocks", bias="bhqk", reason="empty tiles are skipped, their dBias is written all the same"),
     Case("whole-empty-tiles-shared-bias-65x97", 65, 97, mask="11qk", keep="blocks", bias="11qk", heads=1, reason="empty tiles in the shared dBias"),
+    Case("blocked-mask-37x65", 37, 65, mask="bhqk", blocked=True, reason="the bits of a BlockMask for those of a bool tensor"),
+    Case("blocked-mask-two-blocks-of-keys-37x140", 37, 140, batch=1, heads=1, mask="11qk", keep="blocks", blocked=True, bias="1hqk", reason="words of another block, and tiles that need none"),
+    Case("gqa-blocked-mask-causal-bias-140x37", 140, 37, batch=1, **GQA, mask="1gqk", keep="random-empty-rows", blocked=True, bias="bgqk", causal=True, reason="words of queries in the kernel that walks them"),
+    Case("blocked-mask-window-bias-per-key-65x37", 65, 37, mask="b1qk", blocked=True, bias="bh1k", window=(20, 7), softcap=2.0, reason="beside all other rules"),
+    Case("blocked-mask-in-one-tile-19x23", 19, 23, mask="b1qk", keep="topk", blocked=True, bias="1hqk", dropout_p=0.2, reason="a tile of fewer pairs than a word's"),
+    Case("gqa-blocked-mask-by-head-one-query-1x150", 1, 150, **GQA, mask="bhqk", blocked=True, reason="decoding under a block mask"),
     Case("whole-empty-tiles-causal-gqa-65", 65, batch=1, **GQA, mask="1hqk", keep="blocks", causal=True, reason="tiles skipped by the mask and by causal"),
 )  # fmt: skip
 
@@ -178,6 +184,15 @@ INTERVALS = (
     Case("gqa-random-intervals-per-head-19x37", 19, 37, **GQA, intervals="random-per-head", bias="bg1k", reason="intervals for each query head"),
     Case("random-intervals-shared-65", 65, intervals="random-shared", causal=True, window=(30, None), bias="11qk", reason="one interval per key for everyone"),
     Case("random-intervals-one-query-1x37", 1, 37, intervals="random", reason="decoding under intervals"),
+    Case("global-tokens-97", 97, batch=1, intervals="global", reason="Longformer: a window, and queries and keys that see and are seen by all"),
+    Case("gqa-global-tokens-causal-shared-bias-65", 65, **GQA, intervals="global", causal=True, bias="1hqk", reason="tiles between two intervals in a shared dBias"),
+    Case("gqa-two-intervals-dense-bias-97x65", 97, 65, **GQA, intervals="random-two", bias="bhqk", reason="two intervals a key that may overlap or be empty; dBias of tiles in neither"),
+    Case("two-intervals-per-head-37x65", 37, 65, **GQA, intervals="random-two-per-head", bias="bg1k", reason="two for each query head, sums over a group"),
+    Case("two-intervals-shared-window-65x97", 65, 97, intervals="random-two-shared", window=(40, 9), softcap=2.0, bias="11qk", reason="two for everyone, inside a window"),
+    Case("two-intervals-dropout-37x65", 37, 65, intervals="random-two", dropout_p=0.3, reason="dropout counts all keys, seen or not"),
+    Case("two-intervals-one-query-1x37", 1, 37, intervals="random-two", reason="decoding under two intervals"),
+    Case("documents-with-prefix-65", 65, intervals="document-prefix", bias="bh1k", reason="a prefix of each packed document"),
+    Case("chunked-causal-37x65", 37, 65, intervals="chunked", causal=True, bias="bhqk", reason="Llama 4's local layers, left padding of other lengths"),
 )  # fmt: skip
 
 FAULTS = (
@@ -243,6 +258,20 @@ AXES = (
     Case("rows-one-query-3x600", 3, 600, leading="bn", batch=1, **GQA, bias="1nh1k", mask="1n1qk", reason="decoding: splits of the keys"),
 )  # fmt: skip
 
+FACTORS = (
+    Case("factors-37x65", 37, 65, factors=("bh", "bh"), reason="rows and cols of every head"),
+    Case("gqa-factors-37x65", 37, 65, **GQA, factors=("bh", "bg"), reason="query heads of a group have rows of their own, and cols together"),
+    Case("gqa-factors-of-groups-causal-65x37", 65, 37, **GQA, factors=("1g", "b1"), causal=True, reason="rows of a group, and rows that see no key"),
+    Case("mqa-factors-shared-19x37", 19, 37, **MQA, factors=("11", "1g"), bias_dtype=torch.float32, reason="gradients summed over all that share a factor"),
+    Case("factors-of-a-batch-row-window-65", 65, factors=("b1", "1h"), window=(9, 3), head_dim=40, value_dim=24, reason="other head dims of keys and values"),
+    Case("factors-mask-empty-rows-19x37", 19, 37, mask="b1qk", keep="random-empty-rows", factors=("1h", "b1"), scale=0.25, reason="exact columns"),
+    Case("gqa-factors-documents-65", 65, **GQA, intervals="documents", causal=True, factors=("bh", "1g"), bias_dtype=torch.float64, reason="intervals"),
+    Case("factors-dropout-37x65", 37, 65, factors=("bh", "bh"), dropout_p=0.3, reason="dropout"),
+    Case("factors-scale-zero-19x37", 19, 37, factors=("bh", "bh"), scale=0.0, reason="the bias alone decides; dQ and dK are zero"),
+    Case("factors-scale-negative-in-one-tile-19x23", 19, 23, factors=("11", "bh"), scale=-0.3, reason="a small problem"),
+    Case("factors-one-query-1x65", 1, 65, **GQA, factors=("bh", "bg"), reason="decoding"),
+)  # fmt: skip
+
 CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS, *AXES)
 
 LARGE = (
@@ -263,9 +292,14 @@ LARGE = (
     Case("large-head-dim-256-causal-255", 255, head_dim=256, heads=4, kv_heads=1, causal=True, bias="bhqk", reason="the largest head dim with a dense dBias"),
     Case("large-values-256-head-dim-32-129", 129, head_dim=32, value_dim=256, reason="values far wider than keys"),
     Case("large-blocks-mask-1023x255", 1023, 255, heads=3, head_dim=64, mask="11qk", keep="blocks", bias="bhqk", reason="whole empty tiles"),
+    Case("large-blocked-mask-1023x255", 1023, 255, heads=4, kv_heads=2, head_dim=64, mask="1gqk", keep="blocks", blocked=True, bias="bhqk", reason="a block mask in the portable kernels"),
+    Case("large-blocked-mask-decoding-3x1023", 3, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, mask="bhqk", blocked=True, reason="few queries, and bits by head"),
     Case("large-empty-rows-255x1023", 255, 1023, heads=3, head_dim=64, mask="bhqk", keep="random-empty-rows", bias="11qk", reason="rows with nothing"),
     Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
     Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
+    Case("large-global-tokens-1023", 1023, heads=4, kv_heads=2, head_dim=64, intervals="global", bias="bh1k", reason="Longformer, tiles that neither interval touches"),
+    Case("large-two-intervals-1023x255", 1023, 255, heads=4, kv_heads=2, head_dim=128, intervals="random-two", bias="bhqk", causal=True, reason="two intervals, dS stored"),
+    Case("large-two-intervals-shared-bias-255x1023", 255, 1023, batch=3, heads=4, head_dim=64, intervals="random-two-per-head", bias="1hqk", reason="two intervals in a shared dBias"),
     Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
     Case("large-swin-windows-49", 49, batch=512, heads=4, head_dim=32, bias="1hqk", mask="b1qk", keep="blocks", reason="Swin's windows"),
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
@@ -273,6 +307,13 @@ LARGE = (
     Case("large-transposed-1023x129", 1023, 129, heads=4, head_dim=64, transposed=True, bias="b11k", reason="the layout of models"),
     Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
+)  # fmt: skip
+
+LARGE_FACTORS = (
+    Case("large-factors-head-dim-64-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, factors=("bh", "bg"), bias_dtype=torch.float32, reason="columns past a padded head dim"),
+    Case("large-factors-head-dim-96-causal-1023", 1023, heads=4, head_dim=96, factors=("1h", "11"), bias_dtype=torch.float32, causal=True, reason="columns within a padded head dim, on Hopper"),
+    Case("large-factors-head-dim-128-values-64-257", 257, heads=4, kv_heads=2, head_dim=128, value_dim=64, factors=("b1", "bg"), bias_dtype=torch.float32, reason="a head dim of 256"),
+    Case("large-factors-documents-head-dim-104-1023", 1023, heads=4, kv_heads=2, head_dim=104, intervals="documents", factors=("bh", "11"), bias_dtype=torch.float32, reason="intervals on Hopper"),
 )  # fmt: skip
 
 HOPPER = (
@@ -301,6 +342,13 @@ HOPPER = (
     Case("hopper-query-bias-261x136", 261, 136, heads=2, head_dim=128, bias="bhq1", window=(40, None), reason="a window open to the right"),
     Case("hopper-scalar-bias-65x1", 65, 1, heads=4, head_dim=128, bias="1h11", reason="one key"),
     Case("hopper-block-mask-window-900x1200", 900, 1200, heads=2, head_dim=128, mask="1hqk", keep="blocks", window=(300, 50), reason="empty, partial and full blocks"),
+    Case("hopper-blocked-mask-window-900x1200", 900, 1200, heads=2, head_dim=128, mask="1hqk", keep="blocks", blocked=True, window=(300, 50), reason="the same by bits"),
+    Case("hopper-blocked-random-mask-grouped-393x523", 393, 523, heads=4, kv_heads=2, head_dim=128, mask="bhqk", blocked=True, reason="every bit of a tile, odd ends"),
+    Case("hopper-blocked-mask-dense-bias-causal-264x528", 264, 528, heads=2, head_dim=128, mask="b1qk", keep="random-empty-rows", blocked=True, bias="bhqk", causal=True, reason="bits and a bias of pairs"),
+    Case("hopper-blocked-mask-shared-bias-head-dim-64-260x2056", 260, 2056, heads=2, kv_heads=1, head_dim=64, mask="11qk", blocked=True, bias="1hqk", reason="narrow heads: dQ and dK by bits"),
+    Case("hopper-blocked-mask-key-bias-520x776", 520, 776, heads=2, head_dim=100, mask="1hqk", keep="topk", blocked=True, bias="b11k", reason="bias columns beside bits"),
+    Case("hopper-blocked-mask-one-block-130x100", 130, 100, heads=2, head_dim=128, mask="bhqk", blocked=True, bias="bhq1", reason="one block of keys has no list"),
+    Case("hopper-high-scores-blocked-mask-400x1304", 400, 1304, head_dim=128, mask="b1qk", keep="blocks", blocked=True, scale=2.0, reason="maxima that do not do, in listed tiles"),
     Case("hopper-block-mask-dense-bias-causal-264x528", 264, 528, heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True, reason="dS stored by lists"),
     Case("hopper-empty-rows-mask-grouped-300x336", 300, 336, heads=4, kv_heads=2, head_dim=128, mask="bhqk", keep="random-empty-rows", bias="bgqk", reason="a list for every head"),
     Case("hopper-padding-mask-260x391", 260, 391, batch=3, heads=2, head_dim=100, mask="b11k", bias="1hqk", reason="a mask by key"),
@@ -370,12 +418,13 @@ HOPPER = (
 
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
+    cases = CASES + FACTORS
     if interpreting():
         dtypes = (torch.float32, torch.float16)
-        cpu = [(case, dtype) for case in CASES for dtype in dtypes if case.bias_dtype != torch.bfloat16]
+        cpu = [(case, dtype) for case in cases for dtype in dtypes if case.bias_dtype != torch.bfloat16]
     else:
-        cpu = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    gpu = [(case, dtype) for case in CASES + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        cpu = [(case, dtype) for case in cases for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
     ]

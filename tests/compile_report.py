@@ -30,12 +30,14 @@ from triton.runtime.driver import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dmattn import kernels
+from dmattn import BlockMask, kernels
+from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
 from dmattn.kernels.base import device, launch
 from dmattn.problem import Problem
+from dmattn.states import GRANULE
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAUNCHES = (
@@ -63,24 +65,50 @@ LAUNCHES = (
     (Case("key-bias-gqa-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="bg1k", causal=True), BF16),
     (Case("mask-softcap-d128", 4096, heads=16, head_dim=128, mask="11qk", softcap=30.0, bias="bhqk"), BF16),
     (Case("block-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk"), BF16),
+    (Case("prepared-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk", blocked=True), BF16),
+    (Case("prepared-mask-dense-bias-causal-d128", 4096, heads=16, head_dim=128, mask="1hqk", blocked=True, bias="bhqk", causal=True), BF16),
+    (
+        Case(
+            "prepared-mask-shared-bias-softcap-d64",
+            4001,
+            heads=16,
+            kv_heads=4,
+            head_dim=64,
+            mask="1gqk",
+            blocked=True,
+            bias="1hqk",
+            softcap=30.0,
+        ),
+        BF16,
+    ),
     (Case("mask-shared-bias-d64", 4096, heads=16, head_dim=64, mask="1hqk", bias="1hqk"), BF16),
     (Case("intervals-window-d64", 4096, heads=16, head_dim=64, intervals="padding", window=(128, 0)), BF16),
     (Case("documents-bias-by-head-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, intervals="documents", bias="bh1k"), BF16),
+    (Case("global-tokens-d64", 4096, heads=16, head_dim=64, intervals="global"), BF16),
+    (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
 FORWARD = (  # the forward pass alone: the backward pass is that of any other problem
     (Case("documents-dense-bias-d128", 4096, heads=16, head_dim=128, intervals="documents", bias="bhqk"), BF16),
     (Case("exact-scale-dense-bias-d128", 4096, heads=16, head_dim=128, bias="bhqk", scale=0.125), BF16),
+    (Case("sinks-causal-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, causal=True, sinks="random", sinks_dtype=FP32), BF16),
+    (Case("sinks-dense-bias-d64", 4096, heads=16, head_dim=64, bias="bhqk", sinks="random"), BF16),
+    (Case("sinks-rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, bias="1hqk", sinks="random"), BF16),
+    (Case("sinks-windows-of-49-d32", 49, batch=64, heads=8, head_dim=32, bias="1hqk", sinks="random"), BF16),
+    (Case("decoding-sinks-gqa-d64", 1, 131072, batch=1, heads=64, kv_heads=8, head_dim=64, sinks="random"), BF16),
+    (Case("decoding-one-split-sinks-gqa-d64", 1, 8192, batch=64, heads=64, kv_heads=8, head_dim=64, sinks="random"), BF16),
     (Case("dense-bias-fp16-d64", 4096, heads=16, head_dim=64, bias="bhqk"), FP16),
     (Case("no-bias-d64", 4096, heads=16, head_dim=64), BF16),
     (Case("decoding-key-bias-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="bg1k"), BF16),
     (Case("decoding-one-split-gqa-d128", 1, 8192, batch=64, heads=32, kv_heads=8, head_dim=128), BF16),
     (Case("decoding-causal-mask-bias-d64", 16, 32767, heads=8, head_dim=64, mask="bhqk", bias="bhqk", causal=True), BF16),
     (Case("decoding-64-rows-gqa-causal-d128", 16, 32768, heads=32, kv_heads=8, head_dim=128, causal=True), BF16),
+    (Case("decoding-prepared-mask-by-head-d64", 16, 32767, heads=8, kv_heads=2, head_dim=64, mask="bhqk", blocked=True), BF16),
     (Case("decoding-by-head-odd", 3, 8191, heads=6, kv_heads=2, head_dim=80, value_dim=40, mask="bhqk", bias="bhqk", softcap=30.0), FP16),
     (Case("decoding-intervals-window-d256", 4, 131072, heads=8, kv_heads=4, head_dim=256, intervals="padding", window=(65536, 0)), BF16),
     (Case("decoding-64-rows-bias-d256", 16, 32768, heads=32, kv_heads=8, head_dim=256, bias="bhqk"), BF16),
@@ -103,11 +131,15 @@ ALIKE = {
     "shared-bias-of-four-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
     "shared-bias-of-many-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
     "block-mask-d128": "mask-softcap-d128",
+    "prepared-mask-dense-bias-causal-d128": "prepared-mask-d128 and dense-bias-causal-d128",
     "fp32-d256": "fp32-d128 and dense-bias-d256",
     "documents-dense-bias-d128": "intervals-window-d64 and dense-bias-causal-d128",
     "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
     "dense-bias-fp16-d64": "mask-shared-bias-d64",
     "no-bias-d64": "intervals-window-d64",
+    "sinks-causal-gqa-d128": "sinks-window-causal-gqa-d64",
+    "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
+    "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
     "plan-128k": "plan-16k and plan-1m",
 }
@@ -261,7 +293,9 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     if case.transposed:
         before = -3 if len(case.leading) < 2 else -4
         query, key, value = (x.movedim(-2, before).contiguous().movedim(before, -2) for x in (query, key, value))
-    mask = None if case.mask is None else tensor(case.mask, None, torch.bool)
+    mask: Any = None if case.mask is None else tensor(case.mask, None, torch.bool)
+    if case.blocked:
+        mask = block_mask(mask)
     bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
     if case.padded and bias is not None:
         bias = torch.nn.functional.pad(bias, (0, -bias.shape[3] % 8))[..., : bias.shape[3]]
@@ -270,8 +304,20 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     if case.intervals is not None:
         axes = "b1k" if case.leading == "b" else case.intervals
         bound = torch.empty([case.sizes[axis] for axis in axes], dtype=torch.int32, device="meta")
-        problem = problem._replace(first=bound, last=bound)
+        again = bound if case.has_two_intervals else None
+        problem = problem._replace(first=bound, last=bound, also_first=again, also_last=again)
     return problem
+
+
+def block_mask(mask: torch.Tensor) -> BlockMask:
+    """The block mask of a mask without storage: some of its blocks are partial."""
+    batch, heads, len_q, len_k = mask.shape
+    blocks, states = (
+        torch.empty((batch, heads, -(-len_q // size), -(-len_k // size)), dtype=dtype, device="meta")
+        for size, dtype in ((BLOCK, torch.int32), (GRANULE, torch.uint8))
+    )
+    bits = torch.empty((7, 2, BLOCK, BLOCK // WORD), dtype=torch.int32, device="meta")
+    return BlockMask(blocks, bits, states, len_q, len_k)
 
 
 def dynamic(case: Case, dtype: torch.dtype) -> Problem:
@@ -288,7 +334,7 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
-            problem = problem._replace(states=states)
+            problem = problem.with_states(states)
             gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
@@ -297,7 +343,7 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
                 continue
             compiler.case, problem = case.name, meta(case, dtype)
             out, lse, states = backend.allocate_forward(problem)
-            kernels.forward(problem._replace(states=states), out, lse)
+            kernels.forward(problem.with_states(states), out, lse)
         for compiler.case, length in PLANS:
             if compiler.case in left_out:
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
+from dmattn import BlockMask, DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
 from dmattn.arguments import kind
 
 LENGTHS = torch.tensor([0, 5])
@@ -103,7 +103,7 @@ SAME = {
 @pytest.mark.parametrize("variant", SAME)
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_torchs_causal_bias_is_refused(name: str, variant: str) -> None:
-    expected = {"mask": "a bool tensor, an IntervalMask or None", "bias": "a torch.Tensor or None"}[name]
+    expected = {"mask": "a bool tensor, an IntervalMask, a BlockMask or None", "bias": "a torch.Tensor or None"}[name]
     with pytest.raises(TypeError) as raised:
         attend(**{name: causal_bias(variant)})
     assert str(raised.value) == f"dmattn: {name}: expected {expected}, received torch.nn.attention.bias.CausalBias; {SAME[variant]}"
@@ -116,6 +116,9 @@ def test_torchs_causal_bias_is_refused_by_torchs_signature(variant: str) -> None
         scaled_dot_product_attention(query, query, query, causal_bias(variant))
 
 
+FLEX = "torch.nn.attention.flex_attention.BlockMask"
+
+
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_flex_attentions_mask_is_refused(name: str) -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -126,11 +129,10 @@ def test_flex_attentions_mask_is_refused(name: str) -> None:
     block_mask = flex.create_block_mask(rule, 1, 2, 5, 5, device="cpu")
     with pytest.raises(
         TypeError,
-        match=rf"dmattn: {name}: expected .*, received torch.nn.attention.flex_attention.BlockMask; create_mask\(block_mask.mask_mod, ",
+        match=rf"dmattn: {name}: expected .*, received {FLEX}; dmattn.BlockMask.from_flex\(block_mask\) is the same mask",
     ):
         attend(**{name: block_mask})
-    dense = flex.create_mask(block_mask.mask_mod, 1, 2, 5, 5, device="cpu")  # as the message says
-    assert torch.equal(attend(mask=dense), attend(causal=True))
+    assert torch.equal(attend(mask=BlockMask.from_flex(block_mask)), attend(causal=True))  # as the message says
 
 
 @pytest.mark.parametrize(

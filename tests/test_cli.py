@@ -88,11 +88,12 @@ def test_explain_tells_short_times(capsys):
 def test_explain_passes_each_option_on():
     pytest.importorskip("triton")
     options = "--query 2,8,40,32 --key 2,4,60,32 --value 2,4,60,16 --bias 8,1,60 --mask 40,60 --dtype float16 --bias-dtype float32"
-    options += " --causal --window none,7 --scale 0.5 --softcap 9 --dropout 0.1 --target sm_120 --processors 170 --backward"
+    options += " --causal --window none,7 --scale 0.5 --softcap 9 --dropout 0.1 --sinks --target sm_120 --processors 170 --backward"
     query, key, value = (torch.empty(shape, dtype=torch.float16) for shape in ((2, 8, 40, 32), (2, 4, 60, 32), (2, 4, 60, 16)))
     bias, mask = torch.empty(8, 1, 60), torch.empty(40, 60, dtype=torch.bool)
     rules = dict(causal=True, window=(None, 7), scale=0.5, softcap=9.0, dropout_p=0.1)
-    wanted = explain(query, key, value, bias=bias, mask=mask, **rules, target="sm_120", processors=170)
+    sinks = torch.empty(8, dtype=torch.float16)
+    wanted = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **rules, target="sm_120", processors=170)
     parsed = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "explain", lambda *tensors, **given: parsed.append((tensors, given)) or explain(*tensors, **given))
@@ -100,6 +101,7 @@ def test_explain_passes_each_option_on():
     ((tensors, given),) = parsed
     assert [x.shape for x in tensors] == [query.shape, key.shape, value.shape]
     assert {name: given[name] for name in rules} == rules
+    assert given["sinks"].shape == sinks.shape
     assert explain(*tensors, **given) == wanted
 
 

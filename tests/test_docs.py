@@ -113,8 +113,20 @@ def test_every_row_of_the_history_has_a_source():
     assert not [idea for idea, *_, source in table if not result_files(source)]
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+def blocks(kind: str, source: Path = ROOT / "README.md") -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", source.read_text(), flags=re.S | re.M)
+
+
+BIASES = ROOT / "docs" / "biases.md"
+HEADINGS = [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in BIASES.read_text().split("```python\n")[:-1]]
+
+
+@pytest.mark.parametrize("number", range(len(HEADINGS)), ids=HEADINGS)
+def test_code_about_biases_runs_as_it_stands(number):
+    torch.manual_seed(0)
+    code = blocks("python", BIASES)[number]
+    assert "assert" in code
+    exec(compile(code, BIASES.name, "exec"), {})
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))

@@ -44,9 +44,11 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
-    ("masks",),
+    ("arguments", "bits", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states", "unions"),
+    ("biases", "mask_mods", "masks"),
+    ("block_mask",),
     ("problem",),
+    ("factors",),
     ("kernels",),
     ("reference",),
     ("execution.__init__", "execution.record", "execution.torch_kernel", "execution.watching"),
@@ -66,7 +68,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"broadcast", "dropout", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "precision", "problem", "recording", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

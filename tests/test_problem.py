@@ -52,7 +52,7 @@ ERRORS = [
     ("head-dim-too-large", {"query": zeros(2, 4, 5, 257), "key": zeros(2, 2, 7, 257)}, ValueError, r"query: expected a head dim from 1 to 256, received 257"),
     ("value-dim-too-large", {"value": zeros(2, 2, 7, 300)}, ValueError, r"value: expected a head dim from 1 to 256, received 300"),
     ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 256, received 0"),
-    ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask or None, received list"),
+    ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask, a BlockMask or None, received list"),
     ("mask-float", {"mask": zeros(5, 7)}, ValueError, r"mask: expected dtype torch.bool.*argument bias.*received torch.float32$"),
     ("mask-integer", {"mask": zeros(5, 7, dtype=torch.int64)}, ValueError, r"mask: expected dtype torch.bool, True where query attends key, received torch.int64; mask.bool\(\) if nonzero means that it does$"),
     ("mask-requires-grad", {"mask": zeros(5, 7).requires_grad_()}, ValueError, r"mask: expected a bool tensor, which has no gradient.*requiring grad"),

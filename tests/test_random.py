@@ -18,6 +18,8 @@ from dmattn.execution.backend import interpreting
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 LEADING = ("b", "b", "bn", "bnm", "")
 PAIRS = st.tuples(st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+BLOCKED_AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1")).map("".join).map("{}qk".format)
+HEADS_OF_FACTORS = ("hg1", "g1")  # of queries and of keys
 SIDE = st.none() | st.integers(0, 70)
 
 
@@ -25,16 +27,19 @@ SIDE = st.none() | st.integers(0, 70)
 def problems(draw: st.DrawFn) -> Case:
     """Any problem that the specification allows, small, but dropout of single keys: docs/limits.md."""
     kv_heads = draw(st.integers(1, 2))
-    len_k = draw(st.integers(1, 70))
-    masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    len_k = draw(st.integers(1, 70) | st.integers(120, 140))
+    masking = draw(st.sampled_from(["none", "mask", "block mask", "intervals"]))
     leading = draw(st.sampled_from(LEADING))
+    if leading != "b" and masking == "block mask":
+        masking = "none"
     shared = st.tuples(*(st.sampled_from(axis + "1") for axis in leading)).map("".join)  # each axis by itself
     axes = st.tuples(shared, PAIRS).map("".join)
-    intervals = (
-        st.sampled_from(["random", "padding", "prefix"])
-        if leading == "b"
-        else st.tuples(shared, st.sampled_from("hg1"), st.just("k")).map("".join)
-    )
+    intervals = st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])
+    if leading != "b":
+        intervals = st.tuples(st.sampled_from(["random", "random-two"]), shared, st.sampled_from("hg1"), st.just("k")).map("".join)
+    bias = draw(st.none() | axes)
+    of_factors = (st.tuples(shared, st.sampled_from(heads)).map("".join) for heads in HEADS_OF_FACTORS)
+    factors = draw(st.none() | st.tuples(*of_factors)) if bias is None else None
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
     return Case(
         "random",
@@ -48,15 +53,17 @@ def problems(draw: st.DrawFn) -> Case:
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 40)),
         value_dim=draw(st.none() | st.integers(1, 40)),
-        mask=draw(axes) if masking == "mask" else None,
+        mask=draw(axes if masking == "mask" else BLOCKED_AXES) if "mask" in masking else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
+        blocked=masking == "block mask",
         intervals=draw(intervals) if masking == "intervals" else None,
-        bias=draw(st.none() | axes),
+        bias=bias,
+        factors=factors,
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),
         window=window,
         scale=draw(st.none() | st.floats(0.01, 2.0)),
-        softcap=draw(st.none() | st.floats(0.5, 50.0)),
+        softcap=draw(st.none() | st.floats(0.5, 50.0)) if factors is None else None,
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])) if len_k > 1 else 0.0,
         sinks=draw(st.sampled_from([None, None, "random", "far"])),
         sinks_dtype=draw(st.sampled_from([None, torch.float32])),
@@ -84,7 +91,20 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
+    for field in (
+        "mask",
+        "blocked",
+        "intervals",
+        "bias",
+        "factors",
+        "window",
+        "softcap",
+        "causal",
+        "dropout_p",
+        "sinks",
+        "transposed",
+        "padded",
+    ):
         assert any(getattr(case, field) for case in seen), field
     assert {len(case.leading) for case in seen} == {0, 1, 2, 3}
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dmattn import IntervalMask, attention, attention_varlen, merge_attention, reference
+from dmattn import IntervalMask, attention, attention_varlen, dynamic_mask_attention, merge_attention, reference
 from dmattn.equivalence import Case, Inputs, Standard, judge, results
 
 GROUPED = Case("grouped", 37, 65, heads=6, kv_heads=2, causal=True, sinks="random", sinks_dtype=torch.float32)
@@ -76,6 +77,21 @@ def test_scores_and_sinks_far_from_0_share_their_weight(offset: float, device: s
     out, lse = attention(query, value, value, bias=bias, sinks=sinks, return_lse=True)
     torch.testing.assert_close(out, torch.full_like(out, 0.75))
     torch.testing.assert_close(lse, torch.full_like(lse, offset + math.log(4)))
+
+
+@pytest.mark.parametrize(("len_q", "keep"), [(40, 12), (1, 12), (9, 12), (40, 100)], ids=["prefill", "decoding", "chunk", "all-kept"])
+def test_dynamic_masks_beside_sinks(len_q: int, keep: int, device: str) -> None:
+    """As attention with the mask written out."""
+    inputs = inputs_of(Case("dynamic", len_q, 40, heads=6, kv_heads=2, sinks="far", bias="bg1k"), device)
+    bias = inputs.bias[:, :, 0]
+    mask = reference.dynamic_mask(bias, keep, len_q=len_q)
+    want = results(attention, Inputs(**(vars(inputs) | dict(mask=mask))), {})
+
+    def dynamic(query: Tensor, key: Tensor, value: Tensor, *, mask: None, bias: Tensor, **options: Any) -> Any:
+        return dynamic_mask_attention(query, key, value, bias[:, :, 0], keep=keep, **options)
+
+    for name, value in results(dynamic, inputs, {}).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-5)
 
 
 def test_any_strides(device: str) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..block_mask import BlockMask
 from ..masks import IntervalMask
-from ..problem import Intervals, Problem, Window, autocast
+from ..problem import Blocks, Intervals, Problem, Window, autocast
 from . import operators, passes
-from .passes import Forward, fixed_of, learned_of
+from .passes import FIXED, Forward, fixed_of, learned_of
 from .watching import nothing_watches
 
 
@@ -20,7 +21,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | IntervalMask | Intervals | None,
+    mask: Tensor | IntervalMask | Intervals | BlockMask | Blocks | None,
     bias: Tensor | None,
     causal: bool,
     window: Window,
@@ -35,16 +36,20 @@ def attend(
     By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
     long as several small problems on a GPU.
     """
-    masks: tuple[Any, ...] = (mask, None, None)
+    masks: tuple[Any, ...] = (mask,)  # as `passes.FIXED` begins
     if type(mask) is IntervalMask:
-        mask = Intervals(mask.first, mask.last, mask.len_q)
-        masks = (None, mask.first, mask.last)
+        masks = (None, mask.first, mask.last, mask.also_first, mask.also_last)
+        mask = Intervals(mask.first, mask.last, mask.len_q, mask.also_first, mask.also_last)
+    elif type(mask) is BlockMask:
+        masks = (None, None, None, None, None, None, mask.blocks, mask.bits)
+        mask = Blocks(mask.blocks, mask.bits, mask.states, mask.len_q, mask.len_k)
     options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
     missing = query is None or key is None or value is None
     if missing or not nothing_watches((query, key, value, bias, sinks, *masks)) or forward_ad._current_level >= 0:
         return operators.by_operator(Problem.canonical(query, key, value, *options))
     query, key, value = autocast(query, key, value)
-    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, bias, sinks), (*masks, None))
+    fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
+    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, bias, sinks), fixed)
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:

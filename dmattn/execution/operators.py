@@ -6,6 +6,7 @@ Eager calls with plain tensors reach the same passes by :mod:`.eager`, past the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -13,17 +14,21 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..masks import BOUNDS
 from ..problem import Problem, with_axes
 from . import backend, passes
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
+SHARED = ("mask", *BOUNDS, "bias", "blocks", "states")  # leading axes may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 _GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
-_SAVED = (*LEARNED, *FIXED, "seed", "states")  # of the fields of a problem
-_AXES = dict(mask=0, first=-1, last=-1, bias=0)  # beyond the query's, of those that a caller may give fewer
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
+_FEWER = dict(mask=0, bias=0, blocks=0) | dict.fromkeys(BOUNDS, -1)  # axes beyond the query's, where a caller may give fewer
+_AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
+_in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
 
 @torch.library.custom_op(
@@ -34,8 +39,9 @@ _AXES = dict(mask=0, first=-1, last=-1, bias=0)  # beyond the query's, of those 
 )
 def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse) of a canonical problem, whose fields are the arguments in order, and the `states` that backward is to be given."""
-    out, lse, states, *_ = passes.forward(Problem(*inputs))
-    return out, lse, _present(states, out)
+    problem = Problem(*inputs)
+    out, lse, states, *_ = passes.forward(problem)
+    return out, lse, _present(states if problem.states is None else None, out)  # an operator returns none of its arguments
 
 
 @torch.library.custom_op(
@@ -111,10 +117,12 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
         raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
 
     def leading(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or name == "sinks":
+        if name == "bits" and axis is not None:
+            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
+        if not isinstance(x, Tensor) or name in ("sinks", "bits"):
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
-        return x if name in ("mask", "first", "last", "bias") else x.expand(info.batch_size, *x.shape[1:])
+        return x if name in SHARED else x.expand(info.batch_size, *x.shape[1:])
 
     return torch.ops.dmattn.forward(*map(leading, FIELDS, inputs, axes)), (0, 0, None)
 
@@ -129,9 +137,10 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Of what is `LEARNED`, each None unless it is needed."""
     *fields, out, lse = saved = ctx.saved_tensors
-    given: dict[str, Any] = dict(zip(_SAVED, fields, strict=True))
-    whole = {name: with_axes(given[name], given["query"].ndim + axes) for name, axes in _AXES.items()}
-    problem = Problem(**{**given, **whole}, **dict(zip(RULES, ctx.rules, strict=True)))
+    learned = fields[: len(LEARNED)]
+    for place, axes in _AXES:
+        fields[place] = with_axes(fields[place], fields[0].ndim + axes)
+    problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
@@ -140,8 +149,7 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
-    named = zip(LEARNED, gradients, needs, strict=True)
-    return [_shaped_like(given[name], gradient) if need else None for name, gradient, need in named]
+    return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
 
 
 def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
@@ -150,8 +158,10 @@ def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[2])
-    save(ctx, learned_of(inputs), fixed_of(inputs), (*output, Problem(*inputs).seed, rules_of(inputs)))
+    problem, (out, lse, states) = Problem(*inputs), output
+    ctx.mark_non_differentiable(states)
+    states = states if problem.states is None else problem.states
+    save(ctx, learned_of(inputs), fixed_of(inputs), (out, lse, states, problem.seed, rules_of(inputs)))
 
 
 def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

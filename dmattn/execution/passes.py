@@ -15,7 +15,7 @@ from .replay import replayed
 
 FIELDS = Problem._fields
 LEARNED = Gradients._fields  # what can require a gradient, in the order of `needs` and of backward's results
-FIXED = ("mask", "first", "last", "order")  # the other tensors of a caller
+FIXED = ("mask", "first", "last", "also_first", "also_last", "order", "blocks", "bits")  # the other tensors of a caller
 RULES = tuple(name for name, kind in get_type_hints(Problem).items() if kind not in (Tensor, Tensor | None))
 learned_of, fixed_of, rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (LEARNED, FIXED, RULES))
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules
@@ -23,9 +23,10 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse
 
 def _attended(problem: Problem) -> Forward:
     out, lse, states = backend.allocate_forward(problem)
+    problem = problem.with_states(states)
     if out.numel() or lse.numel():
-        backend.path(problem).forward(problem._replace(states=states), out, lse)
-    return out, lse, states, problem.seed, rules_of(problem)
+        backend.path(problem).forward(problem, out, lse)
+    return out, lse, problem.states, problem.seed, rules_of(problem)
 
 
 @replayed

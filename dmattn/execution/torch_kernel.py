@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_head
+from ..masks import BOUNDS
 from ..problem import Problem
-from ..reference import hidden_pairs, masking_bias
+from ..reference import hidden_pairs, logsumexp, masking_bias, with_sinks
 
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
 # The fields of a problem that it computes by, or that change no result: a further one refuses it. Without a seed dropout_p drops nothing.
-UNDERSTOOD = {"query", "key", "value", "mask", "first", "last", "bias", "left", "right", "scale", "order", "dropout_p", "states"}
+UNDERSTOOD = {"query", "key", "value", "mask", *BOUNDS, "bias", "left", "right", "scale", "order", "sinks", "dropout_p", "states"}
+UNDERSTOOD |= {"blocks", "bits"}  # of which the chunks are masks
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty
 
 
@@ -40,7 +42,7 @@ def prepared(problem: Problem) -> Problem:
 
 def scores_added(problem: Problem) -> int:
     """How many numbers :func:`attend` writes for each query: of the pairs, those between which mask, intervals, window or bias differ."""
-    ruling = [x for x in (problem.mask, problem.bias, problem.first, problem.last) if x is not None]
+    ruling = [x for x in (problem.mask, problem.blocks, problem.bias, *(getattr(problem, name) for name in BOUNDS)) if x is not None]
     if not ruling and problem.left is None and problem.right is None:
         return 0
     leading = _broadcast_alike([x.shape[:-2] if x.ndim == problem.query.ndim else x.shape[:-1] for x in ruling], problem.query.shape[:-2])
@@ -52,7 +54,7 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     query = problem.query.to(dtype)
     rows, len_k = query.shape[-2], problem.key.shape[-2]
     if len_k == 0:
-        return query.new_zeros(query.shape), query.new_full(query.shape[:-1], float("-inf"))
+        return _joined(query.new_zeros(query.shape), query.new_full(query.shape[:-1], float("-inf")), problem.sinks)
     added = _added(problem, dtype, row_start, rows if len_q is None else len_q)
     if added is not None and query.ndim != 4:
         sizes = _broadcast_alike([added.shape[:-2]], query.shape[:-2])
@@ -62,7 +64,7 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     if added is not None:
         empty = (added == float("-inf")).all(-1)
         out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
-    return out.reshape(query.shape), lse.reshape(query.shape[:-1])
+    return _joined(out.reshape(query.shape), lse.reshape(query.shape[:-1]), problem.sinks)
 
 
 def _broadcast_alike(shapes: Sequence[Sequence[int]], full: Sequence[int]) -> list[int]:
@@ -75,6 +77,17 @@ def _broadcast_alike(shapes: Sequence[Sequence[int]], full: Sequence[int]) -> li
 def _one_batch_axis(x: Tensor) -> Tensor:
     """`x` with four axes."""
     return x if x.ndim == 4 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _joined(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the sinks, if there are any, beside all keys of a row, which are as one whose score is their lse."""
+    if sinks is None:
+        return out, lse
+    scores = with_sinks(lse[..., None], sinks)  # (..., H, rows, 2)
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    share = torch.softmax(scores, -1)[..., :1]
+    return out * share, logsumexp(scores, -1).masked_fill(empty, float("-inf")).squeeze(-1)
 
 
 def _added(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor | None:

@@ -37,7 +37,7 @@ from .traits import (
     Traits,
 )
 
-MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads"})
+MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads", "block mask"})
 BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of heads"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
@@ -45,7 +45,7 @@ PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 EVERY = SINKS | SHARED  # features that all rows serve
-ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {LEADING_IN_RUNS, "softcap", "dropout"}
+ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -214,9 +214,9 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | SHARED and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs; others are faster in the portable kernel"
+    """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | EVERY and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
     return _on_hopper(traits, (64, 128))
 
 

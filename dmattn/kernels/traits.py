@@ -35,8 +35,11 @@ LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor
 NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
+_FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
+_FEATURES |= {"blocks": "block mask", "bits": "block mask"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_INPUTS = ("query", "key", "value", "mask", "first", "last", "bias")
+_INTERVALS = ("first", "last", "also_first", "also_last")
+_INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
 _AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
 _AXES["d_bias"] = _AXES["bias"]
 _SIZED_BY = {"out": "value", "d_out": "value", "d_query": "query and key"}  # results, dense whatever padding their inputs have
@@ -107,7 +110,7 @@ class Traits(NamedTuple):
         results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
-        pointed = {name: x for name, x in given.items() if name in ("mask", "first", "last") or (name == "bias" and kinds[name] != PAIRS)}
+        pointed = {name: x for name, x in given.items() if name in ("mask", *_INTERVALS) or (name == "bias" and kinds[name] != PAIRS)}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
             made[_d_bias_of(bias.shape, (batch, heads))] = gradients.bias
@@ -148,9 +151,9 @@ def _features(problem: Problem, kinds: dict[str, str], results: Sequence[Any]) -
     present = [name for name, x in zip(problem._fields, problem, strict=True) if x is not None and name not in _PARAMETERS]
     found = {f"{name} of {kinds[name]}" if name in kinds else _FEATURES.get(name, name) for name in present}
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (problem.first, problem.last)):
+    if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (getattr(problem, name) for name in _INTERVALS)):
         found.add("intervals by head")  # which differ among heads that share keys
-    ruling = {"mask", "first", "last", "bias", "states"}
+    ruling = {"mask", "blocks", *_INTERVALS, "bias", "states"}
     nested = {name: x for name, x in problem._asdict().items() if isinstance(x, Nested)}
     if not ruling.isdisjoint(nested):
         found.add(LEADING)

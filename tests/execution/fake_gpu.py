@@ -27,6 +27,7 @@ CASES = (
     Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
     Case("bias-per-query", 130, 67, bias="1hq1"),
     Case("keys-in-order", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bg1k"),
+    Case("two-intervals", 136, 200, heads=4, kv_heads=2, intervals="random-two"),
     Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
     Case("window", 17, 19, batch=70, bias="11qk"),
     Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),

@@ -25,10 +25,12 @@ CASES = [
     Case("plain", 5, 7, head_dim=8),
     Case("grouped-causal-bias", 9, 11, heads=4, kv_heads=2, head_dim=8, bias="1gqk", causal=True),
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
+    Case("two-intervals", 19, head_dim=8, intervals="random-two", bias="b1qk"),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
     Case("leading-axes-mask-bias", 9, 13, leading="bn", head_dim=8, mask="1n1qk", bias="b1hqk"),
     Case("padded-bias", 9, 13, head_dim=8, bias="1hqk", padded=True),
     Case("sinks-row-bias-causal", 9, 5, heads=4, kv_heads=2, head_dim=8, bias="1hq1", causal=True, sinks="far"),
+    Case("block-mask-grouped-bias", 9, 140, heads=4, kv_heads=2, head_dim=8, mask="1gqk", blocked=True, bias="bhqk"),
 ]
 no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
@@ -72,7 +74,8 @@ def test_opcheck(case: Case, device: str) -> None:
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
     out, lse, states = torch.ops.dmattn.forward(*problem)
     needs = [x is not None for x in passes.learned_of(problem)]
-    arguments = (d_out, d_lse, out, lse, needs, True, *problem._replace(states=states))
+    problem = problem._replace(states=states) if problem.bits is None else problem
+    arguments = (d_out, d_lse, out, lse, needs, True, *problem)
     torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

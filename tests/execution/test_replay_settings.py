@@ -138,7 +138,7 @@ def test_calls_that_look_alike_pass_the_check(case: Case, launches: Launches, on
         launches.seen.clear()
         out, lse, states, *_ = passes.forward(problem)
         needs = tuple(x is not None for x in passes.learned_of(problem))
-        passes.backward(d_out, d_lse, out, lse, needs, True, problem._replace(states=states))
+        passes.backward(d_out, d_lse, out, lse, needs, True, problem.with_states(states))
         return [name for name, *_ in launches.seen]
 
     with launches:

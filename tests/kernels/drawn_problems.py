@@ -58,7 +58,9 @@ def drawn(chance: random.Random) -> Drawn:
             bias = torch.empty((*entries[2], 1, len_k), dtype=bias.dtype, device="meta")
     elif hiding == "intervals":
         leading = [(chance.choice((1, batch)), chance.choice((1, kv_heads, heads))) for _ in range(2)]
-        mask = Intervals(*(torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading), None)
+        bounds = [torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading]
+        again = bounds[::-1] if (len_q + len_k) % 3 == 0 else ()
+        mask = Intervals(*bounds, None, *again)
     options = dict(causal=ruled and chance.random() < 0.3, window=None, scale=None, softcap=None)
     if ruled and chance.random() < 0.3:
         options["window"] = tuple(chance.choice((None, chance.randint(0, 2 * len_k + 1), chance.randint(0, 1100))) for _ in range(2))

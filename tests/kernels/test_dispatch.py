@@ -134,7 +134,7 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
     chosen: set[str] = set()
     for name, (problem, d_out, d_lse, needs) in every_problem(DRAWN):
         out, lse, states = backend.allocate_forward(problem)
-        problem = problem._replace(states=states)
+        problem = problem.with_states(states)
         launches.clear()
         kernels.forward(problem, out, lse)
         row = dispatch.choose_forward(Traits.of(problem, out)).row.name
@@ -270,6 +270,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
+    ("backward: Hopper: d_key, d_value by intervals", dict(features=INTERVALS | {"two intervals"}), "does not serve two intervals"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...problem import Gradients, Problem
 
 MOST_QUOTIENTS = 3  # that the kernels' tensors have room for
-_VECTORS = {"first", "last", "order"}  # fields of a problem with one axis after the heads
-_WITHOUT = {"seed", "sinks"}  # those without leading axes
+_VECTORS = {"first", "last", "also_first", "also_last", "order"}  # fields of a problem with one axis after the heads
+_WITHOUT = {"seed", "sinks", "bits"}  # those without leading axes
 
 
 Steps = tuple[int, ...]  # (unit, every, step, ...): the number n * unit + n // every * step, with any number of quotients

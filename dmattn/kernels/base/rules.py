@@ -9,23 +9,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, strided, strided_by_head
+from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
+BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
+WORD = tl.constexpr(bits_of_a_mask.WORD)
 
 
 class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1; `bias_by_key` is 1 where a bias is so on that of
-    queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
-    a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
-    queries. `states` are the mask's, where it walks neither. `left` and `right` are the window's (base/window.py). `seed` points
-    to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are None
-    in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None.
+    queries alone. `first`, `last`: one query interval per key; `also_first`, `also_last`: a second one. `lists`: for every block of queries
+    the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries,
+    where there is a mask or a second interval and the kernel walks queries. `states` are the mask's, where it walks neither. `blocks` and, as
+    a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
+    `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
+    None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -36,6 +40,8 @@ class Rules(NamedTuple):
     lists: Any
     states: Any
     mask: Any
+    blocks: Any
+    bits: Any
     bias: Any
     sinks: Any
     left: Any
@@ -45,6 +51,8 @@ class Rules(NamedTuple):
     seed: Any
     threshold: Any
     kept_scale: Any
+    also_first: Any
+    also_last: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -61,6 +69,8 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         mask=strided(problem.mask, heads),
         mask_rows=_varies(problem.mask, 2),
         mask_cols=_varies(problem.mask, 3),
+        blocks=strided(problem.blocks, heads),
+        bits=problem.bits,
         bias=strided(problem.bias, heads),
         bias_rows=_varies(problem.bias, 2),
         bias_cols=_varies(problem.bias, 3),
@@ -68,6 +78,8 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
+        also_first=strided(problem.also_first, heads),
+        also_last=strided(problem.also_last, heads),
         lists=strided(lists, heads),
         states=strided(states, heads),
         left=problem.left,
@@ -125,11 +137,46 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     if rules.mask is not None:
         attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
         s = tl.where(attended, s, float("-inf"))
+    if rules.bits is not None:
+        s = tl.where(_load_bits(rules, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
-        s = tl.where((first <= i) & (i < last), s, float("-inf"))
+        attended = (first <= i) & (i < last)
+        if rules.also_first is not None:
+            also_first = by_key(load_rows(rules.also_first, seq, cols, 0), KEYS_DOWN)
+            also_last = by_key(tl.minimum(load_rows(rules.also_last, seq, cols, 0), seq.len_q), KEYS_DOWN)
+            attended |= (also_first <= i) & (i < also_last)
+        s = tl.where(attended, s, float("-inf"))
     return within_window(s, rules.left, rules.right, seq, rows, cols, i, j)
+
+
+@triton.jit
+def bits_pointer(rules, seq, row, col, KEYS_DOWN: tl.constexpr):
+    """Pointer to the first word of the bits of the block of a query and a key, of the copy that stands the same way."""
+    corner = slice_pointer(rules.blocks, seq) + tl.cast(row // BLOCK, tl.int64) * rules.blocks.row
+    entry = tl.load(corner + tl.cast(col // BLOCK, tl.int64) * rules.blocks.col)
+    return rules.bits + (2 * entry.to(tl.int64) + (1 if KEYS_DOWN else 0)) * (BLOCK * (BLOCK // WORD))
+
+
+@triton.jit
+def _load_bits(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """1 where a block mask keeps a pair of a tile, else 0: [BLOCK_M, BLOCK_N], with KEYS_DOWN [BLOCK_N, BLOCK_M]. A word is loaded once."""
+    row, col = tl.cast(rows.start, tl.int32), tl.cast(cols.start, tl.int32)
+    if KEYS_DOWN:
+        down, across, line, place = cols, rows, col, row
+    else:
+        down, across, line, place = rows, cols, row, col
+    LENGTH: tl.constexpr = across.index.shape[0]
+    UNIT: tl.constexpr = min(LENGTH, WORD)
+    line = tl.minimum(line % BLOCK + down.index, BLOCK - 1)  # one past the end may stand anywhere
+    word = (place % BLOCK + tl.arange(0, LENGTH // UNIT) * UNIT) // WORD
+    words = tl.load(bits_pointer(rules, seq, row, col, KEYS_DOWN) + line[:, None] * (BLOCK // WORD) + word[None, :])
+    bit = place % WORD + tl.arange(0, UNIT)
+    if LENGTH == UNIT:
+        return (words >> bit[None, :]) & 1
+    else:
+        return tl.reshape((words[:, :, None] >> bit[None, None, :]) & 1, [down.index.shape[0], LENGTH])
 
 
 @triton.jit

@@ -13,7 +13,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
-from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
@@ -44,7 +42,20 @@ from .copies import (
 )
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
-from .walk import Lengths, copy_blocks, copy_described, even_work, key_walk, listed_keys, tile_range, visits_of, work_of
+from .walk import (
+    Lengths,
+    blocks_ahead,
+    blocks_of,
+    copy_blocks,
+    copy_described,
+    first_blocks,
+    key_walk,
+    listed_keys,
+    programs_of,
+    tile_range,
+    visits_of,
+    work_of,
+)
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
@@ -63,16 +74,16 @@ class Sources(NamedTuple):
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
-    batch, heads, len_q = problem.query.shape[:3]
+    heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)
     consumers = consumers_of(len_q, dim)
     pairs = problem.pair_bias is not None
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
-    works = triton.cdiv(len_q, consumers * block_m) * heads * batch
+    works, programs, turns = programs_of(problem, rules, consumers * block_m)
     launch(
         _forward_kernel,
-        min(works, processors(problem.query.device)) if even_work(problem) else works,
+        programs,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -80,6 +91,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
+        turns=turns,
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -111,7 +123,7 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, turns, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -151,7 +163,7 @@ def _forward_kernel(
     barriers = _make_barriers(config)
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k)
+    lengths = Lengths(works, heads, len_q, len_k, turns)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
@@ -195,18 +207,26 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
+    ahead = first_blocks(lengths)
+    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        block, after = blocks_of(number, ahead, lengths)
+        seq, row = work_of(block, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        visited = visits_of(after, rules, lengths, config.QUERIES)
+        ahead = blocks_ahead(number, ahead, lengths)
+        if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
+            following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
         mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
         for i in gl.static_range(config.CONSUMERS):
             copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
-            starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
+            if rules.bits is None:
+                starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
+            else:
+                starts = following
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
@@ -215,6 +235,8 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            if rules.bits is not None:
+                following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
             copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
@@ -238,11 +260,14 @@ def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: g
 def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, config.QUERIES)
+    ahead = first_blocks(lengths)
+    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, config.QUERIES)
+        block, after = blocks_of(number, ahead, lengths)
+        seq, row = work_of(block, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, config.QUERIES)
+        visited = visits_of(after, rules, lengths, config.QUERIES)
+        ahead = blocks_ahead(number, ahead, lengths)
         q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
         context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
         sums = _no_sums(turn, tiles.v.dtype, config)

@@ -16,7 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.softmax import weights_at, weights_of
 from ..base.window import open_keys
 from .copies import stage_of
-from .registers import Hiding, all_within, as_factor, bias_vector, exponent_factor, lane_sums, looked_at, mask_of, rounded_pairs, ruled, widened
+from .registers import (
+    Hiding,
+    all_within,
+    as_factor,
+    bias_vector,
+    exponent_factor,
+    lane_sums,
+    looked_at,
+    mask_of,
+    rounded_pairs,
+    ruled,
+    widened,
+    words_of,
+)
 from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -113,7 +126,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     rules, walk = context.rules, context.walk
     LISTS: gl.constexpr = rules.lists is not None
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
-    FIRST_HIDES: gl.constexpr = WINDOW or not config.EVEN_N or rules.mask is not None or rules.first is not None
+    FIRST_HIDES: gl.constexpr = WINDOW or not config.EVEN_N or rules.mask is not None or rules.bits is not None or rules.first is not None
     HIDES_BEFORE: gl.constexpr = LISTS or (rules.right if config.BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = not LISTS and (rules.left is not None if config.BACKWARDS else rules.right is not None or not config.EVEN_N)
     after = walk.begin + config.BLOCK_N
@@ -247,7 +260,8 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
     if EDGE:
-        hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start))
+        words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial)
+        hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
@@ -271,7 +285,13 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
+    if EDGE and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
+        if walk.partial != 0:
+            s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
+        else:
+            s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=False)
+    else:
+        s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
     return s, acc
 
 

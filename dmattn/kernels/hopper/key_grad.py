@@ -93,7 +93,7 @@ def key_gradients(
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
-    open_walk = problem.mask is None and problem.left is None and problem.right is None
+    open_walk = not problem.is_masked and problem.left is None and problem.right is None
     consumers = consumers_of(len_k, dim) if problem.bias is None and open_walk else 2
     lists = query_lists(problem, block_m, consumers * block_n)
     if d_bias is not None and lists is not None:

@@ -16,7 +16,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import copy, stage_of, store, tiled_vectors
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled
+from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -199,7 +199,9 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
-    kept = 1
+    kept, words = 1, 0
+    if EDGE:
+        words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
     if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, context.col)
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
@@ -226,7 +228,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
-    s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length), rules, seq, start + rows, context.col + cols, EDGE)
+    s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
     exponents = s * exponent_factor(rules) - divisor_rows
     if AS_COLUMNS and rules.bias is not None and rules.bias_by_key is None and tiles.q.dtype.is_fp16():
         exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold

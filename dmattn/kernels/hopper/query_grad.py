@@ -7,7 +7,6 @@ program may take several blocks of queries.
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
-from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import copied_entry, strided
 from ..base.overlap import follow
@@ -24,17 +22,20 @@ from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
 from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile
+from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
 from .walk import (
     Lengths,
     bias_columns_of,
+    blocks_ahead,
+    blocks_of,
     copy_blocks,
     copy_described,
-    even_work,
+    first_blocks,
     intervals_of,
     key_walk,
     listed_key,
     listed_keys,
+    programs_of,
     tile_range,
     visits_of,
     work_of,
@@ -129,14 +130,14 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
 
     And `incoming.terms` are filled, as a program has what makes them at hand.
     """
-    batch, heads, len_q, head_dim = problem.query.shape
+    heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works = triton.cdiv(len_q, 2 * block_m) * heads * batch
+    works, programs, turns = programs_of(problem, rules, 2 * block_m)
     launch(
         _query_gradients_kernel,
-        min(works, processors(problem.query.device)) if even_work(problem) else works,
+        programs,
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
@@ -146,6 +147,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         d_out=tiled(incoming.d_out, block_m, dim),
         out=tiled(out, block_m, dim),
         rules=rules,
+        turns=turns,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
@@ -166,7 +168,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, turns, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
@@ -200,7 +202,7 @@ def _query_gradients_kernel(
         free=allocate_barriers(STAGES, 2),
     )
     fence_async_shared()
-    lengths = Lengths(works, heads, len_q, len_k)
+    lengths = Lengths(works, heads, len_q, len_k, turns)
     sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out)
     vectors = Vectors(lse, d_lse, terms, term_columns)
     gl.warp_specialize(
@@ -230,11 +232,14 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
     q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
+    ahead = first_blocks(lengths)
+    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
+        block, after = blocks_of(number, ahead, lengths)
+        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
+        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
+        ahead = blocks_ahead(number, ahead, lengths)
         stage, phase = stage_of(turn, STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
         mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
@@ -271,11 +276,14 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
     DIM: gl.constexpr = config.DIM
     turn = 0  # tiles so far
-    visited = visits_of(gl.program_id(0), rules, lengths, 2 * BLOCK_M)
+    ahead = first_blocks(lengths)
+    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
     for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
+        block, after = blocks_of(number, ahead, lengths)
+        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB)
-        visited = visits_of(number + gl.num_programs(0), rules, lengths, 2 * BLOCK_M)
+        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
+        ahead = blocks_ahead(number, ahead, lengths)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, DIM])
         mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)
@@ -360,7 +368,8 @@ def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, ED
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
     if EDGE:
-        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start))
+        words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False, partial=context.walk.partial)
+        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))

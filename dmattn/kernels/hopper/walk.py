@@ -5,17 +5,21 @@ What a tile has to know of its keys (intervals, a bias of keys) is copied with t
 
 from typing import Any, NamedTuple
 
+import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
+from ..base.device import processors
 from ..base.layout import Sequence, Span, copied_entry
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
+from ..visits.rounds import even_rounds
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
 from .copies import PANEL, copy, tiled_vectors
@@ -24,12 +28,13 @@ KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic 
 
 
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys."""
+    """How many blocks of queries there are in all, heads, queries and keys, and the order of the blocks."""
 
     works: Any
     heads: Any
     len_q: Any
     len_k: Any
+    turns: Any = None  # which block each turn takes (visits/rounds.py); where there is none, that of its own number
 
 
 class Walk(NamedTuple):
@@ -52,7 +57,19 @@ def even_work(problem: Problem) -> bool:
     """
     if problem.first is not None:
         return problem.key_bias is not None
-    return problem.mask is None and problem.left is None and problem.right is None
+    return not problem.is_masked and problem.left is None and problem.right is None
+
+
+def programs_of(problem: Problem, rules: Rules, block_m: int) -> tuple[int, int, Tensor | None]:
+    """(blocks of queries, programs that take them, and for each turn which of them) of a walk by these rules.
+
+    Under a block mask lists are all that differs from even work, so that blocks are dealt out by them.
+    """
+    batch, heads, len_q = problem.query.shape[:3]
+    works, most = triton.cdiv(len_q, block_m) * heads * batch, processors(problem.query.device)
+    if problem.bits is not None and rules.lists is not None and works > most:
+        return works, most, even_rounds(rules, works, most, (heads, len_q, problem.key.shape[2]), block_m)
+    return works, min(works, most) if even_work(problem) else works, None
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
@@ -77,6 +94,39 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
     """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
     block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
     return Sequence(batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
+
+
+@gluon.jit
+def first_blocks(lengths):
+    """The numbers of the blocks of queries that a program takes in its first two turns (`blocks_of`)."""
+    if lengths.turns is None:
+        return 0, 0
+    else:
+        return _block_of(gl.program_id(0), lengths), _block_of(gl.program_id(0) + gl.num_programs(0), lengths)
+
+
+@gluon.jit
+def blocks_of(turn, ahead, lengths):
+    """The numbers of the blocks of queries of a turn and of the next; `ahead` is what was found of them before."""
+    if lengths.turns is None:
+        return turn, turn + gl.num_programs(0)
+    else:
+        return ahead
+
+
+@gluon.jit
+def blocks_ahead(turn, ahead, lengths):
+    """What is to be found of the turn after this one: two turns ahead, for nothing to wait for it."""
+    if lengths.turns is None:
+        return ahead
+    else:
+        return ahead[1], _block_of(turn + 2 * gl.num_programs(0), lengths)
+
+
+@gluon.jit
+def _block_of(turn, lengths):
+    """The number of the block of a turn; of the last one for a turn beyond."""
+    return gl.load(lengths.turns + gl.minimum(turn, lengths.works - 1))
 
 
 @gluon.jit

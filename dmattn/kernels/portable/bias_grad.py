@@ -135,7 +135,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, states=None if problem.mask is None else problem.states),
+        rules=rules_of(problem, states=problem.states if problem.is_masked else None),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,
@@ -180,14 +180,14 @@ def _shared_gradient_kernel(
     bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
         seq = member_of(of_slice, member, sharing_heads, spread)
-        if rules.mask is not None:
+        if rules.states is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
             elif live:
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         elif rules.first is not None:
-            if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
+            if any_live_interval(rules, seq, rows, cols, BLOCK_M):
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
         else:
             total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)

@@ -80,7 +80,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
         lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
         problem = problem._replace(sinks=None)  # which join their sum
-    mask_by_head = _by_head(problem.mask, problem)
+    mask_by_head = _by_head(problem.mask, problem) or _by_head(problem.blocks, problem)
     listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
     options = launch_options(problem, tile, out)
     del options["EVEN_M"]

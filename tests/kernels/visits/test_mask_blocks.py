@@ -10,7 +10,7 @@ import torch
 from conftest import NEEDS_CUDA
 from torch import Tensor
 
-from dmattn import attention
+from dmattn import BlockMask, attention
 from dmattn.equivalence import Case, Standard, judge, results
 from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
@@ -161,6 +161,19 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
     expected = results(attention, inputs, case.options)
     monkeypatch.setattr(importlib.import_module("dmattn.kernels.run"), "scan", lambda mask, states: states.fill_(ATTENDED))
     inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
+    for name, value in results(attention, inputs, case.options).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_tiles_without_a_hidden_pair_load_no_bits(bias: str | None, device: str) -> None:
+    """Told by its states that a block mask hides nothing, no kernel of either pass finds out that its bits hide everything."""
+    case = Case("full", 37, 96, bias=bias)
+    inputs = case.inputs(torch.float32, device)
+    expected = results(attention, inputs, case.options)
+    hidden = BlockMask.from_mask(torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
+    inputs = replace(inputs, mask=replace(hidden, states=torch.full_like(hidden.states, ATTENDED)))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)
 
