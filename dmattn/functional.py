@@ -102,18 +102,21 @@ def attention(
     dropout from the same state of torch's generator.
 
     Args:
-        query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
-        key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
-        value: (B, Hk, Sk, Dv), likewise. Differentiable.
-        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`, or a
-            :class:`BlockMask` for these lengths, whose blocks were looked at before. No gradient.
-        bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
-            so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
-            count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
-            rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
-            expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
-            (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
-            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+        query: (..., H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides, any number of leading axes: such
+            as the batch B, or (B, rows), or none. Differentiable.
+        key: (..., Hk, Sk, D), the query's dtype, device and leading axes; Hk divides H (grouped-query attention). Differentiable.
+        value: (..., Hk, Sk, Dv), likewise. Differentiable.
+        mask: bool, broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head axis also Hk; True attends. Or an
+            :class:`IntervalMask`, or a :class:`BlockMask` for these lengths, whose blocks were looked at before; its batch axis is the last
+            leading one. No gradient.
+        bias: float of any of the four dtypes, whatever the query's; broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head
+            axis also Hk. What is broadcast is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
+            value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may count as inf, and
+            make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once. Pass a
+            shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the expanded shape, and
+            autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch
+            memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where padding lets its rows
+            begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
             Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
@@ -130,16 +133,16 @@ def attention(
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
     bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
-    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; its vmap joins
-    the mapped axis to the batch.
+    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; under its
+    vmap the mapped axis is one more leading axis.
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
     them a relative error of about 2e-7 * abs(lse), and a row with abs(lse) over 2 ** 26 has none. Mask with -inf or a mask, not with a number
     like -1e9: ``mask = mask_bias > -1e8`` makes one of a bias of 0 and -1e9.
 
     Returns:
-        out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
-        lse: (B, H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
+        out: (..., H, Sq, Dv) in the query's dtype, laid out in memory as (..., Sq, H, Dv).
+        lse: (..., H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
@@ -176,7 +179,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with leading axes and heads that broadcast. Differentiable.
-        attn_mask: bool or float, broadcastable to (..., H, L, S). A float mask may have another dtype than the query and is differentiable.
+        attn_mask: bool or float, broadcastable to (..., H, L, S), each axis by itself and without a copy. A float mask may have another dtype
+            than the query and is differentiable.
         dropout_p: probability with which a weight is dropped, as in :func:`attention`.
         is_causal: top-left causal mask; excludes `attn_mask`.
         scale: factor on Q K^T, by default E ** -0.5.

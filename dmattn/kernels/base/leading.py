@@ -86,7 +86,8 @@ def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:
     if axes == 4:
         return problem, *others
     leading = problem.query.shape[:-3]
-    named = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor) and name not in _WITHOUT}
+    without = _WITHOUT if problem.is_masked else {*_WITHOUT, "states"}  # which are then an operator's, and empty
+    named = {name: x for name, x in problem._asdict().items() if isinstance(x, Tensor) and name not in without}
     flat = problem._replace(**{name: one_batch_axis(name, x, leading, 2 if name in _VECTORS else 3) for name, x in named.items()})
     return flat, *(None if x is None else one_batch_axis("d_out", x, leading, x.ndim - len(leading)) for x in others)
 
