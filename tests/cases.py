@@ -254,6 +254,9 @@ AXES = (
     Case("rows-axial-copies-37", 37, leading="bnm", transposed=True, window=(9, 4), reason="the same with three axes and no bias"),
     Case("rows-intervals-of-batch-70x37", 70, 37, leading="bn", intervals="b1gk", bias="b1h1k", reason="lists of the slices that intervals have"),
     Case("rows-intervals-of-rows-37x65", 37, 65, leading="bn", **GQA, intervals="1nhk", bias="b1gqk", window=(30, 5), reason="of other axes than the bias's"),
+    Case("rows-prepared-mask-37x135", 37, 135, leading="bn", mask="n1qk", keep="blocks", blocked=True, bias="b1hqk", reason="its batch is the last axis"),
+    Case("rows-two-intervals-65x37", 65, 37, leading="bn", intervals="random-twob1gk", bias="1nh1k", reason="bounds of both by the same entries"),
+    Case("gqa-rows-factors-19x37", 19, 37, leading="bn", **GQA, factors=("b1h", "1ng"), mask="n1qk", reason="factors of some axes each"),
     Case("rows-softcap-dropout-37x65", 37, 65, leading="bn", bias="b1hqk", softcap=2.0, dropout_p=0.2, reason="dropped by the place in the whole batch"),
     Case("rows-one-query-3x600", 3, 600, leading="bn", batch=1, **GQA, bias="1nh1k", mask="1n1qk", reason="decoding: splits of the keys"),
 )  # fmt: skip
@@ -411,6 +414,7 @@ HOPPER = (
     Case("hopper-rows-block-mask-key-bias-520x776", 520, 776, leading="bn", head_dim=128, mask="1nhqk", keep="blocks", bias="b1h1k", reason="lists, masks and bias columns by their own entries"),
     Case("hopper-rows-intervals-key-bias-520", 520, leading="bn", heads=4, kv_heads=2, head_dim=128, intervals="1n1k", bias="1ng1k", reason="packed intervals and bias columns by their own entries"),
     Case("hopper-rows-intervals-dense-bias-392x520", 392, 520, leading="bn", head_dim=128, intervals="b11k", bias="1nhqk", window=(100, 60), reason="intervals and bias of other axes"),
+    Case("hopper-rows-prepared-mask-shared-bias-260x776", 260, 776, leading="bn", head_dim=128, mask="nhqk", keep="blocks", blocked=True, bias="b1hqk", reason="bits by the entries of the mask"),
     Case("hopper-axial-200x136", 200, 136, leading="bn", head_dim=64, bias="b1hqk", transposed=True, reason="queries that the copy engine cannot address"),
     Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias copied by the blocks of a mask's lists"),
 )  # fmt: skip

@@ -302,7 +302,7 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     sinks = None if case.sinks is None else tensor("h", None, case.sinks_dtype or dtype)
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, sinks=sinks, **case.options)
     if case.intervals is not None:
-        axes = "b1k" if case.leading == "b" else case.intervals
+        axes = "b1k" if case.leading == "b" else case.intervals.removeprefix("random-two")
         bound = torch.empty([case.sizes[axis] for axis in axes], dtype=torch.int32, device="meta")
         again = bound if case.has_two_intervals else None
         problem = problem._replace(first=bound, last=bound, also_first=again, also_last=again)
