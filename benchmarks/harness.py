@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dmattn import report
 
@@ -204,9 +205,9 @@ def peak_extra_bytes(function: Callable[[], Sequence[Tensor]], device: torch.dev
     return torch.cuda.max_memory_allocated(device) - before - tensor_bytes(results), results
 
 
-def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the entries of tensors, nothing for None."""
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the entries of tensors, and of those that masks hold; nothing for None."""
+    return sum(x.numel() * x.element_size() for x in tree_leaves(list(tensors)) if x is not None)
 
 
 def release(device: torch.device) -> None:

@@ -9,9 +9,9 @@ gradient too, in the backward pass also out. A FactoredBias takes copies of quer
 
 Growth: the memory of a training step against the length, for problems whose bias or mask is what costs memory. Here the peak counts everything,
 inputs too, and extra memory counts what was prepared, so that a mask that only the peers need is theirs. Of a padded batch the peers get the
-mask as a bool tensor (B, 1, 1, Sk), which they broadcast as they can; of a dynamic mask the same kept keys as a bool tensor (1, H, Sq, Sk).
-`dynamic_mask_attention` copies keys and values, so the promise is not about it. A contender that ran out of memory is not tried at greater
-lengths. The slope is the exponent of the length in a fit through the last points.
+mask as a bool tensor (B, 1, 1, Sk), which they broadcast as they can; of a dynamic mask the same kept keys as a bool tensor (1, H, Sq, Sk); of
+Longformer's window and global tokens one of (1, 1, Sq, Sk). `dynamic_mask_attention` copies keys and values, so the promise is not about it. A
+contender that ran out of memory is not tried at greater lengths. The slope is the exponent of the length in a fit through the last points.
 
 Refusals are recorded with their reason. The result file is written anew after every workload and every contender of a growth.
 """
@@ -97,6 +97,7 @@ GROWTHS = (
     Growth(Workload("key_bias_causal", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True)),
     Growth(Workload("padded_batch", 2, 8, 8, 4096, 4096, 128), padded=True),
     Growth(Workload("dynamic_mask", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True), keep=1024, peers=("sdpa_efficient", "eager")),
+    Growth(Workload("longformer", 1, 12, 12, 4096, 4096, 64, longformer=(256, 64))),
 )
 
 

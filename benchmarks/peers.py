@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils._pytree import tree_leaves
 
 from dmattn import IntervalMask
 
@@ -173,7 +174,7 @@ class FlexProblem:
         if mask is None and left is None and right is None:
             return None
         offset = key.shape[2] - query.shape[2]
-        tensors = [mask] if isinstance(mask, Tensor) else [] if mask is None else [mask.first[..., None, :], mask.last[..., None, :]]
+        tensors = [mask] if isinstance(mask, Tensor) else [bound[..., None, :] for bound in tree_leaves(mask) if bound is not None]
         tensors = [_per_query_head(_four_axes(x), query) for x in tensors]
         batch, heads = (max((x.shape[axis] for x in tensors), default=1) for axis in (0, 1))
 
@@ -193,8 +194,12 @@ class FlexProblem:
             if len(lookups) == 1:
                 seen = seen & lookups[0](b, h, i, j)
             elif lookups:
-                first, last = lookups
-                seen = seen & (first(b, h, i, j) <= i) & (i < last(b, h, i, j))
+                first, last, *also = lookups
+                inside = (first(b, h, i, j) <= i) & (i < last(b, h, i, j))
+                if also:
+                    first, last = also
+                    inside = inside | ((first(b, h, i, j) <= i) & (i < last(b, h, i, j)))
+                seen = seen & inside
             return seen
 
         return create_block_mask(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import distances, harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
-from dmattn import BlockMask, attention
+from dmattn import BlockMask, IntervalMask, attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
@@ -125,7 +125,9 @@ def _problem(record: Record) -> str:
     kept = record["kept_blocks"] and f"{'prepared ' if record.get('prepared') else ''}block mask, {record['kept_blocks']:.0%} kept"
     window = record.get("window") and f"window of {record['window']} keys"
     sinks = "sinks" if record.get("sinks") else ""
-    particular = ", ".join(filter(None, (bias, "causal" if record["causal"] and not window else "", window, sinks, kept)))
+    near, tokens = record.get("longformer") or (None, None)
+    seen = f"{near} keys on either side, {tokens} global tokens" if near else ""
+    particular = ", ".join(filter(None, (bias, "causal" if record["causal"] and not window else "", window, sinks, kept, seen)))
     grouped = f"{query_heads} heads" + ("" if kv_heads == query_heads else f" on {kv_heads}")
     return f"{particular}\nbatch {batch}, {grouped}, {lengths}, head dim {head_dim}"
 
@@ -151,6 +153,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "sinks": workload.sinks,
         "kept_blocks": workload.kept_blocks,
         "prepared": workload.prepared,
+        "longformer": workload.longformer,
         "passes": workload.passes,
         "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
         "contenders": {},
@@ -213,6 +216,8 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
         if not tensors["query"].is_cuda:
             return problem.out
         return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    if isinstance(options["mask"], IntervalMask):
+        options["mask"] = options["mask"].to_dense(tensors["query"].shape[2])[(None,) * 2]
     if workload.distances:
         pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
         by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn import IntervalMask
 from dmattn.equivalence import Case
 
 BLOCK = 128  # of the block mask
@@ -21,8 +22,9 @@ class Workload:
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
     broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
     A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
-    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as a BlockMask. A bias requires
-    grad, and so do points and sinks in its place, but not in `inference`, which has a forward pass alone.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as a BlockMask. `longformer` is
+    (keys that a query sees on either side, global tokens, with which a row begins). A bias requires grad, and so do points and sinks in its
+    place, but not in `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Workload:
     sinks: bool = False
     kept_blocks: float | None = None
     prepared: bool = False
+    longformer: tuple[int, int] | None = None
     inference: bool = False
 
     @property
@@ -63,10 +66,15 @@ class Workload:
         return f"{self.batch}, {self.heads}/{self.kv_heads}, {self.len_q} x {self.len_k}, {self.head_dim}"
 
     def flops(self, backward: bool) -> float:
-        """Of the matrix products; causal counts half, a window and a block mask their share, backward 2.5 times forward."""
+        """Of the matrix products; causal counts half, a window and a mask their share, backward 2.5 times forward."""
         if self.window is not None:
             return 4.0 * self.batch * self.heads * self.len_q * min(self.window, self.len_k) * self.head_dim * (2.5 if backward else 1.0)
         share = (0.5 if self.causal else 1.0) * (1.0 if self.kept_blocks is None else self.kept_blocks)
+        if self.longformer is not None:
+            mask = self._intervals(torch.device("cpu"))
+            bounds = ((mask.first, mask.last), (mask.also_first, mask.also_last))
+            pairs = sum(int((last - first).clamp(min=0).sum()) for first, last in bounds if first is not None and last is not None)
+            share *= pairs / (self.len_q * self.len_k)
         return 4.0 * self.batch * self.heads * self.len_q * self.len_k * self.head_dim * share * (2.5 if backward else 1.0)
 
     def tiny(self) -> Workload:
@@ -80,10 +88,14 @@ class Workload:
             len_k=min(self.len_k, 256 if self.kept_blocks else 64),
             window=self.window and 16,
             head_dim=16,
+            longformer=self.longformer and (4, 2),
         )
 
-    def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, key, value and bias, which may be sinks or points (3, B, S) in float32, mask, and d_out, the gradient that comes in."""
+    def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Any]:
+        """query, key, value and bias, which may be sinks or points (3, B, S) in float32, mask, and d_out, the gradient that comes in.
+
+        The mask is a tensor, an IntervalMask or None.
+        """
         random = torch.Generator(device).manual_seed(seed)
 
         def normal(axes: str, dim: int | None = None) -> Tensor:
@@ -97,8 +109,17 @@ class Workload:
         leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
         return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
 
-    def _mask(self, random: torch.Generator, device: torch.device) -> Tensor | None:
-        """(1, H, Sq, Sk): whole blocks, at least the one on the diagonal for each row of blocks."""
+    def _intervals(self, device: torch.device) -> IntervalMask:
+        """A window and global tokens."""
+        assert self.longformer is not None
+        near, tokens = self.longformer
+        window = IntervalMask.window(self.len_q, self.len_k, left=near, right=near, device=device)
+        return window | IntervalMask.global_tokens(torch.arange(self.len_k, device=device) < tokens)
+
+    def _mask(self, random: torch.Generator, device: torch.device) -> Tensor | IntervalMask | None:
+        """(1, H, Sq, Sk): whole blocks, at least the one on the diagonal for each row of blocks; or intervals."""
+        if self.longformer is not None:
+            return self._intervals(device)
         if self.kept_blocks is None:
             return None
         rows, cols = self.len_q // BLOCK, self.len_k // BLOCK
@@ -123,6 +144,7 @@ WORKLOADS = (
     Workload("blockmask_10pct_prepared", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10, prepared=True),
     Workload("gpt_oss_window", 1, 64, 8, 8192, 8192, 64, causal=True, window=128),
     Workload("gpt_oss_window_sinks", 1, 64, 8, 8192, 8192, 64, causal=True, window=128, sinks=True),
+    Workload("longformer_16k", 2, 12, 12, 16384, 16384, 64, longformer=(256, 64)),
     Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),
 )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .biases import FactoredBias
+from .graphs import asked_in_tracing
 from .precision import dot_precision
 from .problem import MAX_HEAD_DIM, autocast, check_qkv, check_tensor, checked_scale
 
@@ -49,7 +50,7 @@ def joined(
     cols = _placed("bias.cols", bias.cols, key, key.shape[-3], is_packed, query.shape[-3])
     if scale == 0:
         query, scale = query * 0.0, 1.0
-    parted = torch.bfloat16 if query.is_cuda and dot_precision(query) == "tf32" else query.dtype  # TF32 holds any bfloat16 number
+    parted = torch.bfloat16 if query.is_cuda and _rounds_products(query.dtype) else query.dtype  # TF32 holds any bfloat16 number
     exact = rows.dtype == parted and isinstance(scale, float) and abs(math.frexp(scale)[0]) == 0.5
     parts = (1 if exact else PARTS.get(parted, 1), 1 if cols.dtype == parted else PARTS.get(parted, 1))
     pairs = [(i, j) for i in range(parts[0]) for j in range(parts[1]) if i + j < max(parts)]
@@ -67,10 +68,16 @@ def joined(
         rows, cols = _balanced(rows, cols)
     if rows.shape[-3] != 1 and rows.shape[-3] != query.shape[-3]:
         rows = rows.repeat_interleave(query.shape[-3] // rows.shape[-3], dim=-3)
-    row_parts, col_parts = _parts(rows, parted, parts[0]), _parts(cols, parted, parts[1])
+    row_parts, col_parts = (_parts(x, parted, count, query.dtype) for x, count in zip((rows, cols), parts, strict=True))
     query = _beside(query, [row_parts[i] for i, _ in pairs])
     key = _beside(key, [col_parts[j] for _, j in pairs])
     return Joined(query, key, scale)
+
+
+@asked_in_tracing
+def _rounds_products(dtype: torch.dtype) -> bool:
+    """Whether kernels round factors of products of `dtype` to TF32."""
+    return dot_precision(dtype) == "tf32"
 
 
 def _placed(name: str, factors: Tensor, tokens: Tensor, kv_heads: int, is_packed: bool, query_heads: int = 0) -> Tensor:
@@ -110,26 +117,34 @@ def _balanced(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     exponents = []
     for x in (rows, cols):
         sizes = x.detach().abs()
-        largest = torch.where(sizes < float("inf"), sizes, 0.0).amax(dim=tuple(range(x.ndim - 1)))
-        exponents.append(torch.where(largest == 0.0, 0, (largest.view(torch.int32) >> 23) - 127))
-    moved = (exponents[1] - exponents[0]) >> 1
-    power, inverse = (((127 + sign * moved).clamp(1, 254) << 23).view(torch.float32) for sign in (1, -1))
+        exponents.append(torch.frexp(torch.where(sizes < float("inf"), sizes, 0.0).amax(dim=tuple(range(x.ndim - 1)))).exponent)
+    moved = ((exponents[1] - exponents[0]) >> 1).clamp(-126, 126)
+    power, inverse = (torch.exp2(sign * moved.double()).float() for sign in (1, -1))  # exact: of float64 the error is rounded away
     return rows * power, cols * inverse
 
 
-def _parts(whole: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """`count` tensors that, each rounded to `dtype`, sum to `whole`. The first is `whole`, which carries the gradient; the others have none.
+def _parts(whole: Tensor, dtype: torch.dtype, count: int, stored: torch.dtype) -> list[Tensor]:
+    """`count` tensors that, each rounded to `dtype`, sum to `whole`. The first carries the gradient; the others have none.
 
-    Rounded by bits, to the nearest and then to even: a compiler drops a conversion to fewer bits and back.
+    They are rounded here where they are stored in another dtype; storing them rounds them otherwise.
     """
-    parts, rest = [whole], whole.detach()
-    for _ in range(count - 1):
-        bits, low = rest.view(torch.int32), LOW_BITS[dtype]
-        half = (1 << low - 1) - 1 + (bits >> low & 1)
-        rounded = (bits + half & -1 << low).view(torch.float32)
-        rest = torch.where(rounded.isfinite(), rest - rounded, 0.0)
-        parts.append(rest)
+    parts, rest = [], whole.detach()
+    for i in range(count):
+        rounded = rest if i == count - 1 and stored == dtype else _rounded(rest, dtype)
+        lost = torch.where(rounded.isfinite(), rest - rounded, 0.0)
+        part = whole if i == 0 else rest
+        parts.append(part if stored == dtype else part - lost)
+        rest = lost
     return parts
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers rounded to `dtype`, to the nearest and then to even; by bits for a compiler, which drops a conversion and back."""
+    if not torch.compiler.is_compiling():
+        return x.to(dtype).to(x.dtype)
+    bits, low = x.view(torch.int32), LOW_BITS[dtype]
+    half = (1 << low - 1) - 1 + (bits >> low & 1)
+    return (bits + half & -1 << low).view(torch.float32)
 
 
 def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:

@@ -133,8 +133,13 @@ def attention(
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
     bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
-    PyTorch path with the same semantics. Second derivatives, forward-mode AD and torch.func's grad, vjp and jacrev raise; under its
-    vmap the mapped axis is one more leading axis.
+    PyTorch path with the same semantics.
+
+    Derivatives of any order exist, in reverse and forward mode, and under torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap, in any
+    order). The first in reverse is the kernels'. All others are the formulas above, in float32 (float64 for float64 inputs) and rounded once,
+    differentiated one chunk of query rows at a time: exact and deterministic, in memory of O(N), slower. Under vmap the mapped axis is one more
+    leading axis. ``torch.compile`` leaves derivatives in forward mode and under torch.func out of its graphs, and refuses to differentiate a
+    compiled graph twice.
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
     them a relative error of about 2e-7 * abs(lse), and a row with abs(lse) over 2 ** 26 has none. Mask with -inf or a mask, not with a number
@@ -147,7 +152,8 @@ def attention(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
             what was expected and what was received. Raised before anything runs.
-        RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for that does not exist.
+        RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for in a way that
+            is refused: ``is_grads_batched``, ``vectorize`` of torch.autograd.functional, and dropout under torch.func.vmap.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """

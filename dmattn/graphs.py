@@ -1,4 +1,4 @@
-"""``torch.compiler.disable`` without its price: torch._dynamo, which takes seconds and 130 MB to import."""
+"""What ``torch.compiler`` has for functions, without its price: torch._dynamo, which takes seconds and 130 MB to import."""
 
 from __future__ import annotations
 
@@ -30,3 +30,9 @@ def left_out_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]
         return call
 
     return decorate
+
+
+def asked_in_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.assume_constant_result``: a compiler asks the function once while it traces, and takes the answer as it is."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

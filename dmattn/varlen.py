@@ -82,7 +82,6 @@ def attention_varlen(
     sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@left_out_of_graphs("dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -111,7 +110,9 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
-    device: a CUDA graph serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
+    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. On a GPU
+    ``torch.compile`` leaves out of its graphs what a mask of pairs, or a mask by query with a bias by key, has computed (with
+    ``fullgraph=True`` it raises).
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -121,6 +122,7 @@ def attention_varlen(
         max_seqlen_q: a number of queries that no sequence exceeds, known to the caller. max_seqlen_k: the same of the keys.
         mask: bool, broadcastable to (sequences, H, max_seqlen_q, max_seqlen_k), the head axis also Hk, in the coordinates of each sequence:
             its first query and key are at 0, and what is beyond its lengths is not read into the result. True attends. No gradient.
+            An :class:`IntervalMask` of the packed tokens goes to :func:`dmattn.attention`, as ``mask & IntervalMask.packed(...)``.
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
@@ -139,7 +141,7 @@ def attention_varlen(
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
-    own. On a CPU that raises.
+    own. On a CPU that raises, but in compiled code.
 
     Head dims, autocast, determinism and derivatives are as in :func:`dmattn.attention`.
 
@@ -286,12 +288,22 @@ def _padded(
     key, value, first, last = (_pad(x[0], keys) for x in (problem.key, problem.value, first, last))
     problem = problem._replace(query=query, key=key, value=value)
     if mask is None:
-        problem = problem._replace(first=first, last=last)
+        out, lse = call(problem._replace(first=first, last=last))
     else:
-        problem = problem._replace(mask=mask & IntervalMask(first, last).to_dense(queries.longest))
-    out, lse = call(problem)
+        masked = _masked_on_a_gpu if query.is_cuda else _masked
+        out, lse = masked(problem, mask, first, last)
     out, lse = (_Pack.apply(x.transpose(1, 2), queries.sequence, queries.position) for x in (out, lse))
     return out, lse.t().contiguous()
+
+
+def _masked(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a problem that intervals and a mask of pairs hide pairs of."""
+    return call(problem._replace(mask=mask & IntervalMask(first, last).to_dense(problem.query.shape[2])))
+
+
+_masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, gradients beside a mask of pairs were wrong (PyTorch 2.11)")(
+    _masked
+)
 
 
 def _pad(x: Tensor, places: _Places) -> Tensor:

@@ -310,7 +310,8 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
             assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
         assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
         assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
-    points = [f"{name}-{n}" for name in ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
+    growths = ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask", "longformer")
+    points = [f"{name}-{n}" for name in growths for n in (16, 32, 512)]
     assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
     for record in result["growth"]:
         dynamic = record["growth"] == "dynamic_mask"
@@ -333,7 +334,7 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
-        everything = memory.attention_of("eager", workload, tensors)(*inputs)
+        everything = memory.attention_of("eager", workload, {**tensors, "mask": None})(*inputs)
         assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances"))
 
 

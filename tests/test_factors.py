@@ -11,7 +11,7 @@ from conftest import needs_cuda
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import FactoredBias, IntervalMask, attention, attention_varlen, explain, reference, scaled_dot_product_attention
+from dmattn import FactoredBias, IntervalMask, attention, attention_varlen, explain, factors, reference, scaled_dot_product_attention
 from dmattn.broadcast import per_query_head
 from dmattn.equivalence import Case, results
 from dmattn.execution.backend import interpreting
@@ -67,6 +67,12 @@ def test_the_bias_has_the_precision_that_is_stated(kind: str, of: torch.dtype, d
         assert error <= stated, (sizes, scale, error / stated)
         compared += 1
     assert compared >= (5 if FP16 in (dtype, of) else 28)
+
+
+def test_float16_reaches_from_one_end_of_float32_to_the_other() -> None:
+    tokens, rows, cols = torch.zeros(1, 1, 3, 4, dtype=FP16), torch.full((3, 1), 2.0**127), torch.full((3, 1), 3 * 2.0**-133)
+    given = joined(tokens, tokens, tokens, FactoredBias(rows, cols), 1.0, None)
+    assert torch.equal(given.query.double() @ given.key.double().mT, torch.full((1, 1, 3, 3), 3 * 2.0**-6, dtype=FP64))
 
 
 def widths(query: torch.dtype, rows: torch.dtype, cols: torch.dtype, scale: float) -> tuple[int, int]:
@@ -381,6 +387,18 @@ def test_other_errors_of_a_call() -> None:
         ValueError, match=r"^dmattn: bias.rows: expected factors of query, \(5, 4 or 2 or 1 heads, R\) or \(5, R\), received \(4, 5, 3\)$"
     ):
         attention_varlen(*(x[0].transpose(0, 1) for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(4, 5, 3), normal(7, 3)), **packed)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_parts_stored_in_float32_are_bfloat16_numbers(graph: bool) -> None:
+    """As TF32 drops what a part has beyond its dtype."""
+    whole = (normal(5, 7) * 2.0 ** torch.arange(-30, 40, 10)).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: graph)
+        parts = factors._parts(whole, torch.bfloat16, 3, torch.float32)
+    assert all(torch.equal(part, part.bfloat16().float()) for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), whole.double())
+    assert torch.equal(torch.autograd.grad(sum(part.sum() for part in parts), whole)[0], torch.ones_like(whole))
 
 
 @needs_cuda

@@ -12,9 +12,10 @@ from conftest import NEEDS_CUDA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from dmattn import IntervalMask, attention
+from dmattn import IntervalMask, attention, attention_varlen
 from dmattn.equivalence import Case
 from dmattn.execution import torch_path
 from dmattn.execution.backend import interpreting
@@ -269,9 +270,10 @@ class Masked(torch.nn.Module):
 
 
 @no_compile
-def test_exported_and_compiled_functions_take_a_mask() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_and_compiled_functions_take_a_mask(strict: bool) -> None:
     query, mask, other = torch.randn(2, 4, 9, 8), longformer(9, 1, 2), longformer(9, 0, 1)
-    program = torch.export.export(Masked(), (query, mask))
+    program = torch.export.export(Masked(), (query, mask), strict=strict)
     torch.compiler.reset()
     compiled = torch.compile(Masked(), fullgraph=True, backend="eager")
     for each in (mask, other, IntervalMask.causal(9, 9)):
@@ -292,6 +294,31 @@ def test_a_compiled_function_joins_masks() -> None:
     assert torch.equal(compiled(query, window, is_global), join(query, window, is_global))
     with pytest.raises(RuntimeError, match="expected one run of global tokens"):
         compiled(query, window, torch.arange(9) % 2 == 0)
+
+
+def test_masks_whose_elements_cannot_be_read_have_two_intervals() -> None:
+    near = IntervalMask.window(9, 9, left=1, right=1)
+    assert (near.to("meta") | near.to("meta")).also_first.device.type == "meta"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert (near | IntervalMask.global_tokens(torch.arange(9) < 2)).also_first.shape == (9,)
+        assert IntervalMask.from_mask(torch.ones(4, 5, dtype=torch.bool)).also_first.shape == (5,)
+
+
+def test_packed_tokens_under_a_union() -> None:
+    """A global token at the beginning of each sequence, and a window, beside the same for each sequence by a bool mask."""
+    lengths, heads = (30, 7, 18), 2
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    total, longest = sum(lengths), max(lengths)
+    begin = torch.repeat_interleave(ends[:-1], torch.tensor(lengths)).int()
+    is_global = begin == torch.arange(total)
+    tokens = IntervalMask(begin, torch.where(is_global, total, begin + 1).int(), total)
+    mask = (IntervalMask.window(total, total, left=3, right=3) | tokens) & IntervalMask.packed(ends, ends, total, total)
+    place = torch.arange(longest)
+    dense = ((place[:, None] - place).abs() <= 3) | (place == 0) | (place == 0)[:, None]
+    query, key, value = (torch.randn(total, heads, 8) for _ in range(3))
+    out = attention(*(x.transpose(0, 1)[None] for x in (query, key, value)), mask=mask)[0].transpose(0, 1)
+    want = attention_varlen(query, key, value, ends, ends, max_seqlen_q=longest, max_seqlen_k=longest, mask=dense)
+    torch.testing.assert_close(out, want)
 
 
 def test_vmap_takes_and_joins_masks() -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..graphs import asked_in_tracing
 from ..masks import BOUNDS
 from ..problem import Problem, with_axes
-from . import backend, passes
+from . import backend, derivatives, passes
+from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
@@ -109,22 +111,20 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 
 
 @forward.register_vmap
-def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, None]]:
-    """The mapped axis is one more leading axis. What all its elements share is 1 on it, and queries, keys and values are expanded."""
-    if inputs[FIELDS.index("seed")] is not None:
-        raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
-    if axes[FIELDS.index("sinks")] is not None:
-        raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
+def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int | None]]:
+    mapped = Mapped.of(info.batch_size, FIELDS, inputs, axes, ())
+    out, lse, states = torch.ops.dmattn.forward(*map(mapped.leading, FIELDS, inputs, axes))
+    states, axis = mapped.of_states(states, axes[FIELDS.index("mask")])
+    return (out, lse, states), (0, 0, axis)
 
-    def leading(name: str, x: Any, axis: int | None) -> Any:
-        if name == "bits" and axis is not None:
-            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
-        if not isinstance(x, Tensor) or name in ("sinks", "bits"):
-            return x
-        x = x[None] if axis is None else x.movedim(axis, 0)
-        return x if name in SHARED else x.expand(info.batch_size, *x.shape[1:])
 
-    return torch.ops.dmattn.forward(*map(leading, FIELDS, inputs, axes)), (0, 0, None)
+@backward.register_vmap
+def _(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    names = ("out", "lse", "out", "lse", "needs", "pads", *FIELDS)
+    needed = dict(zip(LEARNED, inputs[4], strict=True))
+    mapped = Mapped.of(info.batch_size, FIELDS, inputs[6:], axes[6:], [name for name, need in needed.items() if need])
+    gradients = torch.ops.dmattn.backward(*map(mapped.leading, names, inputs, axes))
+    return gradients, tuple(0 if need else None for need in needed.values())
 
 
 def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | None], results: passes.Forward) -> None:
@@ -143,12 +143,19 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
-    if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
-        gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
-    else:
-        # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
-        pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
-        gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
+    gradients: Sequence[Any]
+    try:
+        if torch.is_grad_enabled():  # a second derivative may be asked for
+            gradients = derivatives.backward(d_out, d_lse, out, lse, needs, problem)
+        elif nothing_watches((d_out, d_lse, *saved)):
+            gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
+        else:
+            # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
+            pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
+            gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
+    except RuntimeError:
+        refuse_batches(d_out, d_lse)  # which look like others, and of which nothing can be computed
+        raise
     return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
 
 
@@ -170,35 +177,19 @@ def _gradients_of_operator(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None,
     return tuple(named.get(name) for name in FIELDS)
 
 
-def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise RuntimeError(
-        "dmattn: attention has no second derivative: its backward pass was differentiated again (create_graph=True, or a gradient "
-        "penalty). Use dmattn.reference.attention, which autograd can differentiate any number of times."
-    )
-
-
 forward.register_autograd(_gradients_of_operator, setup_context=_save_of_operator)
-backward.register_autograd(_refuse)
 
 
 def by_operator(problem: Problem) -> tuple[Tensor, Tensor]:
-    """(out, lse); differentiable, once and in reverse."""
-    tensors = [x for x in (getattr(problem, name) for name in LEARNED) if x is not None]
-    compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
-    if not compiling and functorch.peek_interpreter_stack() is not None and any(map(_in_func_grad, tensors)):
-        raise RuntimeError(
-            "dmattn: attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd, or dmattn.reference.attention."
-        )
-    if forward_ad._current_level >= 0 and (compiling or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)):
-        raise RuntimeError("dmattn: attention has no forward-mode derivative; use dmattn.reference.attention.")
+    """(out, lse), differentiable in every way."""
+    if forward_ad._current_level >= 0 or _differentiated_by_func():
+        return derivatives.attend(problem)
     out, lse, _ = torch.ops.dmattn.forward(*problem)
     return out, lse
 
 
-def _in_func_grad(x: Tensor) -> bool:
-    """Whether torch.func differentiates with respect to `x`, which vmap may have wrapped besides."""
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
+@asked_in_tracing
+def _differentiated_by_func() -> bool:
+    """Whether a transform of torch.func takes derivatives."""
+    transforms = functorch.get_interpreter_stack() or ()
+    return any(each.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp) for each in transforms)

@@ -53,7 +53,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if device not in _devices or recorder() is not None:
             return function(*arguments)
         try:
-            key = (*map(_look, arguments), dot_precision(first))
+            key = (*map(_look, arguments), dot_precision(first.dtype))
             record = records.get(key)
         except (TypeError, RuntimeError):  # a value without hash, a tensor without strides: what is wrong with it the function says
             return function(*arguments)

@@ -27,8 +27,19 @@ from ..masks import BOUNDS
 from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
 from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
+from .watching import nothing_watches
 
 Keys = slice | Tensor  # of a chunk: some in a row, or ascending places
+# The axes of queries and of keys, of tensors of a problem and of results; an axis of 1 is one entry for all, but not in those that are FULL.
+AXES: dict[str, tuple[int | None, int | None]] = {
+    "query": (-2, None),
+    "key": (None, -2),
+    "value": (None, -2),
+    "mask": (-2, -1),
+    "bias": (-2, -1),
+}
+AXES |= dict.fromkeys(BOUNDS, (None, -1)) | {"sinks": (None, None), "out": (-2, None), "lse": (-1, None)}
+FULL = ("query", "key", "value", "out", "lse")
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
 WINDOW_ROWS = 128  # at most, of a chunk of a window: the same
@@ -38,13 +49,13 @@ PACKED_ROWS = 128  # at most, of a chunk of packed sequences: more would compute
 @torch.no_grad()
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
-    dtype = _compute_dtype(problem)
+    dtype = compute_dtype(problem)
     problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
-    attend, scores = reference.attend, _scores(problem)
+    attend, scores = reference.attend, scores_of_row(problem)
     if torch_kernel.serves(problem):
         problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
-    for rows, keys, chunk in _chunks(problem, scores):
-        out[..., rows, :], lse[..., rows] = attend(chunk, dtype, rows.start, _aligned_length(problem, keys))
+    for rows, keys, chunk in chunks(problem, scores):
+        out[..., rows, :], lse[..., rows] = attend(chunk, dtype, rows.start, aligned_length(problem, keys))
 
 
 @torch.no_grad()
@@ -57,7 +68,7 @@ def backward(
     gradients: Gradients,
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
-    dtype = _compute_dtype(problem)
+    dtype = compute_dtype(problem)
     d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
     kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
@@ -70,8 +81,8 @@ def backward(
     )
     if d_bias_rows is not None:
         d_bias_rows.zero_()  # a chunk may not have all keys
-    for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
-        scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
+    for rows, keys, chunk in chunks(problem._replace(key=key, value=value), scores_of_row(problem)):
+        scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
         empty = lse[..., rows, None] == float("-inf")
         p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
         of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
@@ -112,13 +123,13 @@ def backward(
         gradients.sinks.copy_(d_sink_scores.sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2]))
 
 
-def _scores(problem: Problem) -> int:
+def scores_of_row(problem: Problem) -> int:
     """Of one row of each (batch, head)."""
     return math.prod(problem.query.shape[:-2]) * problem.key.shape[-2]
 
 
-def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem]]:
-    """(row slice, keys, `problem` restricted to those query rows and keys, which are all that the rows see).
+def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem]]:
+    """(row slice, keys, `problem` :func:`restricted` to those query rows and keys, which are all that the rows see).
 
     `scores` is how many numbers are alive for a row.
     """
@@ -127,24 +138,54 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Proble
     if problem.left is not None or problem.right is not None:
         step = min(step, WINDOW_ROWS)
     parts: Iterable[tuple[slice, Keys]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
-    first = problem.first
-    if first is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
+    first, known = problem.first, [getattr(problem, name) for name in BOUNDS]  # but no graph may depend on what they hold
+    if first is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None and nothing_watches(known):  # dropout counts all keys
         if problem.also_first is not None:
             problem = _without_window(problem)
         parts = _parts_of_intervals(problem, step)
     for rows, keys in parts:
         if isinstance(keys, slice):
             keys = _in_window(problem, rows, keys)
-        mask = problem.mask
-        if problem.blocks is not None and problem.bits is not None:
-            mask = unpacked(problem.blocks, problem.bits, len_k, rows.start, rows.stop)[..., keys]
-        elif mask is not None:
-            mask = _part(_part(mask, -2, rows), -1, keys)
-        bias = None if problem.bias is None else _part(_part(problem.bias, -2, rows), -1, keys)
-        bounds: dict[str, Any] = {name: _part(x, -1, keys) for name in BOUNDS if (x := getattr(problem, name)) is not None}
-        query, key, value = problem.query[..., rows, :], problem.key[..., keys, :], problem.value[..., keys, :]
-        part = problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, blocks=None, bits=None)
-        yield rows, keys, part._replace(**bounds)
+        yield rows, keys, restricted(problem, rows, keys)
+
+
+def restricted(problem: Problem, rows: slice, keys: Keys) -> Problem:
+    """`problem` of some query rows and keys."""
+    fields: dict[str, Any] = {name: part_of(name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
+    if problem.blocks is not None and problem.bits is not None:
+        mask = unpacked(problem.blocks, problem.bits, problem.key.shape[-2], rows.start, rows.stop)
+        fields |= dict(mask=mask[..., keys], blocks=None, bits=None)
+    return problem._replace(**fields)
+
+
+def part_of(name: str, x: Tensor, rows: slice, keys: Keys) -> Tensor:
+    """A field of a problem, or what has the shape of one or of a result, of some query rows and keys; a view where these are slices."""
+    of_rows, of_keys = _axes(name, x)
+    x = x if of_rows is None else _at(x, of_rows, rows)
+    return x if of_keys is None else _at(x, of_keys, keys)
+
+
+def add_part(name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor) -> None:
+    """Add to the :func:`part_of` of `total`."""
+    of_rows, of_keys = _axes(name, total)
+    total = total if of_rows is None else _at(total, of_rows, rows)
+    if of_keys is None:
+        total += x
+    elif isinstance(keys, slice):
+        total = _at(total, of_keys, keys)
+        total += x
+    else:
+        total.index_add_(of_keys, keys, x)  # no key stands twice in them
+
+
+def _axes(name: str, x: Tensor) -> tuple[int | None, int | None]:
+    """Those of queries and keys, None where there is none, or one entry for all."""
+    of_rows, of_keys = (None if axis is None or (x.shape[axis] == 1 and name not in FULL) else axis for axis in AXES[name])
+    return of_rows, of_keys
+
+
+def _at(x: Tensor, axis: int, places: Keys) -> Tensor:
+    return x.narrow(axis, places.start, places.stop - places.start) if isinstance(places, slice) else x.index_select(axis, places)
 
 
 def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
@@ -197,14 +238,7 @@ def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Ke
         start = stop
 
 
-def _part(x: Tensor, axis: int, places: Keys) -> Tensor:
-    """`x` at some places of an axis, which may also be 1 for all."""
-    if x.shape[axis] == 1:
-        return x
-    return x.narrow(axis, places.start, places.stop - places.start) if isinstance(places, slice) else x.index_select(axis, places)
-
-
-def _aligned_length(problem: Problem, keys: Keys) -> int:
+def aligned_length(problem: Problem, keys: Keys) -> int:
     """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side.
 
     Where keys are in any places there is no window that would count them.
@@ -213,5 +247,5 @@ def _aligned_length(problem: Problem, keys: Keys) -> int:
     return len_q - (len_k - keys.stop) if isinstance(keys, slice) else len_q
 
 
-def _compute_dtype(problem: Problem) -> torch.dtype:
+def compute_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.query.dtype == torch.float64 else torch.float32

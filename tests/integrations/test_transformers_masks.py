@@ -75,6 +75,12 @@ def random_call(source: random.Random) -> dict:
         positions = torch.cat([torch.arange(cut), torch.arange(len_q - cut)]).expand(batch, -1)
         if not (positions.diff() == 1).all():
             function = packed(function, positions)
+    stop = place["kv_length"] + place["kv_offset"]
+    if kind != "cross" and source.random() < 0.3:  # images inside text, some of them longer than the text
+        lengths = torch.randint(0, 5, (batch, 2 * stop), generator=seed)
+        images = torch.stack([torch.repeat_interleave(torch.arange(2 * stop), row)[:stop] for row in lengths + 1])
+        images = images.masked_fill((images + torch.randint(0, 2, (batch, 1), generator=seed)) % 2 == 0, -1)
+        function = rules.or_masks(function, rules.blockwise_overlay(images))
     keys = None
     if source.random() < 0.6:  # Transformers' mask of tokens ends with the last that there is; a static cache has room for more
         keys = torch.rand(batch, place["kv_length"] + place["kv_offset"] - source.choice((0, 0, 1)), generator=seed) < source.choice((0.7, 1.1))
@@ -110,6 +116,10 @@ def call_of(**changes) -> dict:
     return dict(batch_size=2, q_length=6, kv_length=9, q_offset=3, kv_offset=0, mask_function=rules.causal_mask_function) | changes
 
 
+def blockwise(blocks: list[list[int]]) -> Callable:
+    return rules.or_masks(rules.causal_mask_function, rules.blockwise_overlay(torch.tensor(blocks)))
+
+
 HIDDEN = torch.tensor([[0] * 2 + [1] * 7, [1] * 9]).bool()
 
 
@@ -136,6 +146,8 @@ def test_a_mask_without_padding_needs_no_intervals(changes: dict, causal: bool, 
         pytest.param(dict(mask_function=lambda batch, head, q, kv: kv <= q), id="function-of-the-users-own"),
         pytest.param(dict(mask_function=rules.or_masks(rules.causal_mask_function, rules.bidirectional_mask_function)), id="or"),
         pytest.param(dict(mask_function=rules.and_masks(rules.causal_mask_function, lambda batch, head, q, kv: kv != 1)), id="and-own"),
+        pytest.param(dict(mask_function=blockwise([[0, 0, -1, 1, 1, -1, 0, 0, 0], [-1] * 9])), id="a-block-in-parts"),
+        pytest.param(dict(mask_function=rules.or_masks(rules.causal_mask_function, lambda batch, head, q, kv: kv == 1)), id="or-own"),
         pytest.param(dict(use_vmap=True), id="vmap"),
         pytest.param(dict(attention_mask=HIDDEN.long()), id="integer-padding"),
         pytest.param(dict(q_length=1, kv_length=9, q_offset=8, attention_mask=HIDDEN), id="one-query-and-padding"),

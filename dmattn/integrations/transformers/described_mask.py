@@ -132,10 +132,25 @@ def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, 
 
 
 class _Rule(NamedTuple):
-    """One condition of a mask: "causal", "left" (size), "both" (size), "chunks" (size, left padding) or "packed" (sequence of each token)."""
+    """One condition of a mask: "causal", "left" (size), "both" (size), "chunks" (size, left padding) or "packed" (sequence of each token).
+
+    Or "blocks" (conditions that are joined by "and", the block of each token or a negative number): these conditions hold, or query and key are
+    of one block, as the tokens of an image are.
+    """
 
     kind: str
     values: tuple[Any, ...] = ()
+
+
+class _Place(NamedTuple):
+    """Where the queries and keys of a mask stand in their sequences."""
+
+    batch: int
+    len_q: int
+    len_k: int
+    q_offset: int | Tensor
+    kv_offset: int
+    device: torch.device | str
 
 
 def describe(
@@ -154,8 +169,8 @@ def describe(
 
     With a float `dtype` it is that of :func:`transformers.masking_utils.eager_mask`.
 
-    None for a `mask_function` other than Transformers' causal, sliding, chunked and packed ones and what they make together, while tracing
-    or compiling, and for a single query with padding or an offset, which is as small as its description.
+    None for a `mask_function` other than Transformers' causal, sliding, chunked, packed and blockwise ones and what they make together, while
+    tracing or compiling, and for a single query with padding or an offset, which is as small as its description.
     """
     found = _conditions(mask_function)
     padding = attention_mask
@@ -189,9 +204,23 @@ def _describe(
             causal_window = None
     if q_length == 1 and causal_window is None:
         return None
-    queries = torch.zeros(kv_length, dtype=torch.int64, device=device)
-    first, last = queries, queries + q_length
-    own = torch.arange(kv_length, device=device) + (kv_offset - q_offset)  # of the query at the key's own position
+    bounds = _bounds(found, _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device))
+    if bounds is None:
+        return None
+    first, last = bounds
+    if padding is not None:
+        last = torch.where(padding, last, 0)
+    first, last = (bound.clamp(0, q_length).to(torch.int32) for bound in (first, last))
+    if max(first.ndim, last.ndim) == 2:
+        first, last = (bound.expand(batch_size, kv_length)[:, None] for bound in (first, last))
+    return DescribedMask(first, last, (batch_size, q_length), causal_window, dtype)
+
+
+def _bounds(found: list[_Rule], at: _Place) -> tuple[Tensor, Tensor] | None:
+    """(first, last) of the queries for which all conditions hold, (K,) or (B, K); None where they are no interval."""
+    first = torch.zeros(at.len_k, dtype=torch.int64, device=at.device)
+    last = first + at.len_q
+    own = torch.arange(at.len_k, device=at.device) + (at.kv_offset - at.q_offset)  # of the query at the key's own position
     for rule in found:
         if rule.kind == "causal":
             begin, end = own, last
@@ -201,20 +230,44 @@ def _describe(
             begin, end = own - rule.values[0], own + rule.values[0] + 1
         elif rule.kind == "chunks":
             size, left_padding = rule.values
-            begin = (own + q_offset - left_padding[:, None]) // size * size + left_padding[:, None] - q_offset
+            begin = (own + at.q_offset - left_padding[:, None]) // size * size + left_padding[:, None] - at.q_offset
             end = begin + size
         else:
-            if not fixed or q_offset != 0 or kv_offset != 0 or rule.values[0].shape != (batch_size, q_length) or q_length != kv_length:
+            bounds = _bounds_by_blocks(rule, at) if rule.kind == "blocks" else _bounds_of_documents(rule.values[0], at)
+            if bounds is None:
                 return None
-            documents = IntervalMask.documents(rule.values[0])
-            begin, end = documents.first[:, 0], documents.last[:, 0]
+            begin, end = bounds
         first, last = torch.maximum(first, begin), torch.minimum(last, end)
-    if padding is not None:
-        last = torch.where(padding, last, 0)
-    first, last = (bound.clamp(0, q_length).to(torch.int32) for bound in (first, last))
-    if max(first.ndim, last.ndim) == 2:
-        first, last = (bound.expand(batch_size, kv_length)[:, None] for bound in (first, last))
-    return DescribedMask(first, last, (batch_size, q_length), causal_window, dtype)
+    return first, last
+
+
+def _bounds_of_documents(sequences: Tensor, at: _Place) -> tuple[Tensor, Tensor] | None:
+    """The same of packed sequences, by the sequence of each token."""
+    fixed = not isinstance(at.q_offset, Tensor)
+    if not fixed or at.q_offset != 0 or at.kv_offset != 0 or sequences.shape != (at.batch, at.len_q) or at.len_q != at.len_k:
+        return None
+    documents = IntervalMask.documents(sequences)
+    return documents.first[:, 0], documents.last[:, 0]
+
+
+def _bounds_by_blocks(rule: _Rule, at: _Place) -> tuple[Tensor, Tensor] | None:
+    """The same of conditions or blocks: one interval, as both hold between a key and the query at its position. None if a block is in parts."""
+    found, blocks = rule.values
+    bounds, stop = _bounds(found, at), at.kv_offset + at.len_k
+    if bounds is None or type(blocks) is not Tensor or blocks.ndim != 2 or blocks.shape[0] != at.batch or blocks.shape[1] < stop:
+        return None
+    if is_cuda_stream_capturing():
+        return None
+    runs = IntervalMask.documents(blocks)
+    begins = (runs.first[:, 0] == torch.arange(blocks.shape[1], device=blocks.device)) & (blocks >= 0)
+    numbers = torch.where(begins, blocks, -1).sort(-1).values
+    if bool(((numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, 1:] >= 0)).any()):
+        return None
+    begin, end = (bound[:, 0, at.kv_offset : stop].long() - at.q_offset for bound in (runs.first, runs.last))
+    first, last = bounds
+    in_block, nothing = blocks[:, at.kv_offset : stop] >= 0, last <= first
+    begin, end = torch.where(nothing, begin, torch.minimum(first, begin)), torch.where(nothing, end, torch.maximum(last, end))
+    return torch.where(in_block, begin, first), torch.where(in_block, end, last)
 
 
 def _causal_window(found: list[_Rule]) -> tuple[bool, tuple[int | None, int | None] | None] | None:
@@ -245,6 +298,11 @@ def _conditions(mask_function: MaskFunction, packed: bool = False) -> list[_Rule
             packed = packed or any("packed_sequence_mask_function." in part.__qualname__ for part in parts)
             joined = [_conditions(part, packed) for part in parts]
             return None if None in joined else [rule for each in joined for rule in each or ()]
+        if made_by == "or_masks":
+            first, *others = cells["mask_functions"]
+            blocks = _blocks(others[0]) if len(others) == 1 else None
+            inside = _conditions(first, packed)
+            return None if blocks is None or inside is None else [_Rule("blocks", (inside, blocks))]
         if made_by == "sliding_window_overlay":
             return [_Rule("left", (cells["sliding_window"],))]
         if made_by == "sliding_window_bidirectional_overlay":
@@ -256,10 +314,19 @@ def _conditions(mask_function: MaskFunction, packed: bool = False) -> list[_Rule
         if made_by == "remap_positions_for_packed_sequence" and packed:
             # Positions rise by one inside a sequence, so distances are what they were. Chunks count from its start, which is another rule.
             inside = _conditions(cells["mask_function"], packed)
-            return None if inside is None or any(rule.kind == "chunks" for rule in inside) else inside
+            return None if inside is None or any(rule.kind in ("chunks", "blocks") for rule in inside) else inside
     except (AttributeError, KeyError):  # another version's way
         return None
     return None
+
+
+def _blocks(mask_function: MaskFunction) -> Tensor | None:
+    """The block of each token, by which Transformers' blockwise mask goes; None of another function."""
+    if mask_function.__module__ != rules.__name__ or not mask_function.__qualname__.startswith("blockwise_overlay.<locals>."):
+        return None
+    return dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in mask_function.__closure__ or ()), strict=True))[
+        "block_sequence_ids"
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -283,7 +350,9 @@ def _misunderstood() -> MaskFunction | None:
     if hasattr(rules, "packed_sequence_compatibility_function"):  # since Transformers 5.18
         packed = rules.packed_sequence_compatibility_function(window, positions, sequences)
     chunks = rules.chunked_causal_mask_function(4, torch.tensor([2, 0]))
-    tries = [(each, 5, 6, keys) for each in (rules.causal_mask_function, window, both, chunks) for keys in (None, padding)]
+    images = torch.tensor([[-1, 0, 0, 0, 0, -1, -1, 1, 1, 1, -1], [0, 0, -1, 1, 2, 2, 2, 2, 2, -1, -1]])
+    blocks = rules.or_masks(window, rules.blockwise_overlay(images))
+    tries = [(each, 5, 6, keys) for each in (rules.causal_mask_function, window, both, chunks, blocks) for keys in (None, padding)]
     for function, len_q, q_offset, keys in [*tries, (rules.bidirectional_mask_function, 5, 6, padding), (packed, 11, 0, None)]:
         place: dict[str, Any] = dict(batch_size=2, q_length=len_q, kv_length=11, q_offset=q_offset, kv_offset=0, device="cpu")
         found = _conditions(function)

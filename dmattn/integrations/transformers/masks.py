@@ -44,8 +44,9 @@ def make_mask(
     Never None, which may mean causal to a layer; but where eager's mask is None, as nothing is hidden, and no model of the file declares more
     than eager's attention (:func:`.interface.takes_no_mask_for_all`). Informer's encoder halves its length under the mask.
 
-    Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K). The tensor
-    itself is made while tracing or compiling, and for functions that are not Transformers' own or join masks by "or" (images inside text).
+    Causal, sliding, chunked, packed and bidirectional masks with any key padding are a :class:`DescribedMask`, O(B * K), and so are those that
+    blocks of tokens are added to (images inside text). The tensor itself is made while tracing or compiling, and for functions that are not
+    Transformers' own.
 
     A model whose file computes attention without the attention interface gets the mask of the eager implementation as that makes it, which is
     what it then runs, and a warning the first time.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmattn import IntervalMask, attention
 from dmattn.execution import replay
-from dmattn.problem import Problem
+from dmattn.problem import Gradients, Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -45,7 +45,8 @@ ROWS = {row.name: row for row in (*dispatch.FORWARD, *dispatch.BACKWARD)}
 def serves(row: str, one: Problem, d_out: Tensor | None = None, d_bias: Tensor | None = None, processors: int = 132) -> bool:
     """Whether a row of the table serves a problem on a Hopper GPU, where `d_out` and `out` lie as its queries do."""
     d_out = one.query if d_out is None else d_out
-    return ROWS[row].refusal(Traits.of(one, one.query, d_out, d_bias=d_bias, target=("sm_90", processors))._replace(gluon=True)) is None
+    traits = Traits.of(one, one.query, d_out, Gradients(bias=d_bias), target=("sm_90", processors))
+    return ROWS[row].refusal(traits._replace(gluon=True)) is None
 
 
 @pytest.mark.parametrize(

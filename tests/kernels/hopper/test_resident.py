@@ -10,7 +10,7 @@ from torch import Tensor
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
 from dmattn.execution.backend import allocate_forward
-from dmattn.problem import Problem
+from dmattn.problem import Gradients, Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -83,10 +83,10 @@ def problem(**given) -> Problem:
     )
 
 
-def served(what: str, one: Problem, *results: Tensor | None) -> bool:
+def served(what: str, one: Problem, out: Tensor, d_out: Tensor | None = None, d_query: Tensor | None = None) -> bool:
     """Whether these kernels serve a problem on a Hopper GPU, in the forward pass or for some gradients."""
     row = "Hopper, bias on chip" if what == "forward" else f"Hopper, bias on chip: {what}"
-    traits = Traits.of(one, *results, target=("sm_90", 132))._replace(gluon=True)
+    traits = Traits.of(one, out, d_out, Gradients(query=d_query), target=("sm_90", 132))._replace(gluon=True)
     return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(traits) is None
 
 

@@ -1,0 +1,58 @@
+"""torch.func.vmap of attention and of its derivatives: the mapped axis is one more leading axis, of the results, too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch._C import _functorch as functorch
+
+from ..masks import BOUNDS
+
+SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
+
+
+class Mapped(NamedTuple):
+    """So many `elements`. A bias that they share gets an entry for each where gradients keep them `apart`; it is not copied for that."""
+
+    elements: int
+    apart: bool
+
+    @classmethod
+    def of(
+        cls, elements: int, fields: Sequence[str], tensors: Sequence[Any], axes: Sequence[int | None], gradients: Collection[str]
+    ) -> Mapped:  # fmt: skip
+        """From the fields of a problem with their mapped axes, and the names of those whose gradients are taken or given."""
+        at = {name: (x, axis) for name, x, axis in zip(fields, tensors, axes, strict=False)}
+        if at["seed"][0] is not None:
+            raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
+        if at["sinks"][1] is not None:
+            raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
+        if at["bits"][1] is not None:
+            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
+        if "sinks" in gradients:
+            raise RuntimeError("dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch")
+        return cls(elements, "bias" in gradients)
+
+    def leading(self, name: str, x: Any, axis: int | None) -> Any:
+        """A tensor of all elements' problems, with the mapped axis in front, or 1 there where it may be shared; anything else as it is."""
+        if not isinstance(x, Tensor) or name in ("sinks", "bits") or (name == "states" and x.ndim == 1):  # there are no states
+            return x
+        x = x[None] if axis is None else x.movedim(axis, 0)
+        return x if name in SHARED and not (name == "bias" and self.apart) else x.expand(self.elements, *x.shape[1:])
+
+    def of_states(self, states: Tensor, mask_axis: int | None) -> tuple[Tensor, int | None]:
+        """The states of all elements' masks and their mapped axis, of masks that had such an axis or shared one."""
+        if states.ndim == 1 or mask_axis is not None:
+            return states, None if states.ndim == 1 else 0
+        return states[0], None
+
+
+def refuse_batches(*incoming: Tensor | None) -> None:
+    """Raise for gradients or tangents of PyTorch's older vmap, for which a function has no rule."""
+    if any(x is not None and functorch.is_legacy_batchedtensor(x) for x in incoming):
+        raise RuntimeError(
+            "dmattn: attention takes no batch of incoming gradients by is_grads_batched, nor by vectorize of torch.autograd.functional: "
+            "use torch.func.vmap, jacrev, jacfwd or hessian."
+        )
