@@ -148,3 +148,21 @@ def test_torchs_function_takes_a_mask_of_some_leading_axes(device: str) -> None:
     pairs = [torch.autograd.grad(x.square().sum(), (query, key, value, mask)) for x in (got, want)]
     for gradient, wanted in zip(*pairs, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(interpreting(), reason="float64 takes the PyTorch path in either half")
+def test_second_derivatives() -> None:
+    inputs = [x.detach().double().requires_grad_() for x in leaves((2, 3, 2, 3, 4), (2, 3, 2, 4, 4), (2, 3, 2, 4, 4), (2, 1, 2, 3, 4))]
+    torch.autograd.gradgradcheck(lambda q, k, v, b: attention(q, k, v, bias=b), inputs)
+
+
+def test_the_gradient_for_each_element_of_a_bias_that_vmap_does_not_map(device: str) -> None:
+    query, key, value, bias = (x.detach() for x in leaves((5, 2, 3, 9, 8), (5, 2, 3, 9, 8), (5, 2, 3, 9, 8), (1, 3, 9, 9), device=device))
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, bias=b).square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss, 3), in_dims=(0, 0, 0, None))(query, key, value, bias)
+    for i, got in enumerate(together):
+        wanted = bias.clone().requires_grad_()
+        torch.testing.assert_close(got, torch.autograd.grad(loss(query[i], key[i], value[i], wanted), wanted)[0], rtol=1e-4, atol=1e-5)
