@@ -27,11 +27,11 @@ def shared(device: torch.device | str | None) -> Tensor:
 
 
 def unpacked(blocks: Tensor, bits: Tensor, len_k: int, start: int, stop: int) -> Tensor:
-    """The mask (B or 1, H or Hk or 1, stop - start, Sk), bool, of queries from `start` to `stop`.
+    """The mask (..., H or Hk or 1, stop - start, Sk), bool, of queries from `start` to `stop`.
 
-    `blocks` (B or 1, H or Hk or 1, blocks of queries, blocks of keys) says which entry of `bits` a block's are.
+    `blocks` (..., H or Hk or 1, blocks of queries, blocks of keys) says which entry of `bits` a block's are.
     """
     first, last = start // BLOCK, (stop + BLOCK - 1) // BLOCK
-    octets = bits[:, 0].contiguous().view(torch.uint8)[blocks[:, :, first:last].long()]  # [..., BLOCK, BLOCK // 8]
+    octets = bits[:, 0].contiguous().view(torch.uint8)[blocks[..., first:last, :].long()]  # [..., BLOCK, BLOCK // 8]
     tiles = (octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1).bool().flatten(-2)
-    return tiles.transpose(3, 4).flatten(4).flatten(2, 3)[:, :, start - first * BLOCK : stop - first * BLOCK, :len_k]
+    return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., start - first * BLOCK : stop - first * BLOCK, :len_k]

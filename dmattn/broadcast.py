@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """A tensor with H, Hk or 1 heads on axis 1 as one that broadcasts to H heads."""
-    return x if x.shape[1] == 1 or x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    """A tensor (..., H or Hk or 1, n, m) as one that broadcasts to H heads."""
+    return x if x.shape[-3] == 1 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
 
 
 def sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
-    """The adjoint: a gradient (B, H, ...) summed over the axes, and within the groups, on which `shape` was broadcast."""
-    if shape[1] != 1 and shape[1] != gradient.shape[1]:
-        gradient = gradient.unflatten(1, (shape[1], -1)).sum(2)
+    """The adjoint: a gradient (..., H, n, m) summed over the axes, and within the groups, on which `shape` was broadcast."""
+    if len(shape) > 2 and shape[-3] != 1 and shape[-3] != gradient.shape[-3]:
+        gradient = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
     return gradient.sum_to_size(shape)
 
 

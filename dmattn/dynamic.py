@@ -200,6 +200,10 @@ def _checked(
     sinks: Tensor | None,
 ) -> Problem:
     """The problem without the mask and the bias, after raising what is wrong with the arguments."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        if tensor.ndim != 4:
+            raise ValueError(f"dmattn: {name}: expected 4 axes (batch, heads, length, head dim), received shape {tuple(tensor.shape)}")
     rules: dict[str, Any] = dict(mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     problem = Problem.canonical(query, key, value, **rules, sinks=sinks)
     _check_keep(keep)

@@ -36,13 +36,14 @@ RESULTS = ("out", "lse", *(f"d_{name}" for name in LEARNED))
 class Case:
     """One attention problem by name.
 
-    `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
-    ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
+    `leading` are letters for the axes before the heads, any of b, n and m. `mask` and `bias` are letters for their axes, a letter where the
+    axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``, ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head)
+    or 1, and axes in front may be left out. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
     hides every third query's row too. `blocked` gives the mask as a BlockMask. `intervals` names an IntervalMask instead: documents,
     document-prefix, prefix, padding, causal, window, global (tokens beside a window), chunked; or random intervals, "random" for each batch row
     and key-value head, "random-per-head" for each query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head",
-    "random-two-shared".
+    "random-two-shared"; or letters for the axes of random ones, the last of which is k.
 
     `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
     `factors` has the leading axes of both factors of a FactoredBias in the place of a bias, ``("bh", "1g")``.
@@ -51,7 +52,10 @@ class Case:
     name: str
     len_q: int
     len_k: int | None = None
+    leading: str = "b"
     batch: int = 2
+    rows: int = 3  # the length of n
+    copies: int = 2  # the length of m
     heads: int = 2
     kv_heads: int | None = None
     head_dim: int = 32
@@ -70,7 +74,7 @@ class Case:
     dropout_p: float = 0.0
     sinks: str | None = None
     sinks_dtype: torch.dtype | None = None
-    transposed: bool = False  # (B, S, H, D) in memory
+    transposed: bool = False  # (B, S, H, D) in memory, with lengths before the last leading axis where there are several
     padded: bool = False  # rows of the bias begin at multiples of 16 bytes
     reason: str = ""
 
@@ -79,6 +83,8 @@ class Case:
         """Length of each axis letter."""
         return {
             "b": self.batch,
+            "n": self.rows,
+            "m": self.copies,
             "h": self.heads,
             "g": self.kv_heads or self.heads,
             "q": self.len_q,
@@ -108,12 +114,13 @@ class Case:
 
         def place(x: Tensor, to: torch.dtype) -> Tensor:
             if self.transposed:
-                x = x.transpose(1, 2).contiguous().transpose(1, 2)
+                before = -3 if len(self.leading) < 2 else -4
+                x = x.movedim(-2, before).contiguous().movedim(before, -2)
             return x.to(device, to)
 
         value_dim = self.value_dim or self.head_dim
-        query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
-        key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
+        query, d_out = (place(normal(f"{self.leading}hq", dim), dtype) for dim in (self.head_dim, value_dim))
+        key, value = (place(normal(f"{self.leading}{kv}k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
         rows = cols = None
         if self.factors is not None:
@@ -126,7 +133,7 @@ class Case:
             mask = BlockMask.from_mask(dense) if self.blocked else dense
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        d_lse = normal("bhq").to(device)
+        d_lse = normal(f"{self.leading}hq").to(device)
         sinks = None
         if self.sinks is not None:
             sinks = normal("h")
@@ -179,9 +186,10 @@ class Case:
             tokens = IntervalMask.global_tokens((begin <= position) & (position < begin + 3))
             mask = IntervalMask.window(len_k, len_k, left=len_k // 8, right=len_k // 8) | tokens
         else:
-            axes = {"": (batch, size["g"]), "-per-head": (1, size["h"]), "-shared": ()}
+            axes = {"": "bg", "-per-head": "1h", "-shared": ""}
             name, two, rest = (self.intervals or "").partition("random-two")
-            leading = axes[rest if two else name.removeprefix("random")]
+            kind = rest if two else name.removeprefix("random")
+            leading = [size[axis] for axis in axes.get(kind, kind.removesuffix("k"))]
             bounds = []
             for _ in range(2 if two else 1):
                 first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
@@ -243,16 +251,16 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     with _same_dropout(inputs, options):
         problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
-    heads = problem.query.shape[1]
+    heads = problem.query.shape[-3]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
-    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if problem.bias is None else per_query_head(problem.bias, heads).abs())
     if rows is not None and cols is not None:
         score_terms = score_terms + per_query_head(FactoredBias(rows.abs(), cols.abs()).to_dense(), heads)
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     scores, _ = reference.masked_scores(problem, torch.float64)
     p = torch.softmax(reference.with_sinks(scores, problem.sinks), -1).masked_fill(empty, 0.0)
-    p, of_sinks = p[..., : scores.shape[3]] * (1 + score_terms), p[..., scores.shape[3] :]  # the latter of no key without sinks
+    p, of_sinks = p[..., : scores.shape[-1]] * (1 + score_terms), p[..., scores.shape[-1] :]  # the latter of no key without sinks
     if wide.sinks is not None:
         of_sinks = of_sinks * (1 + wide.sinks.abs().nan_to_num(posinf=0.0))[:, None, None]
     deltas = (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None]
@@ -267,7 +275,7 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     if wide.bias is not None:
         sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
     if wide.sinks is not None:
-        sizes["d_sinks"] = (of_sinks * deltas).sum((0, 2, 3))
+        sizes["d_sinks"] = (of_sinks * deltas).movedim(-3, 0).flatten(1).sum(1)
     if rows is not None and cols is not None:
         sizes["d_rows"] = sum_to(d_scores @ per_query_head(cols, heads).abs(), rows.shape)
         sizes["d_cols"] = sum_to(d_scores.mT @ per_query_head(rows, heads).abs(), cols.shape)

@@ -242,7 +242,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> _Seen:
-        len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+        len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
         place = torch.arange(len_q, device="cpu") + (len_k - len_q)  # of the key that stands where a query does
         begin = torch.zeros_like(place) if problem.left is None else (place - problem.left).clamp(0, len_k)
         end = torch.full_like(place, len_k) if problem.right is None else (place + problem.right + 1).clamp(0, len_k)
@@ -287,8 +287,8 @@ class _Call:
 
     def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
         """Operations of the matrix products with which a row makes its results."""
-        batch, heads, _, dim = self.problem.query.shape
-        value_dim = self.problem.value.shape[3]
+        *sequences, _, dim = self.problem.query.shape
+        value_dim = self.problem.value.shape[-1]
         made = {name for name in makes if name.startswith(("out", "d_")) and name not in ("d_bias of queries", "d_sinks")}
         if not made:
             return 0
@@ -296,7 +296,7 @@ class _Call:
         size = sum(dims.get(name, 0) for name in made)
         if "d_bias of pairs" not in reads:  # of which d_query is the product, with nothing to repeat
             size += dim + (value_dim if made - {"out", "d_value"} else 0)
-        return 2 * size * self.seen.pairs * batch * heads
+        return 2 * size * self.seen.pairs * math.prod(sequences)
 
     def _bytes(self, name: str) -> int:
         """Those of each input and each result once, without what causal and the window hide."""
@@ -315,14 +315,14 @@ class _Call:
         return total + read + results + _size(self.states) + (_size(self.lse) if self.with_lse else 0)
 
     def _along(self, x: Tensor, length: int) -> int:
-        sizes = _sizes(x)
-        return sizes[0] * sizes[1] * min(sizes[2], length) * sizes[3] * x.element_size()
+        *sequences, rows, cols = _sizes(x)
+        return math.prod(sequences) * min(rows, length) * cols * x.element_size()
 
     def _between(self, x: Tensor) -> int:
-        sizes, seen = _sizes(x), self.seen
-        is_pairs = sizes[2] > 1 and sizes[3] > 1
-        entries = seen.pairs if is_pairs else min(sizes[2], seen.queries) * min(sizes[3], seen.keys)
-        return sizes[0] * sizes[1] * entries * x.element_size()
+        (*sequences, rows, cols), seen = _sizes(x), self.seen
+        is_pairs = rows > 1 and cols > 1
+        entries = seen.pairs if is_pairs else min(rows, seen.queries) * min(cols, seen.keys)
+        return math.prod(sequences) * entries * x.element_size()
 
     def _memory(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
         """(bytes, whether there may be more)."""
@@ -334,14 +334,16 @@ class _Call:
         is_least = problem.is_masked or problem.first is not None or (is_of_keys and is_hopper)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
+        from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
+        d_bias = flattened_gradients(self.gradients, self.lse.shape[:-2]).bias
+        problem, out, lse = flattened(problem, self.out, self.lse)
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
         if "query terms" in makes:
-            incoming = Incoming.without_terms(self.out, self.lse, with_columns="columns of query terms" in makes)
+            incoming = Incoming.without_terms(out, lse, with_columns="columns of query terms" in makes)
             total += _size(incoming.terms, incoming.term_columns)
-        d_bias = self.gradients.bias
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 
@@ -353,7 +355,7 @@ class _Call:
 
 
 def _sizes(x: Tensor) -> list[int]:
-    """The lengths of four axes, 1 of one that was expanded."""
+    """The lengths of all axes, 1 of one that was expanded."""
     return [size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 

@@ -102,18 +102,21 @@ def attention(
     dropout from the same state of torch's generator.
 
     Args:
-        query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
-        key: (B, Hk, Sk, D), the query's dtype and device; Hk divides H (grouped-query attention). Differentiable.
-        value: (B, Hk, Sk, Dv), likewise. Differentiable.
-        mask: bool, broadcastable to (B, H, Sq, Sk), the head axis also Hk; True attends. Or an :class:`IntervalMask`, or a
-            :class:`BlockMask` for these lengths, whose blocks were looked at before. No gradient.
-        bias: float of any of the four dtypes, whatever the query's; broadcastable to (B, H, Sq, Sk), the head axis also Hk. -inf masks, and
-            so does any value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may
-            count as inf, and make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and
-            rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
-            expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
-            (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
-            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+        query: (..., H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides, any number of leading axes: such
+            as the batch B, or (B, rows), or none. Differentiable.
+        key: (..., Hk, Sk, D), the query's dtype, device and leading axes; Hk divides H (grouped-query attention). Differentiable.
+        value: (..., Hk, Sk, Dv), likewise. Differentiable.
+        mask: bool, broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head axis also Hk; True attends. Or an
+            :class:`IntervalMask`, or a :class:`BlockMask` for these lengths, whose blocks were looked at before; its batch axis is the last
+            leading one. No gradient.
+        bias: float of any of the four dtypes, whatever the query's; broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head
+            axis also Hk. What is broadcast is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
+            value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may count as inf, and
+            make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once. Pass a
+            shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the expanded shape, and
+            autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch
+            memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where padding lets its rows
+            begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
             Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
@@ -134,8 +137,8 @@ def attention(
 
     Derivatives of any order exist, in reverse and forward mode, and under torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap, in any
     order). The first in reverse is the kernels'. All others are the formulas above, in float32 (float64 for float64 inputs) and rounded once,
-    differentiated one chunk of query rows at a time: exact and deterministic, in memory of O(N), slower. vmap joins the mapped axis to the
-    batch. ``torch.compile`` leaves derivatives in forward mode and under torch.func out of its graphs, and refuses to differentiate a
+    differentiated one chunk of query rows at a time: exact and deterministic, in memory of O(N), slower. Under vmap the mapped axis is one more
+    leading axis. ``torch.compile`` leaves derivatives in forward mode and under torch.func out of its graphs, and refuses to differentiate a
     compiled graph twice.
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
@@ -143,8 +146,8 @@ def attention(
     like -1e9: ``mask = mask_bias > -1e8`` makes one of a bias of 0 and -1e9.
 
     Returns:
-        out: (B, H, Sq, Dv) in the query's dtype, laid out in memory as (B, Sq, H, Dv).
-        lse: (B, H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
+        out: (..., H, Sq, Dv) in the query's dtype, laid out in memory as (..., Sq, H, Dv).
+        lse: (..., H, Sq), natural logarithm, float32 (float64 for float64 inputs); only with ``return_lse``.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
@@ -182,7 +185,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with leading axes and heads that broadcast. Differentiable.
-        attn_mask: bool or float, broadcastable to (..., H, L, S). A float mask may have another dtype than the query and is differentiable.
+        attn_mask: bool or float, broadcastable to (..., H, L, S), each axis by itself and without a copy. A float mask may have another dtype
+            than the query and is differentiable.
         dropout_p: probability with which a weight is dropped, as in :func:`attention`.
         is_causal: top-left causal mask; excludes `attn_mask`.
         scale: factor on Q K^T, by default E ** -0.5.
@@ -204,14 +208,14 @@ def scaled_dot_product_attention(
         check_tensor(name, tensor)
         if tensor.ndim < 2:
             raise ValueError(f"dmattn: {name}: expected at least 2 axes (length, head dim), received shape {tuple(tensor.shape)}")
-    rank = max(query.ndim, key.ndim, value.ndim)
-    query, key, value, leading = _four_axes(query, key, value, enable_gqa)
+    without_heads = max(query.ndim, key.ndim, value.ndim) < 3
+    query, key, value = _same_axes(query, key, value, enable_gqa)
+    is_bool = isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool
     if attn_mask is not None:
-        attn_mask = _four_axes_mask(attn_mask, leading)
-    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+        check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
     out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, None, True, "attn_mask")
-    return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out
+    return out[0] if without_heads else out
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -260,8 +264,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return merged.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
 
 
-def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-    """The three as (batch, heads, length, head dim), and the axes that became the batch: all are broadcast to them, one head to several."""
+def _same_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The three with the same leading axes, then heads, of which one is expanded to several; views."""
     leading, heads = query.shape[:-3], _heads(query)
     for name, x in (("key", key), ("value", value)):
         try:
@@ -277,27 +281,10 @@ def _four_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
 
     def placed(x: Tensor, heads: int) -> Tensor:
         x = x[(None,) * (3 + len(leading) - x.ndim)]
-        x = x.expand(*leading, heads if x.shape[-3] == 1 else -1, -1, -1)
-        return x.flatten(0, -4) if leading else x[None]
+        return x.expand(*leading, heads if x.shape[-3] == 1 else -1, -1, -1)
 
-    return placed(query, heads), placed(key, kv_heads), placed(value, kv_heads), leading
+    return placed(query, heads), placed(key, kv_heads), placed(value, kv_heads)
 
 
 def _heads(x: Tensor) -> int:
     return x.shape[-3] if x.ndim > 2 else 1
-
-
-def _four_axes_mask(attn_mask: Tensor, leading: torch.Size) -> Tensor:
-    """`attn_mask` with at most four axes; leading axes are merged only where the mask has its own values for each."""
-    check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
-    extra = attn_mask.shape[:-3]
-    if len(extra) <= 1 and len(leading) <= 1:
-        return attn_mask
-    if all(size == 1 for size in extra):
-        return attn_mask.reshape(attn_mask.shape[-3:])
-    try:
-        return attn_mask.expand(*leading, *attn_mask.shape[-3:]).flatten(0, len(leading) - 1)
-    except RuntimeError:
-        raise ValueError(
-            f"dmattn: attn_mask: expected leading axes broadcastable to {tuple(leading)}, received shape {tuple(attn_mask.shape)}"
-        ) from None

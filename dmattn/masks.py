@@ -39,8 +39,8 @@ class IntervalMask:
     `len_q` is a constant there. Exported with a length of queries that varies, it has to be None.
 
     Args:
-        first: int32, 1 to 3 axes broadcastable to (B, H, Sk); the head axis may also be Hk, each entry serving its group.
-            The first query that attends the key.
+        first: int32, at least 1 axis, broadcastable to (..., H, Sk), each axis by itself; the head axis may also be Hk, each entry serving
+            its group. The first query that attends the key.
         last: int32, same rule and same device as ``first``. One past the last query that attends the key.
         len_q: Sq, the number of queries that the intervals are about; None fits any. The constructors set it.
         also_first: as ``first``, of a second interval; None where a key has one.
@@ -48,7 +48,7 @@ class IntervalMask:
 
     Raises:
         TypeError: a bound is not an int32 tensor, or one of the second interval is given alone.
-        ValueError: devices differ, a tensor has no axis or more than 3, or the shapes do not broadcast together.
+        ValueError: devices differ, a tensor has no axis, or the shapes do not broadcast together.
 
     The column-wise representation, with up to two intervals, was made known by FlashMask (Wang et al., 2024, arXiv:2410.01359).
     """
@@ -67,8 +67,8 @@ class IntervalMask:
         for name, bound in bounds:
             if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
                 raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {_what(bound)}")
-            if not 1 <= bound.ndim <= 3:
-                raise ValueError(f"IntervalMask: {name}: expected 1 to 3 axes (B, H, Sk), received shape {tuple(bound.shape)}")
+            if bound.ndim < 1:
+                raise ValueError(f"IntervalMask: {name}: expected at least 1 axis (..., H, Sk), received shape {tuple(bound.shape)}")
         for number, (name, bound) in enumerate(bounds[1:], 1):
             if bound.device != self.first.device:
                 raise ValueError(f"IntervalMask: {name}: expected device {self.first.device} as first has, received {bound.device}")

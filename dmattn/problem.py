@@ -17,6 +17,7 @@ from .masks import BOUNDS, IntervalMask
 
 MAX_HEAD_DIM = 256
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
+NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
@@ -60,12 +61,13 @@ class Blocks(NamedTuple):
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
-    ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
-    have four axes, ``first``, ``last`` and the like (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
-    only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
+    ``query`` (..., H, Sq, D), ``key`` (..., Hk, Sk, D) and ``value`` (..., Hk, Sk, Dv) share dtype, device and leading axes, of which there are
+    any number: one is the batch. ``mask`` (bool) and ``bias`` have as many axes, ``first``, ``last`` and the like (int32) one less; each axis
+    is full or 1 by itself, the head axis H, Hk or 1. Query i may attend key j only if ``-left <= j - (i + Sk - Sq) <= right``, where None is
+    no bound; causal is ``right = 0``.
 
-    Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none, each of
-    the first two axes full or 1, ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are
+    Where all that rules on pairs is one interval per key, ``first`` and ``last`` (..., Hk, Sk), with a ``bias`` (..., Hk, 1, Sk) or none, each
+    axis before the last full or 1, ``order`` may say where the work is: int32 (..., Hk, any number), the keys in the order in which kernels are
     to visit them, at least those with an interval that is not empty, none twice; if it names all, those with an empty one have to stand last,
     as kernels may visit what lies before the last other one, and nothing is copied there. It changes no result.
 
@@ -158,14 +160,14 @@ class Problem(NamedTuple):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
         check_qkv(query, key, value, is_packed=packed is not None)
-        batch, heads, len_q, head_dim = query.shape
-        kv_heads, len_k = key.shape[1], key.shape[2]
-        pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
-        axes = PADDED if packed is None else PACKED
+        *leading, heads, len_q, head_dim = query.shape
+        kv_heads, len_k = key.shape[-3], key.shape[-2]
+        pairs = (*leading, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
+        axes = PACKED if packed is not None else PADDED if len(leading) == 1 else NESTED
         first = last = also_first = also_last = blocks = bits = states = None
         if isinstance(mask, (BlockMask, Blocks)) and packed is None:
-            _check_blocks(mask, pairs, kv_heads, query.device)
-            blocks, bits, states, mask = mask.blocks, mask.bits, mask.states, None
+            blocks, states = _checked_blocks(mask, pairs, kv_heads, query.device)
+            bits, mask = mask.bits, None
         elif isinstance(mask, (IntervalMask, Intervals)) and packed is None:
             first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
@@ -204,10 +206,10 @@ class Problem(NamedTuple):
 
 
 def kind_of(shape: Sequence[int]) -> str:
-    """The kind of a bias or mask with four axes, each full or 1: `PAIRS`, `KEYS`, `QUERIES` or `HEADS`."""
-    if shape[3] > 1:
-        return PAIRS if shape[2] > 1 else KEYS
-    return QUERIES if shape[2] > 1 else HEADS
+    """The kind of a bias or mask with all axes, each full or 1: `PAIRS`, `KEYS`, `QUERIES` or `HEADS`."""
+    if shape[-1] > 1:
+        return PAIRS if shape[-2] > 1 else KEYS
+    return QUERIES if shape[-2] > 1 else HEADS
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -229,18 +231,20 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
     shapes = []
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         shape = tensor.shape
-        if len(shape) != 4:
-            _fail(name, "4 axes (batch, heads, length, head dim)", f"shape {tuple(shape)}")
+        if len(shape) < 3:
+            _fail(name, "at least 3 axes (..., heads, length, head dim)", f"shape {tuple(shape)}")
         if tensor.dtype != dtype:
             _fail(name, f"query's dtype {dtype}", tensor.dtype)
         if tensor.device != device:
             _fail(name, f"query's device {device}", tensor.device)
         shapes.append(shape)
-    (batch, heads, len_q, head_dim), (key_batch, kv_heads, len_k, key_dim), (value_batch, value_heads, value_len, value_dim) = shapes
-    if key_batch != batch:
-        _fail("key", f"query's batch size {batch}", key_batch)
-    if value_batch != batch:
-        _fail("value", f"query's batch size {batch}", value_batch)
+    (heads, len_q, head_dim), (kv_heads, len_k, key_dim), (value_heads, value_len, value_dim) = (shape[-3:] for shape in shapes)
+    leading = shapes[0][:-3]
+    for name, shape in (("key", shapes[1]), ("value", shapes[2])):
+        if shape[:-3] != leading and len(shape) == len(shapes[0]) == 4:
+            _fail(name, f"query's batch size {leading[0]}", shape[0])
+        if shape[:-3] != leading:
+            _fail(name, f"query's leading axes {tuple(leading)}, before (heads, length, head dim)", f"shape {tuple(shape)}")
     if value_heads != kv_heads:
         _fail("value", f"key's {kv_heads} heads", value_heads)
     if value_len != len_k:
@@ -269,7 +273,7 @@ def _checked_mask(mask: Any, expected: str) -> Tensor:
 
 def _check_sinks(sinks: Any, query: Tensor) -> None:
     check_tensor("sinks", sinks, "a torch.Tensor or None")
-    heads = query.shape[1]
+    heads = query.shape[-3]
     if sinks.ndim != 1 or sinks.shape[0] != heads:
         _fail("sinks", f"shape (H,) = ({heads},), a score for each query head", f"{tuple(sinks.shape)}")
     if sinks.dtype not in FLOATS:
@@ -279,20 +283,20 @@ def _check_sinks(sinks: Any, query: Tensor) -> None:
 
 
 def _checked_intervals(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
-    """`first`, `last`, `also_first` and `also_last` with three axes."""
-    kv_heads, len_k = key.shape[1:3]
+    """`first`, `last`, `also_first` and `also_last` with one axis less than the query."""
+    kv_heads, len_k = key.shape[-3:-1]
     bounds = [(name, getattr(mask, name)) for name in BOUNDS[: 2 if mask.also_first is None else 4]]
     for name, bound in bounds:
         check_tensor(f"mask.{name}", bound)
     _check_interval_lengths(mask, query, key, [bound.shape[-1] for _, bound in bounds])
-    full = (*query.shape[:2], len_k)
-    views = [_broadcastable(f"mask.{name}", bound, full, "(B, H, Sk)", kv_heads, query.device) for name, bound in bounds]
+    full, axes = (*query.shape[:-2], len_k), "(B, H, Sk)" if query.ndim == 4 else "(..., H, Sk)"
+    views = [_broadcastable(f"mask.{name}", bound, full, axes, kv_heads, query.device, head_axis=-2) for name, bound in bounds]
     return (*views, *(None,) * (4 - len(views)))
 
 
 def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor, lengths: Sequence[int]) -> None:
     """Raise unless intervals, of so many keys each, are about as many queries and keys as there are. Of one key they serve all."""
-    (_, heads, len_q, _), (_, kv_heads, len_k, _) = query.shape, key.shape
+    (heads, len_q, _), (kv_heads, len_k, _) = query.shape[-3:], key.shape[-3:]
     covered = next((length for length in lengths if length != 1), 1)
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
@@ -301,21 +305,27 @@ def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: 
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
 
 
-def _check_blocks(mask: BlockMask | Blocks, pairs: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> None:
-    """Raise unless a block mask is about as many queries and keys as there are, for entries that broadcast."""
+def _checked_blocks(mask: BlockMask | Blocks, pairs: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The `blocks` and `states` of a block mask about as many queries and keys as there are, with axes for all leading ones."""
     if mask.blocks.device != device:
         _fail("mask", f"query's device {device}", mask.blocks.device)
-    batch, heads, len_q, len_k = pairs
+    *leading, heads, len_q, len_k = pairs
+    if not leading:
+        _fail(
+            "mask", "a query with a batch axis beside a BlockMask, which has one", f"a query of {heads} heads and no leading axis; query[None]"
+        )
+    batch = leading[-1]
     own_batch, own_heads = mask.blocks.shape[:2]
     if mask.len_q != len_q or mask.len_k != len_k:
         is_transposed = mask.len_q == heads and mask.len_k == kv_heads
         received = f"one for {mask.len_q} queries and {mask.len_k} keys{TRANSPOSED if is_transposed else ''}"
         _fail("mask", f"a BlockMask for {len_q} queries and {len_k} keys, as query and key have", received)
     if not any(own_batch == n for n in (batch, 1)):  # with ==, for the reason of `_fits`
-        _fail("mask", f"a BlockMask with 1 batch entry or query's {batch}", own_batch)
+        _fail("mask", f"a BlockMask with 1 batch entry or query's {batch}{' on the last leading axis' if len(leading) > 1 else ''}", own_batch)
     if not any(own_heads == n for n in (heads, kv_heads, 1)):
         choices = " or ".join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))
         _fail("mask", f"a BlockMask with {choices} heads", own_heads)
+    return with_axes(mask.blocks, len(pairs)), with_axes(mask.states, len(pairs))
 
 
 def with_axes(x: Any, axes: int) -> Any:
@@ -323,26 +333,29 @@ def with_axes(x: Any, axes: int) -> Any:
     return x if x is None or x.ndim >= axes else x[(None,) * (axes - x.ndim)]
 
 
-def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, kv_heads: int, device: torch.device) -> Tensor:
+def _broadcastable(
+    name: str, tensor: Tensor, full: tuple[int, ...], axes: str, kv_heads: int, device: torch.device, head_axis: int = -3
+) -> Tensor:  # fmt: skip
     """`tensor` with leading axes of 1 added up to those of `full`, after checking that each axis is full or 1; `axes` names them."""
     if tensor.device != device:
         _fail(name, f"query's device {device}", tensor.device)
     view = with_axes(tensor, len(full))
-    if not _fits(view, full, kv_heads):
-        choices = " or ".join(str(n) for n in sorted({full[1], kv_heads, 1}, reverse=True))
+    if not _fits(view, full, kv_heads, head_axis):
+        choices = " or ".join(str(n) for n in sorted({full[head_axis], kv_heads, 1}, reverse=True))
         hint = ""
-        if name == "mask" and tuple(tensor.shape) == (full[0], full[-1]):
-            hint = f"; of padding, {name}[:, None, None]"
-        elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3]):
+        if name == "mask" and tuple(tensor.shape) == (*full[:-3], full[-1]):
+            hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
+        elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 
 
-def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int) -> bool:
+def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
     """Whether each axis is full or 1, or on the head axis `kv_heads`."""
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
-    return x.ndim == len(full) and all(n == full[axis] or n == 1 or (axis == 1 and n == kv_heads) for axis, n in enumerate(x.shape))
+    heads = len(full) + head_axis
+    return x.ndim == len(full) and all(n == full[axis] or n == 1 or (axis == heads and n == kv_heads) for axis, n in enumerate(x.shape))
 
 
 def _window(causal: bool, window: Window) -> tuple[int | None, int | None]:

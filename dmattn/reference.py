@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def attention(
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same function as :func:`dmattn.attention`, materialising (B, H, Sq, Sk), computed and returned in `dtype`.
+    """The same function as :func:`dmattn.attention`, materialising (..., H, Sq, Sk), computed and returned in `dtype`.
 
     Args are those of :func:`dmattn.attention`; from the same state of torch's generator dropout drops the same. `dtype` defaults to the
     query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
@@ -81,8 +82,8 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
         probabilities = probabilities[..., :-1]  # a sink has no value
     if problem.seed is not None:
         probabilities = probabilities * kept_factor(problem, dtype, row_start)
-    kv_heads = problem.value.shape[1]
-    out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:3], problem.value.shape[3])
+    kv_heads = problem.value.shape[-3]
+    out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:-1], problem.value.shape[-1])
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, float("-inf")).squeeze(-1)
 
 
@@ -96,15 +97,15 @@ def logsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """(scores, -inf where hidden; tanh of the capped score, or None without softcap), both (B, H, rows, Sk) in `dtype`.
+    """(scores, -inf where hidden; tanh of the capped score, or None without softcap), both (..., H, rows, Sk) in `dtype`.
 
     The queries in `problem` stand at `row_start` of a sequence of `len_q`, by default they are the whole of it. Positions are taken in
     the whole sequence, so a slice of the rows gives that slice of the answer: :mod:`dmattn.execution.torch_path` bounds its memory this way.
     """
     query, key = problem.query.to(dtype), problem.key.to(dtype)
-    batch, heads, rows, _ = query.shape
-    kv_heads, len_k = key.shape[1:3]
-    scores = (fold_groups(query, kv_heads) @ key.transpose(-1, -2)).view(batch, heads, rows, len_k) * problem.scale
+    *leading, heads, rows, _ = query.shape
+    kv_heads, len_k = key.shape[-3:-1]
+    scores = (fold_groups(query, kv_heads) @ key.transpose(-1, -2)).view(*leading, heads, rows, len_k) * problem.scale
     tanh = None
     if problem.softcap is not None:
         tanh = torch.tanh(scores / problem.softcap)
@@ -116,11 +117,11 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
 
 
 def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Scores (B, H, rows, Sk) with those of the sinks (H,) as of one more key, if there are any. No rule on pairs applies to them."""
+    """Scores (..., H, rows, Sk) with those of the sinks (H,) as of one more key, if there are any. No rule on pairs applies to them."""
     if sinks is None:
         return scores
-    sinks = masking_bias(sinks[None, :, None, None], sinks.shape[0], scores.dtype)
-    return torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1)
+    sinks = masking_bias(sinks[:, None, None], sinks.shape[0], scores.dtype)
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
 
 
 def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -130,21 +131,23 @@ def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:
-    """What dropout multiplies the probabilities by: 1 / (1 - p) for a pair that is kept, else 0; (B, H, rows, Sk)."""
+    """What dropout multiplies the probabilities by: 1 / (1 - p) for a pair that is kept, else 0; (..., H, rows, Sk)."""
     assert problem.seed is not None
-    kept = dropout.kept(problem.seed, problem.dropout_p, (*problem.query.shape[:3], problem.key.shape[2]), row_start)
-    return kept.to(dtype) * dropout.kept_scale(problem.dropout_p)
+    *leading, heads, rows, _ = problem.query.shape
+    len_k = problem.key.shape[-2]
+    kept = dropout.kept(problem.seed, problem.dropout_p, (math.prod(leading), heads, rows, len_k), row_start)
+    return kept.view(*leading, heads, rows, len_k).to(dtype) * dropout.kept_scale(problem.dropout_p)
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, H, rows, n) as (B, Hk, G * rows, n): the query heads of a group stacked, so that K and V are not repeated."""
-    batch, heads, rows, n = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads * rows if kv_heads else 0, n)
+    """(..., H, rows, n) as (..., Hk, G * rows, n): the query heads of a group stacked, so that K and V are not repeated."""
+    *leading, heads, rows, n = x.shape
+    return x.reshape(*leading, kv_heads, heads // kv_heads * rows if kv_heads else 0, n)
 
 
 def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Tensor | None:
     """True where the mask or block mask, the intervals or the window keep a query from a key; None when nothing does."""
-    heads, len_k, device = problem.query.shape[1], problem.key.shape[2], problem.query.device
+    heads, len_k, device = problem.query.shape[-3], problem.key.shape[-2], problem.query.device
     query = torch.arange(row_start, row_start + rows, device=device)[:, None]
     distance = torch.arange(len_k, device=device) - (query + len_k - len_q)
     hidden = []
@@ -157,10 +160,10 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
     if problem.blocks is not None and problem.bits is not None:
         hidden.append(~per_query_head(unpacked(problem.blocks, problem.bits, len_k, row_start, row_start + rows), heads))
     if problem.first is not None and problem.last is not None:
-        first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
+        first, last = (per_query_head(bound[..., None, :], heads) for bound in (problem.first, problem.last))
         outside = (query < first) | (query >= last)
         if problem.also_first is not None and problem.also_last is not None:
-            first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.also_first, problem.also_last))
+            first, last = (per_query_head(bound[..., None, :], heads) for bound in (problem.also_first, problem.also_last))
             outside = outside & ((query < first) | (query >= last))
         hidden.append(outside)
     union = None

@@ -13,7 +13,7 @@ GRANULE = 32  # queries and keys: no tile of a matrix product is smaller but tho
 ATTENDED, HIDDEN = 1, 2
 
 
-def states_shape(mask: Tensor) -> tuple[int, int, int, int]:
-    """(B or 1, H or Hk or 1, granules of queries or 1, granules of keys or 1): the mask's own axes."""
-    batch, heads, rows, cols = mask.shape
-    return batch, heads, (rows + GRANULE - 1) // GRANULE, (cols + GRANULE - 1) // GRANULE
+def states_shape(mask: Tensor) -> tuple[int, ...]:
+    """(..., H or Hk or 1, granules of queries or 1, granules of keys or 1): the mask's own axes."""
+    *leading, rows, cols = mask.shape
+    return *leading, (rows + GRANULE - 1) // GRANULE, (cols + GRANULE - 1) // GRANULE

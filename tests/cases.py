@@ -239,6 +239,28 @@ SINKS = (
     Case("sinks-random-intervals-37x65", 37, 65, intervals="random", bias="bg1k", **GQA, sinks="far", reason="lists of keys, some empty"),
 )  # fmt: skip
 
+AXES = (
+    Case("rows-bias-of-batch-37x65", 37, 65, leading="bn", bias="b1hqk", mask="bn11k", reason="AlphaFold's pair bias with batch, a mask of each row"),
+    Case("rows-bias-of-rows-65x37", 65, 37, leading="bn", bias="1nhqk", causal=True, reason="members of a slice lie apart"),
+    Case("shifted-windows-19", 19, leading="bn", batch=3, rows=4, bias="11hqk", mask="1n1qk", reason="Swin: a bias for all, a mask of the window"),
+    Case("windows-bias-of-batch-in-parts-19x23", 19, 23, leading="bn", rows=5, bias="b11qk", reason="a slice of one tile, members of several heads"),
+    Case("copies-37", 37, leading="bnm", bias="b1mhqk", reason="a shared axis between two others"),
+    Case("gqa-copies-bias-in-the-middle-37x40", 37, 40, leading="bnm", **GQA, bias="1n1gqk", mask="b1m1qk", reason="the reverse, and a mask of the others"),
+    Case("rows-key-bias-of-batch-37x65", 37, 65, leading="bn", bias="b1h1k", mask="1n11k", reason="sums over queries, summed over rows"),
+    Case("rows-bias-of-queries-70x37", 70, 37, leading="bn", bias="1nhq1", sinks="random", reason="dBias by query is dLSE, summed over the batch"),
+    Case("rows-without-leading-axes-37", 37, leading="", bias="hqk", mask="qk", reason="no batch at all"),
+    Case("rows-omitted-front-axes-37", 37, leading="bn", bias="nhqk", mask="hqk", reason="axes in front may be left out"),
+    Case("gqa-axial-37x65", 37, 65, leading="bn", **GQA, transposed=True, bias="b1hqk", mask="1nhqk", keep="blocks", reason="no stride walks the axes"),
+    Case("rows-axial-copies-37", 37, leading="bnm", transposed=True, window=(9, 4), reason="the same with three axes and no bias"),
+    Case("rows-intervals-of-batch-70x37", 70, 37, leading="bn", intervals="b1gk", bias="b1h1k", reason="lists of the slices that intervals have"),
+    Case("rows-intervals-of-rows-37x65", 37, 65, leading="bn", **GQA, intervals="1nhk", bias="b1gqk", window=(30, 5), reason="of other axes than the bias's"),
+    Case("rows-prepared-mask-37x135", 37, 135, leading="bn", mask="n1qk", keep="blocks", blocked=True, bias="b1hqk", reason="its batch is the last axis"),
+    Case("rows-two-intervals-65x37", 65, 37, leading="bn", intervals="random-twob1gk", bias="1nh1k", reason="bounds of both by the same entries"),
+    Case("gqa-rows-factors-19x37", 19, 37, leading="bn", **GQA, factors=("b1h", "1ng"), mask="n1qk", reason="factors of some axes each"),
+    Case("rows-softcap-dropout-37x65", 37, 65, leading="bn", bias="b1hqk", softcap=2.0, dropout_p=0.2, reason="dropped by the place in the whole batch"),
+    Case("rows-one-query-3x600", 3, 600, leading="bn", batch=1, **GQA, bias="1nh1k", mask="1n1qk", reason="decoding: splits of the keys"),
+)  # fmt: skip
+
 FACTORS = (
     Case("factors-37x65", 37, 65, factors=("bh", "bh"), reason="rows and cols of every head"),
     Case("gqa-factors-37x65", 37, 65, **GQA, factors=("bh", "bg"), reason="query heads of a group have rows of their own, and cols together"),
@@ -253,7 +275,7 @@ FACTORS = (
     Case("factors-one-query-1x65", 1, 65, **GQA, factors=("bh", "bg"), reason="decoding"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS)
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS, *AXES)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -382,6 +404,18 @@ HOPPER = (
     Case("hopper-documents-several-blocks-a-program-520", 520, batch=5, heads=8, kv_heads=4, head_dim=128, intervals="documents", bias="bg1k", reason="lists, and several of them a program"),
     Case("hopper-intervals-several-blocks-a-program-900x3", 900, 3, batch=3, heads=8, head_dim=128, intervals="random", bias="b11k", reason="blocks of queries without a key between others"),
     Case("hopper-intervals-dense-bias-several-blocks-a-program-520x304", 520, 304, batch=5, heads=8, head_dim=128, intervals="random", bias="bhqk", reason="the same beside a bias of pairs"),
+    Case("hopper-rows-resident-bias-of-batch-192x320", 192, 320, leading="bn", rows=140, heads=4, head_dim=32, bias="b1hqk", reason="slices of the batch, members side by side"),
+    Case("hopper-rows-resident-bias-of-rows-200x264", 200, 264, leading="bn", batch=90, heads=4, head_dim=32, bias="1nhqk", reason="the same, members apart"),
+    Case("hopper-copies-resident-bias-200x136", 200, 136, leading="bnm", batch=40, rows=2, copies=4, heads=4, head_dim=16, bias="1n1hqk", reason="the same, between others"),
+    Case("hopper-rows-shared-bias-of-three-136x200", 136, 200, leading="bn", batch=4, head_dim=64, bias="b1hqk", reason="dQ and dBias of few members together, side by side"),
+    Case("hopper-rows-shared-bias-of-eight-197x264", 197, 264, leading="bn", batch=8, heads=3, head_dim=64, bias="1nhqk", causal=True, reason="the same, members apart"),
+    Case("hopper-rows-shared-bias-of-many-200x136", 200, 136, leading="bn", rows=9, heads=4, kv_heads=2, head_dim=64, bias="b1hqk", window=(90, 20), reason="dBias of many members"),
+    Case("hopper-copies-shared-bias-520x776", 520, 776, leading="bnm", head_dim=128, bias="b1mhqk", reason="an entry of the bias by two axes"),
+    Case("hopper-rows-block-mask-key-bias-520x776", 520, 776, leading="bn", head_dim=128, mask="1nhqk", keep="blocks", bias="b1h1k", reason="lists, masks and bias columns by their own entries"),
+    Case("hopper-rows-intervals-key-bias-520", 520, leading="bn", heads=4, kv_heads=2, head_dim=128, intervals="1n1k", bias="1ng1k", reason="packed intervals and bias columns by their own entries"),
+    Case("hopper-rows-intervals-dense-bias-392x520", 392, 520, leading="bn", head_dim=128, intervals="b11k", bias="1nhqk", window=(100, 60), reason="intervals and bias of other axes"),
+    Case("hopper-rows-prepared-mask-shared-bias-260x776", 260, 776, leading="bn", head_dim=128, mask="nhqk", keep="blocks", blocked=True, bias="b1hqk", reason="bits by the entries of the mask"),
+    Case("hopper-axial-200x136", 200, 136, leading="bn", head_dim=64, bias="b1hqk", transposed=True, reason="queries that the copy engine cannot address"),
     Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias copied by the blocks of a mask's lists"),
 )  # fmt: skip
 

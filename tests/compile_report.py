@@ -52,6 +52,13 @@ LAUNCHES = (
     (Case("rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, bias="1hqk"), BF16),
     (Case("rows-dense-bias-mask-d32", 256, 192, batch=256, heads=4, head_dim=32, mask="b11k", bias="bhqk"), BF16),
     (Case("rows-key-bias-d16", 128, 320, batch=256, heads=4, head_dim=16, mask="b1qk", bias="b11k"), FP16),
+    (Case("leading-rows-shared-bias-d32", 384, leading="bn", rows=128, heads=4, head_dim=32, bias="b1hqk"), BF16),
+    (Case("leading-windows-of-49-mask-d32", 49, leading="bn", batch=64, rows=4, heads=8, head_dim=32, mask="1n1qk", bias="b1hqk"), BF16),
+    (Case("leading-shared-bias-of-four-d64", 4096, leading="bn", rows=4, heads=8, head_dim=64, bias="b1hqk"), BF16),
+    (Case("leading-shared-bias-of-eight-mask-d128", 2048, leading="bn", rows=8, heads=8, head_dim=128, mask="1nhqk", bias="b1hqk"), BF16),
+    (Case("leading-shared-bias-of-many-d64", 1024, leading="bnm", rows=16, heads=4, head_dim=64, bias="1n1hqk"), BF16),
+    (Case("leading-intervals-key-bias-d128", 2048, leading="bn", heads=8, head_dim=128, intervals="1n1k", bias="1nh1k"), BF16),
+    (Case("leading-in-runs-mask-d64", 1000, leading="bn", heads=4, head_dim=64, mask="1nhqk", bias="b1hqk", transposed=True), BF16),
     (Case("windows-fp32-d64", 31, 32, batch=64, heads=8, head_dim=64, bias="1hqk"), FP32),
     (Case("shared-bias-of-four-d128", 4096, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
     (Case("shared-bias-of-many-d128", 4096, batch=5, heads=16, head_dim=128, bias="1hqk"), BF16),
@@ -280,7 +287,12 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
         return torch.empty([case.sizes[axis] for axis in axes] + ([] if last is None else [last]), dtype=of, device="meta")
 
     value_dim = case.value_dim or case.head_dim
-    query, key, value = tensor("bhq", case.head_dim, dtype), tensor("bgk", case.head_dim, dtype), tensor("bgk", value_dim, dtype)
+    query, key, value = (
+        tensor(case.leading + axes, dim, dtype) for axes, dim in (("hq", case.head_dim), ("gk", case.head_dim), ("gk", value_dim))
+    )
+    if case.transposed:
+        before = -3 if len(case.leading) < 2 else -4
+        query, key, value = (x.movedim(-2, before).contiguous().movedim(before, -2) for x in (query, key, value))
     mask: Any = None if case.mask is None else tensor(case.mask, None, torch.bool)
     if case.blocked:
         mask = block_mask(mask)
@@ -290,7 +302,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     sinks = None if case.sinks is None else tensor("h", None, case.sinks_dtype or dtype)
     problem = Problem.canonical(query, key, value, mask=mask, bias=bias, sinks=sinks, **case.options)
     if case.intervals is not None:
-        bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")
+        axes = "b1k" if case.leading == "b" else case.intervals.removeprefix("random-two")
+        bound = torch.empty([case.sizes[axis] for axis in axes], dtype=torch.int32, device="meta")
         again = bound if case.has_two_intervals else None
         problem = problem._replace(first=bound, last=bound, also_first=again, also_last=again)
     return problem

@@ -110,7 +110,7 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
-        (["--query", "4,16,64"], "dmattn: error: query: expected 4 axes"),
+        (["--query", "16,64"], "dmattn: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),

@@ -259,7 +259,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def options_of(problem: Problem) -> dict[str, Any]:
     again = problem.also_first, problem.also_last
-    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2], *again)
+    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[-2], *again)
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask: Any = intervals if problem.mask is None else problem.mask
     if problem.bits is not None:

@@ -24,11 +24,22 @@ BOOL = torch.bool
 NESTED = torch.nested.nested_tensor([zeros(4, 8), zeros(2, 8)], layout=torch.jagged)
 INT = zeros(7, dtype=torch.int32)
 AFTER_LENGTHS = {"query": zeros(2, 9, 4, 8), "key": zeros(2, 9, 2, 8), "value": zeros(2, 9, 2, 8)}  # (B, S, H, D), which passes for 9 heads
+NESTED_AXES = {"query": zeros(2, 3, 4, 5, 8), "key": zeros(2, 3, 2, 7, 8), "value": zeros(2, 3, 2, 7, 8)}
 SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
 ERRORS = [
     ("query-not-a-tensor", {"query": [1.0]}, TypeError, r"query: expected a torch.Tensor, received list"),
-    ("query-rank", {"query": zeros(4, 5, 8)}, ValueError, r"query: expected 4 axes .*received shape \(4, 5, 8\)"),
-    ("key-rank", {"key": zeros(2, 7, 8)}, ValueError, r"key: expected 4 axes .*received shape \(2, 7, 8\)"),
+    ("query-rank", {"query": zeros(5, 8)}, ValueError, r"query: expected at least 3 axes \(\.\.\., heads, length, head dim\), received shape \(5, 8\)"),
+    ("query-without-leading-axes", {"query": zeros(4, 5, 8)}, ValueError, r"key: expected query's leading axes \(\), .*received shape \(2, 2, 7, 8\)"),
+    ("key-rank", {"key": zeros(7, 8)}, ValueError, r"key: expected at least 3 axes .*received shape \(7, 8\)"),
+    ("key-without-leading-axes", {"key": zeros(2, 7, 8)}, ValueError, r"key: expected query's leading axes \(2,\), .*received shape \(2, 7, 8\)"),
+    ("leading-axes-of-key", NESTED_AXES | {"key": zeros(6, 2, 7, 8)}, ValueError, r"key: expected query's leading axes \(2, 3\), .*received shape \(6, 2, 7, 8\)"),
+    ("leading-axes-of-value", NESTED_AXES | {"value": zeros(2, 1, 2, 7, 8)}, ValueError, r"value: expected query's leading axes \(2, 3\), .*received shape \(2, 1, 2, 7, 8\)"),
+    ("merged-axes-of-bias", NESTED_AXES | {"bias": zeros(6, 4, 5, 7)}, ValueError, r"bias: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 4, 5, 7\)$"),
+    ("merged-axes-of-mask", NESTED_AXES | {"mask": zeros(6, 1, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 1, 5, 7\)$"),
+    ("more-axes-than-query", NESTED_AXES | {"bias": zeros(1, 2, 3, 4, 5, 7)}, ValueError, r"bias: expected .*received \(1, 2, 3, 4, 5, 7\)$"),
+    ("leading-axis-of-another-length", NESTED_AXES | {"bias": zeros(3, 1, 4, 5, 7)}, ValueError, r"bias: expected .* = \(2, 3, 4, 5, 7\) .*received \(3, 1, 4, 5, 7\)$"),
+    ("padding-of-leading-axes", NESTED_AXES | {"mask": zeros(2, 3, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(2, 3, 7\); of padding, mask\[\.\.\., None, None, :\]$"),
+    ("intervals-of-merged-axes", NESTED_AXES | {"mask": IntervalMask(INT.expand(6, 1, 7), INT)}, ValueError, r"mask.first: expected a shape broadcastable to \(\.\.\., H, Sk\) = \(2, 3, 4, 7\) .*received \(6, 1, 7\)$"),
     ("query-integer", {"query": zeros(2, 4, 5, 8, dtype=torch.int64)}, ValueError, r"query: expected a dtype of float16.*received torch.int64"),
     ("key-dtype", {"key": zeros(2, 2, 7, 8, dtype=torch.float16)}, ValueError, r"key: expected query's dtype torch.float32, received torch.float16"),
     ("value-device", {"value": zeros(2, 2, 7, 8, device="meta")}, ValueError, r"value: expected query's device cpu, received meta"),

@@ -16,9 +16,10 @@ from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
-AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+LEADING = ("b", "b", "bn", "bnm", "")
+PAIRS = st.tuples(st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
 BLOCKED_AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1")).map("".join).map("{}qk".format)
-FACTORS = st.tuples(*(st.tuples(st.sampled_from("b1"), st.sampled_from(heads)).map("".join) for heads in ("hg1", "g1")))
+HEADS_OF_FACTORS = ("hg1", "g1")  # of queries and of keys
 SIDE = st.none() | st.integers(0, 70)
 
 
@@ -28,22 +29,34 @@ def problems(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 2))
     len_k = draw(st.integers(1, 70) | st.integers(120, 140))
     masking = draw(st.sampled_from(["none", "mask", "block mask", "intervals"]))
-    bias = draw(st.none() | AXES)
-    factors = draw(st.none() | FACTORS) if bias is None else None
+    leading = draw(st.sampled_from(LEADING))
+    if leading != "b" and masking == "block mask":
+        masking = "none"
+    shared = st.tuples(*(st.sampled_from(axis + "1") for axis in leading)).map("".join)  # each axis by itself
+    axes = st.tuples(shared, PAIRS).map("".join)
+    intervals = st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])
+    if leading != "b":
+        intervals = st.tuples(st.sampled_from(["random", "random-two"]), shared, st.sampled_from("hg1"), st.just("k")).map("".join)
+    bias = draw(st.none() | axes)
+    of_factors = (st.tuples(shared, st.sampled_from(heads)).map("".join) for heads in HEADS_OF_FACTORS)
+    factors = draw(st.none() | st.tuples(*of_factors)) if bias is None else None
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
     return Case(
         "random",
         len_q=draw(st.integers(1, 70)),
         len_k=len_k,
+        leading=leading,
         batch=draw(st.integers(1, 3)),
+        rows=draw(st.integers(1, 3)),
+        copies=draw(st.integers(1, 2)),
         heads=kv_heads * draw(st.integers(1, 2)),
         kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 40)),
         value_dim=draw(st.none() | st.integers(1, 40)),
-        mask=draw(AXES if masking == "mask" else BLOCKED_AXES) if "mask" in masking else None,
+        mask=draw(axes if masking == "mask" else BLOCKED_AXES) if "mask" in masking else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
         blocked=masking == "block mask",
-        intervals=draw(st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])) if masking == "intervals" else None,
+        intervals=draw(intervals) if masking == "intervals" else None,
         bias=bias,
         factors=factors,
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
@@ -93,4 +106,5 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         "padded",
     ):
         assert any(getattr(case, field) for case in seen), field
+    assert {len(case.leading) for case in seen} == {0, 1, 2, 3}
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

@@ -84,16 +84,15 @@ def kernels(device: torch.device, interpreted: bool = False) -> ModuleType:
 
 
 def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Uninitialised (out, lse, states). In memory `out` is (B, Sq, H, Dv), so that merging its heads afterwards is a view.
+    """Uninitialised (out, lse, states). In memory `out` is (..., Sq, H, Dv), so that merging its heads afterwards is a view.
 
     `states` are None without a mask, and on the PyTorch path.
     """
     query = problem.query
-    batch, heads, len_q, _ = query.shape
-    shape = (batch, heads, len_q, problem.value.shape[3])
+    shape, axes = (*query.shape[:-1], problem.value.shape[-1]), query.ndim
     # not a transposed view, which the caller could not change in place
-    out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
-    lse = query.new_empty((batch, heads, len_q), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    out = torch.empty_permuted(shape, (*range(axes - 3), axes - 2, axes - 3, axes - 1), dtype=query.dtype, device=query.device)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     if problem.mask is None or not by_kernels(query):
         return out, lse, None
     return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
@@ -114,14 +113,16 @@ def _empty_d_bias(bias: Tensor) -> Tensor:
 
     The copy engine of a GPU writes no other rows. The padding of the gradient is less than 16 bytes a row, whatever the bias's.
     """
-    _, heads, len_q, len_k = bias.shape
+    len_q, len_k = bias.shape[-2:]
     whole = 16 // bias.element_size()  # elements
-    if len_q <= 1 or len_k <= 1 or bias.is_contiguous() or bias.stride(3) != 1:
+    if len_q <= 1 or len_k <= 1 or bias.is_contiguous() or bias.stride(-1) != 1:
         return bias.new_empty(bias.shape)
-    if len_k % whole == 0 or any(stride % whole for size, stride in zip(bias.shape[:3], bias.stride()[:3], strict=True) if size > 1):
+    if len_k % whole == 0 or any(stride % whole for size, stride in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1):
         return bias.new_empty(bias.shape)
-    pitch = len_k + -len_k % whole
-    return bias.new_empty_strided(bias.shape, (heads * len_q * pitch, len_q * pitch, pitch, 1))
+    strides = [1, len_k + -len_k % whole]
+    for size in bias.shape[-2:0:-1]:
+        strides.append(strides[-1] * size)
+    return bias.new_empty_strided(bias.shape, strides[::-1])
 
 
 def allocate_best(key_bias: Tensor, keep: int, len_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,14 +165,12 @@ class _Differentiable(torch.autograd.Function):
         names = (*RESULTS, *FIELDS, *taken[len(which.learned) :])
         gradients = {*names[len(RESULTS) + len(FIELDS) :], *given}
         mapped = Mapped.of(info.batch_size, names[len(RESULTS) :], arguments[len(RESULTS) :], axes[len(RESULTS) :], gradients)
-        results = _Differentiable.apply(which, *map(mapped.joined, names, arguments, axes))
-        parted = [mapped.parted(name, x) for name, x in zip(given, results, strict=False)]
+        results = _Differentiable.apply(which, *map(mapped.leading, names, arguments, axes))
         if which.steps:
-            return tuple(parted), (0,) * len(parted)
-        place, states = names.index("mask"), results[2]
-        if states.ndim == 1 or not mapped.joins("mask", arguments[place], axes[place]):
-            return (*parted, states), (0, 0, None)
-        return (*parted, mapped.parted("states", states)), (0, 0, 0)
+            return tuple(results), (0,) * len(results)
+        out, lse, states = results
+        states, axis = mapped.of_states(states, axes[names.index("mask")])
+        return (out, lse, states), (0, 0, axis)
 
 
 def _in_chunks(which: Derivative, problem: Problem, incoming: Sequence[Tensor]) -> list[Tensor]:

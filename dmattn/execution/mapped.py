@@ -1,4 +1,4 @@
-"""torch.func.vmap of attention and of its derivatives: the mapped axis joins the batch, and the results are parted again."""
+"""torch.func.vmap of attention and of its derivatives: the mapped axis is one more leading axis, of the results, too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from torch._C import _functorch as functorch
 
 from ..masks import BOUNDS
 
-SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one batch entry may serve all
+SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
 
 
 class Mapped(NamedTuple):
-    """`elements` of `batch` entries each. A bias that they share is copied for each where gradients keep them `apart`."""
+    """So many `elements`. A bias that they share gets an entry for each where gradients keep them `apart`; it is not copied for that."""
 
     elements: int
-    batch: int
-    bias_batch: int
     apart: bool
 
     @classmethod
@@ -35,26 +33,20 @@ class Mapped(NamedTuple):
             raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
         if "sinks" in gradients:
             raise RuntimeError("dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch")
-        batch, bias_batch = (0 if x is None else x.shape[1 if axis == 0 else 0] for x, axis in (at["query"], at["bias"]))
-        return cls(elements, batch, bias_batch, "bias" in gradients)
+        return cls(elements, "bias" in gradients)
 
-    def joined(self, name: str, x: Any, axis: int | None) -> Any:
-        """A tensor of all elements' problems; anything else as it is."""
-        if not isinstance(x, Tensor) or not self.joins(name, x, axis):
+    def leading(self, name: str, x: Any, axis: int | None) -> Any:
+        """A tensor of all elements' problems, with the mapped axis in front, or 1 there where it may be shared; anything else as it is."""
+        if not isinstance(x, Tensor) or name in ("sinks", "bits") or (name == "states" and x.ndim == 1):  # there are no states
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
-        return x.expand(self.elements, self.batch, *x.shape[2:]).flatten(0, 1)
+        return x if name in SHARED and not (name == "bias" and self.apart) else x.expand(self.elements, *x.shape[1:])
 
-    def joins(self, name: str, x: Tensor, axis: int | None) -> bool:
-        """Whether a tensor gets entries for each element: it is not needed where all share one that serves the whole batch."""
-        if name in ("sinks", "bits") or (name == "states" and x.ndim == 1):  # there are no states
-            return False
-        return axis is not None or name not in SHARED or x.shape[0] != 1 or (name == "bias" and self.apart)
-
-    def parted(self, name: str, x: Tensor) -> Tensor:
-        """A result of all elements' problems with the mapped axis in front."""
-        x = x.unflatten(0, (self.elements, self.batch))
-        return x.sum(1, keepdim=True) if name == "bias" and self.bias_batch == 1 != self.batch else x
+    def of_states(self, states: Tensor, mask_axis: int | None) -> tuple[Tensor, int | None]:
+        """The states of all elements' masks and their mapped axis, of masks that had such an axis or shared one."""
+        if states.ndim == 1 or mask_axis is not None:
+            return states, None if states.ndim == 1 else 0
+        return states[0], None
 
 
 def refuse_batches(*incoming: Tensor | None) -> None:

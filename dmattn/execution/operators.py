@@ -22,13 +22,13 @@ from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
-SHARED = ("mask", "first", "last", "bias", "blocks", "states")  # the batch may share them
+SHARED = ("mask", *BOUNDS, "bias", "blocks", "states")  # leading axes may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
 _GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
 _SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
-_FEWER = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # axes, where a caller may give fewer
+_FEWER = dict(mask=0, bias=0, blocks=0) | dict.fromkeys(BOUNDS, -1)  # axes beyond the query's, where a caller may give fewer
 _AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
 _in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
@@ -111,10 +111,11 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 
 
 @forward.register_vmap
-def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, None]]:
+def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int | None]]:
     mapped = Mapped.of(info.batch_size, FIELDS, inputs, axes, ())
-    out, lse, states = torch.ops.dmattn.forward(*map(mapped.joined, FIELDS, inputs, axes))
-    return (mapped.parted("out", out), mapped.parted("lse", lse), states), (0, 0, None)
+    out, lse, states = torch.ops.dmattn.forward(*map(mapped.leading, FIELDS, inputs, axes))
+    states, axis = mapped.of_states(states, axes[FIELDS.index("mask")])
+    return (out, lse, states), (0, 0, axis)
 
 
 @backward.register_vmap
@@ -122,9 +123,8 @@ def _(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...
     names = ("out", "lse", "out", "lse", "needs", "pads", *FIELDS)
     needed = dict(zip(LEARNED, inputs[4], strict=True))
     mapped = Mapped.of(info.batch_size, FIELDS, inputs[6:], axes[6:], [name for name, need in needed.items() if need])
-    gradients = torch.ops.dmattn.backward(*map(mapped.joined, names, inputs, axes))
-    parted = tuple(mapped.parted(name, x) if needed[name] else x for name, x in zip(LEARNED, gradients, strict=True))
-    return parted, tuple(0 if need else None for need in needed.values())
+    gradients = torch.ops.dmattn.backward(*map(mapped.leading, names, inputs, axes))
+    return gradients, tuple(0 if need else None for need in needed.values())
 
 
 def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | None], results: passes.Forward) -> None:
@@ -139,7 +139,7 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     *fields, out, lse = saved = ctx.saved_tensors
     learned = fields[: len(LEARNED)]
     for place, axes in _AXES:
-        fields[place] = with_axes(fields[place], axes)
+        fields[place] = with_axes(fields[place], fields[0].ndim + axes)
     problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)

@@ -1,5 +1,8 @@
 """The PyTorch path, for CPU tensors and float64: the formulas over chunks of query rows, which all (batch, head) compute together.
 
+A bias or mask that some leading axes share, and the gradient of such a bias, keep their own shapes: no more of them than a chunk's scores is
+broadcast. Queries, keys and values whose leading axes no single stride walks are copied, as torch's products do.
+
 Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
 is computed in float32 and rounded once, as the kernels do. A chunk has only the keys that a window leaves one of its rows, and beside intervals
 on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Where keys
@@ -9,6 +12,7 @@ exact (:mod:`.torch_kernel`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -27,8 +31,14 @@ from .watching import nothing_watches
 
 Keys = slice | Tensor  # of a chunk: some in a row, or ascending places
 # The axes of queries and of keys, of tensors of a problem and of results; an axis of 1 is one entry for all, but not in those that are FULL.
-AXES: dict[str, tuple[int | None, int | None]] = {"query": (2, None), "key": (None, 2), "value": (None, 2), "mask": (2, 3), "bias": (2, 3)}
-AXES |= dict.fromkeys(BOUNDS, (None, 2)) | {"sinks": (None, None), "out": (2, None), "lse": (2, None)}
+AXES: dict[str, tuple[int | None, int | None]] = {
+    "query": (-2, None),
+    "key": (None, -2),
+    "value": (None, -2),
+    "mask": (-2, -1),
+    "bias": (-2, -1),
+}
+AXES |= dict.fromkeys(BOUNDS, (None, -1)) | {"sinks": (None, None), "out": (-2, None), "lse": (-1, None)}
 FULL = ("query", "key", "value", "out", "lse")
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
@@ -45,7 +55,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     if torch_kernel.serves(problem):
         problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
     for rows, keys, chunk in chunks(problem, scores):
-        out[:, :, rows], lse[:, :, rows] = attend(chunk, dtype, rows.start, aligned_length(problem, keys))
+        out[..., rows, :], lse[..., rows] = attend(chunk, dtype, rows.start, aligned_length(problem, keys))
 
 
 @torch.no_grad()
@@ -60,7 +70,7 @@ def backward(
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
     dtype = compute_dtype(problem)
     d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
-    kv_heads = problem.key.shape[1]
+    kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else kind_of(d_bias.shape)
     d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
@@ -73,50 +83,49 @@ def backward(
         d_bias_rows.zero_()  # a chunk may not have all keys
     for rows, keys, chunk in chunks(problem._replace(key=key, value=value), scores_of_row(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
-        empty = lse[:, :, rows, None] == float("-inf")
+        empty = lse[..., rows, None] == float("-inf")
         p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
-        of_sinks = p[..., scores.shape[3] :]  # of no key without sinks
-        p = p[..., : scores.shape[3]]
-        d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
+        of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
+        p = p[..., : scores.shape[-1]]
+        d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)
         factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
         if value_sum is not None:
             weights = p if factor is None else p * factor
-            value_sum[:, :, keys] += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
-        delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
+            value_sum[..., keys, :] += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
+        delta = (d_out_rows * out[..., rows, :]).sum(-1, keepdim=True)
         if d_lse is not None:
-            delta = delta - d_lse[:, :, rows, None]
+            delta = delta - d_lse[..., rows, None]
         if d_sink_scores is not None:
-            d_sink_scores[:, :, rows] = (of_sinks * -delta).masked_fill(empty, 0.0)[..., 0]
+            d_sink_scores[..., rows] = (of_sinks * -delta).masked_fill(empty, 0.0)[..., 0]
         d_p = (fold_groups(d_out_rows, kv_heads) @ chunk.value.transpose(-1, -2)).view(p.shape)
         if factor is not None:
             d_p *= factor
         d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
         if d_bias_rows is not None:  # each chunk has rows of its own
-            shape = torch.Size((*d_bias_rows.shape[:2], *d_scores.shape[2:]))
-            d_bias_rows[:, :, rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
+            shape = torch.Size((*d_bias_rows.shape[:-2], *d_scores.shape[-2:]))
+            d_bias_rows[..., rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
         if bias_sum is not None:
-            shape = torch.Size((*bias_sum.shape[:3], d_scores.shape[3]))
+            shape = torch.Size((*bias_sum.shape[:-1], d_scores.shape[-1]))
             bias_sum[..., keys] += sum_to(d_scores, shape)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
         if d_query is not None:
-            d_query[:, :, rows] = (d_scores @ chunk.key).view(*p.shape[:3], key.shape[3])
+            d_query[..., rows, :] = (d_scores @ chunk.key).view(*p.shape[:-1], key.shape[-1])
         if key_sum is not None:
-            key_sum[:, :, keys] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
+            key_sum[..., keys, :] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
     for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
     if d_bias_queries is not None:
         per_query_gradient(lse, d_lse, d_sink_scores, d_bias_queries)
     if gradients.sinks is not None and d_sink_scores is not None:
-        gradients.sinks.copy_(d_sink_scores.sum((0, 2)))
+        gradients.sinks.copy_(d_sink_scores.sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2]))
 
 
 def scores_of_row(problem: Problem) -> int:
     """Of one row of each (batch, head)."""
-    batch, heads = problem.query.shape[:2]
-    return batch * heads * problem.key.shape[2]
+    return math.prod(problem.query.shape[:-2]) * problem.key.shape[-2]
 
 
 def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem]]:
@@ -124,7 +133,7 @@ def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem
 
     `scores` is how many numbers are alive for a row.
     """
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     step = max(MIN_ROWS, CHUNK_SCORES // max(1, scores))
     if problem.left is not None or problem.right is not None:
         step = min(step, WINDOW_ROWS)
@@ -144,7 +153,7 @@ def restricted(problem: Problem, rows: slice, keys: Keys) -> Problem:
     """`problem` of some query rows and keys."""
     fields: dict[str, Any] = {name: part_of(name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
     if problem.blocks is not None and problem.bits is not None:
-        mask = unpacked(problem.blocks, problem.bits, problem.key.shape[2], rows.start, rows.stop)
+        mask = unpacked(problem.blocks, problem.bits, problem.key.shape[-2], rows.start, rows.stop)
         fields |= dict(mask=mask[..., keys], blocks=None, bits=None)
     return problem._replace(**fields)
 
@@ -183,7 +192,7 @@ def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
     """Those of `keys` that the window leaves one of `rows`; all of them under dropout, which counts all keys."""
     if problem.seed is not None:
         return keys
-    offset = problem.key.shape[2] - problem.query.shape[2]
+    offset = problem.key.shape[-2] - problem.query.shape[-2]
     start = keys.start if problem.left is None else max(keys.start, rows.start + offset - problem.left)
     stop = keys.stop if problem.right is None else min(keys.stop, rows.stop + offset + problem.right)
     return slice(start, stop) if start < stop else slice(0, 0)
@@ -191,7 +200,7 @@ def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
 
 def _without_window(problem: Problem) -> Problem:
     """The same problem with what the window hides left out of both intervals of its keys, which a chunk may then have in any places."""
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     first, last, also_first, also_last = (getattr(problem, name) for name in BOUNDS)
     own = torch.arange(len_k, device=first.device) - (len_k - len_q)  # the query at the key's own place
     if problem.right is not None:
@@ -207,9 +216,9 @@ def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Ke
     Where keys have two intervals, and it sees none of some keys between, only with the others. Where intervals that have begun have all ended,
     as between packed sequences, slices end too and are shorter: of no other sequence is a key computed then.
     """
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     bounds = [bound for name in BOUNDS if (bound := getattr(problem, name)) is not None]
-    bounds = [x.expand(*x.shape[:2], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(*bounds)]
+    bounds = [x.expand(*x.shape[:-1], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(*bounds)]
     first, last = torch.stack(bounds[::2]), torch.stack(bounds[1::2])
     any_row = first < last
     begun, ended = (torch.bincount(x[any_row], minlength=len_q + 1).cumsum(0) for x in (first, last))
@@ -222,7 +231,7 @@ def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Ke
         before = bisect_right(ends, stop)
         if before and ends[before - 1] > start:
             stop = ends[before - 1]
-        seen = ((first < stop) & (last > start) & any_row).flatten(0, 2).any(0).nonzero()[:, 0]
+        seen = ((first < stop) & (last > start) & any_row).flatten(0, -2).any(0).nonzero()[:, 0]
         keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
         scattered = problem.also_first is not None and len(seen) < keys.stop - keys.start
         yield slice(start, stop), seen if scattered else keys
@@ -234,7 +243,7 @@ def aligned_length(problem: Problem, keys: Keys) -> int:
 
     Where keys are in any places there is no window that would count them.
     """
-    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     return len_q - (len_k - keys.stop) if isinstance(keys, slice) else len_q
 
 

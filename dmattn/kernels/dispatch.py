@@ -29,6 +29,8 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    LEADING,
+    LEADING_IN_RUNS,
     OUT,
     QUERY_TERMS,
     TERM_COLUMNS,
@@ -41,7 +43,9 @@ INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
-ALL = MASKS | BIASES | INTERVALS | WINDOW | SINKS | {"two intervals", "softcap", "dropout"}
+SHARED = frozenset({LEADING})
+EVERY = SINKS | SHARED  # features that all rows serve
+ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -211,7 +215,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 def _hopper_forward(traits: Traits) -> str | None:
     """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | SINKS and traits.len_k >= 2048):
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | EVERY and traits.len_k >= 2048):
         return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
     return _on_hopper(traits, (64, 128))
 
@@ -222,7 +226,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> str | None:
     bias = traits.bias
     if bias is None:
         return "there is no bias to keep on chip"
-    if bias.batch > 1:
+    if bias.batch > 1 and bias.batch == traits.batch:
         return "batch entries do not share the bias"
     if traits.len_k > most:
         return f"{traits.len_k} keys are more than fit on chip, {most}"
@@ -338,8 +342,8 @@ def _hopper_shared(traits: Traits) -> str | None:
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL, _one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | SINKS, _hopper_forward, targets=HOPPER),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | SINKS, _resident_forward, targets=HOPPER),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
+    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
 )
 
@@ -352,23 +356,23 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | SINKS, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
-    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | SINKS, _hopper_interval_keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
-        PAIR_BIAS | SINKS,
+        PAIR_BIAS | EVERY,
         _resident_backward,
         borrows=frozenset({D_KEY, D_VALUE}),
         **ON_HOPPER,
     ),
-    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | SINKS, _resident_backward, **ON_HOPPER),
-    Row("whole rows", GRADIENTS, MASKS | BIASES | SINKS, _whole_rows, reads=TERMS),
-    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW | SINKS, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, _resident_backward, **ON_HOPPER),
+    Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, _whole_rows, reads=TERMS),
+    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW | EVERY, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
     HOPPER_KEYS._replace(name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=_hopper_keys_and_bias, needs=STORED),
     HOPPER_INTERVAL_KEYS._replace(
@@ -376,12 +380,12 @@ BACKWARD = (
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
-    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | SINKS, _hopper_query, targets=HOPPER, besides=TERMS),
+    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_query, targets=HOPPER, besides=TERMS),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS}), ALL, _always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | SINKS, _hopper_shared, **ON_HOPPER),
+    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from ..broadcast import per_query_gradient
 from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
+from .base.leading import flattened, flattened_gradients, in_parts
 from .base.query_terms import Incoming, fill_terms
 from .dispatch import choose_backward, choose_forward
 from .hopper import bias_grad as hopper_bias_grad
@@ -52,13 +54,23 @@ FORWARD = {
 
 @on_its_device
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv), `lse` (B, H, Sq) and, where there is a mask, `states` of a canonical problem (`dmattn.problem.Problem`)."""
+    """Fill `out` (..., H, Sq, Dv), `lse` (..., H, Sq) and, where there is a mask, `states` of a canonical `dmattn.problem.Problem`."""
+    given, (problem, out, lse) = problem, flattened(problem, out, lse)
     kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
-    if problem.mask is not None:
-        scan(problem.mask, problem.states)
+    if given.mask is not None:
+        for mask, states in in_parts(given.mask, given.states):
+            scan(mask, states)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     kernels.forward(problem, out, lse)
+
+
+class Given(NamedTuple):
+    """Tensors with the caller's leading axes."""
+
+    lse: Tensor
+    d_lse: Tensor | None
+    gradients: Gradients
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class Call:
     d_lse: Tensor | None
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
     with_columns: bool  # whether terms of queries are made as columns, too
+    given: Given
 
     @cached_property
     def incoming(self) -> Incoming:
@@ -91,6 +104,9 @@ def backward(
     gradients: Gradients,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
+    given = Given(lse, d_lse, gradients)
+    gradients = flattened_gradients(gradients, lse.shape[:-2])
+    problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
     traits = Traits.of(problem, out, d_out, gradients)
     choices = choose_backward(traits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
@@ -102,15 +118,15 @@ def backward(
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if order is not None and order.shape[2] < len_k:
-        for of_keys in map(results.get, (D_KEY, D_VALUE, D_BIAS_OF_KEYS)):
+        for of_keys in (given.gradients.key, given.gradients.value, results.get(D_BIAS_OF_KEYS)):
             if of_keys is not None:
                 of_keys.zero_()  # what the order does not name
-    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices))
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices), given)
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
     if key_sums is not None and key_sums is not d_bias:
-        sum_of_key_sums(key_sums, d_bias)
+        sum_of_key_sums(key_sums, given.gradients.bias, given.lse.shape[:-2])
 
 
 def _one_tile(call: Call, made: Made) -> None:
@@ -174,12 +190,12 @@ def _portable_shared(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse(call: Call, made: Made) -> None:
-    per_query_gradient(call.lse, call.d_lse, None, made[D_BIAS_OF_QUERIES])
+    per_query_gradient(call.given.lse, call.given.d_lse, None, call.given.gradients.bias)
 
 
 def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
     of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
-    per_query_gradient(call.lse, call.d_lse, of_sinks, made[D_BIAS_OF_QUERIES])
+    per_query_gradient(call.given.lse, call.given.d_lse, of_sinks.view(call.given.lse.shape), call.given.gradients.bias)
 
 
 def _sinks(call: Call, made: Made) -> None:

@@ -5,25 +5,32 @@ A :class:`Traits` holds no tensor, so that a test or a report makes one without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..problem import KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
+from .base.leading import Nested, flattened, flattened_gradients
 from .hopper.copies import GLUON
 
 # Results of the two passes. A gradient of the bias is made in four ways, which its shape decides.
 OUT, D_QUERY, D_KEY, D_VALUE = "out", "d_query", "d_key", "d_value"
 D_BIAS_OF_PAIRS = "d_bias of pairs"  # (B, H, Sq, Sk): dS itself
-D_BIAS_SHARED = "d_bias of pairs, shared"  # batch or heads broadcast: dS summed over the members, (batch, head) pairs that share a slice
+D_BIAS_SHARED = (
+    "d_bias of pairs, shared"  # a leading axis or heads broadcast: dS summed over the members, (batch, head) pairs that share a slice
+)
 D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
 D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
 D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
+
+LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
+LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor
 
 NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
@@ -87,6 +94,8 @@ class Traits(NamedTuple):
 
         A `target`, (family, processors), stands for the device of the tensors.
         """
+        gradients = flattened_gradients(gradients, problem.query.shape[:-3])
+        problem, out, d_out = flattened(problem, out, d_out)
         query, bias, device = problem.query, problem.bias, problem.query.device
         family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape
@@ -117,7 +126,7 @@ class Traits(NamedTuple):
             len_k=len_k,
             head_dim=head_dim,
             value_dim=value_dim,
-            features=_features(problem, kinds),
+            features=_features(problem, kinds, (*results.values(), gradients.key, gradients.value)),
             bias=None if bias is None else Bias(bias.dtype, *given["bias"].shape[:2]),
             left=problem.left,
             right=problem.right,
@@ -134,7 +143,7 @@ class Traits(NamedTuple):
         return self.batch // self.bias.batch * (self.heads // self.bias.heads)
 
 
-def _features(problem: Problem, kinds: dict[str, str]) -> frozenset[str]:
+def _features(problem: Problem, kinds: dict[str, str], results: Sequence[Any]) -> frozenset[str]:
     """Which rules and inputs a problem has beyond queries, keys and values: a word for each field that is not None.
 
     A field that this file has never heard of is a feature of its own name, and so is a dtype: a kernel that does not name it does not serve it.
@@ -144,6 +153,12 @@ def _features(problem: Problem, kinds: dict[str, str]) -> frozenset[str]:
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (getattr(problem, name) for name in _INTERVALS)):
         found.add("intervals by head")  # which differ among heads that share keys
+    ruling = {"mask", "blocks", *_INTERVALS, "bias", "states"}
+    nested = {name: x for name, x in problem._asdict().items() if isinstance(x, Nested)}
+    if not ruling.isdisjoint(nested):
+        found.add(LEADING)
+    if any(isinstance(x, Nested) for x in results) or any(name not in ruling or x.places is not None for name, x in nested.items()):
+        found.add(LEADING_IN_RUNS)
     return frozenset(found | {str(x.dtype) for x in (problem.query, problem.bias) if x is not None and x.dtype not in _DTYPES})
 
 

@@ -32,6 +32,8 @@ CASES = (
     Case("window", 17, 19, batch=70, bias="11qk"),
     Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
     Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
+    Case("leading-axes", 130, 67, leading="bn", head_dim=64, mask="1nhqk", keep="blocks", bias="b1hqk"),
+    Case("leading-axes-axial-key-bias", 130, 67, leading="bn", heads=4, kv_heads=2, transposed=True, mask="b111k", bias="1nh1k"),
     Case("sinks-bias-per-query", 130, 67, bias="1hq1", sinks="far"),
     Case("hopper-sinks-causal", 136, 200, heads=4, kv_heads=2, head_dim=128, causal=True, sinks="random"),
     Case("decoding-sinks", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, sinks="random", sinks_dtype=torch.float32),

@@ -26,6 +26,7 @@ CASES = [
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
     Case("two-intervals", 19, head_dim=8, intervals="random-two", bias="b1qk"),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
+    Case("leading-axes-mask-bias", 9, 13, leading="bn", head_dim=8, mask="1n1qk", bias="b1hqk"),
     Case("padded-bias", 9, 13, head_dim=8, bias="1hqk", padded=True),
     Case("sinks-row-bias-causal", 9, 5, heads=4, kv_heads=2, head_dim=8, bias="1hq1", causal=True, sinks="far"),
     Case("block-mask-grouped-bias", 9, 140, heads=4, kv_heads=2, head_dim=8, mask="1gqk", blocked=True, bias="bhqk"),

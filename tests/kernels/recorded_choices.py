@@ -22,7 +22,6 @@ from cases import CASES, HOPPER, LARGE
 from compile_report import DYNAMIC, FORWARD, LAUNCHES, dynamic, meta
 from drawn_problems import Drawn, drawn
 
-from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
 from dmattn.kernels.dispatch import choose_backward, choose_forward
@@ -40,19 +39,10 @@ def named_problems() -> Iterator[tuple[str, torch.dtype, Problem]]:
     """Those of the equivalence tests, in three dtypes, and of the compile report."""
     for case in (*CASES, *LARGE, *HOPPER):
         for dtype in DTYPES:
-            yield case.name, dtype, placed(case, dtype)
+            yield case.name, dtype, meta(case, dtype)
     for case, dtype in (*LAUNCHES, *FORWARD):
         yield case.name, dtype, meta(case, dtype)
     yield DYNAMIC.name, torch.bfloat16, dynamic(DYNAMIC, torch.bfloat16)
-
-
-def placed(case: Case, dtype: torch.dtype) -> Problem:
-    """The problem of a case, its tensors in the layout of models where the case says so."""
-    problem = meta(case, dtype)
-    if not case.transposed:
-        return problem
-    swapped = {name: getattr(problem, name).transpose(1, 2).contiguous().transpose(1, 2) for name in ("query", "key", "value")}
-    return problem._replace(**swapped)
 
 
 def with_gradients(problem: Problem) -> Drawn:

@@ -1,5 +1,7 @@
 """Sums of dS over the queries for each key, by query head or by group of heads. The gradient of a bias of keys is made of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,10 @@ def vectors_of(key_sums: Tensor | None) -> Tensor | None:
     return None if key_sums is None else key_sums[:, :, 0]
 
 
-def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor) -> None:
-    """(B, H, 1, Sk) sums over the queries, summed on to the bias's shape and rounded once."""
-    by_head = key_sums.unflatten(1, (d_bias.shape[1], -1))
-    d_bias.copy_(by_head.sum((0, 2) if d_bias.shape[0] == 1 else 2).view(d_bias.shape))
+def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor, leading: Sequence[int]) -> None:
+    """(B, H, 1, Sk) sums over the queries, summed on to the shape of a bias with the `leading` axes, each full or 1, and rounded once."""
+    if len(leading) != 1:
+        key_sums = key_sums.view(*leading, *key_sums.shape[1:])
+    by_head = key_sums.unflatten(-3, (d_bias.shape[-3], -1))
+    shared = [axis for axis, size in enumerate(d_bias.shape[:-3]) if size == 1]
+    d_bias.copy_(by_head.sum((*shared, len(leading) + 1)).view(d_bias.shape))

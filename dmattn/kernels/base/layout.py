@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from .leading import Nested
 
 
 class Strided(NamedTuple):
@@ -19,6 +20,38 @@ class Strided(NamedTuple):
     row: Any
     col: Any
     group: Any
+
+
+class Stepped(NamedTuple):
+    """The same with steps from the batch entry to the tensor's own (`leading.Steps`), by one quotient. Kernels tell them by their lengths."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    unit: Any
+    every: Any
+    step: Any
+
+
+class SteppedThrice(NamedTuple):
+    """The same by up to three quotients."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    unit: Any
+    every: Any
+    step: Any
+    every2: Any
+    step2: Any
+    every3: Any
+    step3: Any
 
 
 class Span(NamedTuple):
@@ -41,15 +74,25 @@ class Sequence(NamedTuple):
     len_k: Any
 
 
-def strided(x: Tensor | None, heads: int) -> Strided | None:
-    """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads."""
+PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields))
+
+
+def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | None:
+    """`x` (or `leading.Nested`) with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads."""
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return Strided(x, batch, head, row, col[0] if col else 0, heads // x.shape[1])
+    others = head, row, col[0] if col else 0, heads // x.shape[1]
+    if not isinstance(x, Nested):
+        return Strided(x, batch, *others)
+    unit, *quotients = x.entries if x.places is None else x.places
+    batch = batch if x.places is None else 1
+    if len(quotients) == 2:
+        return Stepped(x.tensor, batch, *others, unit, *quotients)
+    return SteppedThrice(x.tensor, batch, *others, unit, *quotients, *(1, 0) * (3 - len(quotients) // 2))
 
 
-def strided_by_head(x: Tensor | None) -> Strided | None:
+def strided_by_head(x: Any) -> Strided | None:
     """`x` (H,) as a kernel argument, a number for each query head."""
     return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
 
@@ -57,7 +100,33 @@ def strided_by_head(x: Tensor | None) -> Strided | None:
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    return t.ptr + tl.cast(seq.batch, tl.int64) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+    return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+
+
+@triton.jit
+def stepped(number, unit, every, step):
+    """A number by `leading.Steps` with one quotient."""
+    return number * unit + number // every * step
+
+
+@triton.jit
+def own_entry(t, batch):
+    """The entry of a tensor that a batch entry has: the same unless the tensor has steps, as all share the only one by its stride of 0."""
+    if len(t) == PLAIN:
+        return batch
+    elif len(t) == ONCE:
+        return stepped(batch, t.unit, t.every, t.step)
+    else:
+        return stepped(batch, t.unit, t.every, t.step) + batch // t.every2 * t.step2 + batch // t.every3 * t.step3
+
+
+@triton.jit
+def copied_entry(t, batch):
+    """The same as the copy engine counts it: 0 where all batch entries share the only one."""
+    if len(t) == PLAIN:
+        return tl.where(t.batch == 0, 0, batch)
+    else:
+        return own_entry(t, batch)
 
 
 @triton.jit

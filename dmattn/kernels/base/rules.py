@@ -61,7 +61,7 @@ class Rules(NamedTuple):
     shared: Any
 
 
-def rules_of(problem: Problem, lists: Tensor | None = None, states: Tensor | None = None) -> Rules:
+def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None

@@ -66,6 +66,7 @@ class Context(NamedTuple):
     barriers: Any
     seq: Any  # of the slice of the bias
     sharing_heads: Any  # heads of a batch entry that share the slice
+    spread: Any  # and batch entries (`member_of`)
     row: Any  # the first query of both consumers
     col: Any
     begin: Any
@@ -80,7 +81,7 @@ class Vectors(NamedTuple):
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
-    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
+    """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tiles = triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
@@ -101,6 +102,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         delta=delta,
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,
+        spread=sharing.spread,
         heads=heads,
         groups=heads // problem.key.shape[1],
         len_q=len_q,
@@ -116,7 +118,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
 
 @gluon.jit
 def _shared_gradient_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, parts, sharing, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, rules, lse, delta, parts, sharing, spread, heads, groups, len_q, len_k,
     DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
@@ -160,7 +162,7 @@ def _shared_gradient_kernel(
     mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
     for i in gl.static_range(2):
         copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, row, col, begin, end)
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end)
     vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
@@ -178,7 +180,7 @@ def _produce(q, k, d_out, v, context, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
     tiles, barriers, row, col = context.tiles, context.barriers, context.row, context.col
     for member in range(context.begin, context.end):
-        seq = member_of(context.seq, member, context.sharing_heads)
+        seq = member_of(context.seq, member, context.sharing_heads, context.spread)
         step = member - context.begin
         stage, phase = stage_of(step, config.STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -224,7 +226,7 @@ def _member(context, rules, vectors, row, member, which: gl.constexpr, config: g
     DIM: gl.constexpr = config.DIM
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    seq = member_of(context.seq, member, context.sharing_heads)
+    seq = member_of(context.seq, member, context.sharing_heads, context.spread)
     step = member - context.begin
     stage = step % config.STAGES
     late = step % config.LATE_STAGES

@@ -4,6 +4,8 @@ The kernels are written in Gluon, which ships with Triton and says what runs bes
 producer, which copies tiles to shared memory ahead of them.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -13,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
+from ..base.leading import by_entry
 from ..base.tiles import block_dim
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -41,17 +44,19 @@ def padded_dim(problem: Problem) -> int:
     return dim if dim == value_dim else 0
 
 
-def tiled(x: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
-    """The tensor as the copy engine takes it, in tiles of [rows, cols] of one (batch, head)."""
+def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
+    """The tensor (or `leading.Nested`) as the copy engine takes it, in tiles of [rows, cols] of one (own entry, head)."""
     if x is None:
         return None
+    x = by_entry(x)
     strides = [8 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]  # of an axis of 1 any will do
     strides[3] = 1
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
-def tiled_mask(mask: Tensor, rows: int, cols: int) -> TensorDescriptor:
+def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor:
     """A bool mask of pairs, as `tiled`, in bytes."""
+    mask = by_entry(mask)
     strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
 

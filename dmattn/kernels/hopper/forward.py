@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import slice_pointer, strided
+from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
@@ -247,7 +247,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
 def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: gl.constexpr):
     """Copy the bias of pairs of a tile, whose blocks begin at `starts`, for each consumer, and tell the barrier."""
     BLOCKS: gl.constexpr = config.BLOCKS
-    entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+    entry = copied_entry(rules.bias, seq.batch)
     head = seq.head // rules.bias.group
     chunks = bias_tiles._reinterpret(bias.dtype, [config.STAGES * config.CONSUMERS * BLOCKS, 1, 1, BLOCK_M, config.SUB], bias.layout)
     for block in gl.static_range(BLOCKS):

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..base.bias_columns import COLUMNS
-from ..base.layout import slice_pointer
+from ..base.layout import copied_entry, slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
@@ -146,7 +146,7 @@ def copy_terms(terms, batch, head, start, full, terms_tile):
 @gluon.jit
 def copy_pairs(source, owner, seq, start, col, full, tiles, stage, CONSUMERS: gl.constexpr = 1):
     """Copy a stage's tiles of `owner`, a bias or mask of pairs: one for each of so many consumers, side by side."""
-    entry = gl.where(owner.batch == 0, 0, seq.batch)
+    entry = copied_entry(owner, seq.batch)
     head = seq.head // owner.group
     for i in gl.static_range(CONSUMERS):
         copy(source, [entry, head, start, col + i * BLOCK_N], full, tiles.index(CONSUMERS * stage + i))

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import strided
+from ..base.layout import copied_entry, strided
 from ..base.overlap import follow
 from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
@@ -262,7 +262,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage)
             copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
-                entry = gl.where(rules.bias.batch == 0, 0, seq.batch)
+                entry = copied_entry(rules.bias, seq.batch)
                 head = seq.head // rules.bias.group
                 for i in gl.static_range(2):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))

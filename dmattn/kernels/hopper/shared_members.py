@@ -93,9 +93,10 @@ class Context(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How many neighbouring query heads share a slice of the bias, and how many a head of keys and values."""
+    """How many neighbouring query heads share a slice of the bias, which batch entries do, and how many heads share keys and values."""
 
     heads: Any
+    spread: Any  # `member_of`
     groups: Any
 
 
@@ -193,7 +194,7 @@ def produce(sources, tiles, barriers, rules, seq, sharing, row, config: gl.const
             if member % GROUP == 0:
                 mbarrier.wait(barriers.free.index(stage), phase ^ 1)
                 mbarrier.expect(full, BYTES)
-            this = member_of(seq, member, sharing.heads)
+            this = member_of(seq, member, sharing.heads, sharing.spread)
             if BLOCKS == 2 and member == 0:
                 for i in gl.static_range(2):
                     copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, tiles.bias.index(turn % config.BIAS_TILES * 2 + i))

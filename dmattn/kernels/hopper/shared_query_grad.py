@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, strided
+from ..base.leading import spread_of
 from ..base.overlap import follow
 from ..base.place import member_of, place_queries
 from ..base.query_terms import Incoming
@@ -123,6 +124,7 @@ def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tens
         d_q=strided(d_query, heads),
         bias_heads=bias_heads,
         sharing_heads=heads // bias_heads,
+        spread=spread_of(problem.bias),
         groups=heads // problem.key.shape[1],
         len_q=len_q,
         len_k=len_k,
@@ -152,7 +154,7 @@ def blocks_of(members: int, dim: int) -> int:
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, terms, d_q, bias_heads, sharing_heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, d_bias, rules, terms, d_q, bias_heads, sharing_heads, spread, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, DIM: gl.constexpr, MEMBERS: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCKS x BLOCK_M queries of all MEMBERS of one slice of the bias, and their dBias, from a grid of one axis.
@@ -186,7 +188,7 @@ def _query_gradients_kernel(
         part = gl.allocate_shared_memory(gl.float32, [BLOCK_N // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
         given = Given(part, allocate_barriers(1, 1), allocate_barriers(1, 1))
     fence_async_shared()
-    sharing = Sharing(sharing_heads, groups)
+    sharing = Sharing(sharing_heads, spread, groups)
     sources = Sources(q, k, v, bias, d_out, terms)
     tiles = Tiles(q_tiles, d_out_tiles, terms_tiles, k_tiles, v_tiles, bias_tiles)
     barriers = Barriers(q_full, full, free, bias_full, bias_free)
@@ -243,7 +245,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
         if rules.left is not None or rules.right is not None:
             _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads)
+        this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads, sharing.spread)
         store_tile(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
-from ..base.layout import Sequence, Span
+from ..base.layout import Sequence, Span, copied_entry
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
@@ -200,7 +200,7 @@ def copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS: gl.c
             owner = rules.bias
         else:
             owner = rules.lists
-        entry = gl.where(owner.batch == 0, 0, seq.batch)
+        entry = copied_entry(owner, seq.batch)
         head = seq.head // owner.group
         for block in gl.static_range(BLOCKS):
             if sources.intervals is not None:

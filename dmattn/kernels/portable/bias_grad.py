@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
+from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
 from ..base.place import member_of
 from ..base.query_terms import Incoming
@@ -36,6 +38,7 @@ class Sharing(NamedTuple):
     sharing_heads: int  # neighbouring query heads with the same slice
     members: int
     splits: int
+    spread: Spread | None = None  # of slices with some of the leading axes
 
     @classmethod
     def of(cls, d_bias: Tensor, problem: Problem, tiles: int, programs_per_processor: int) -> Sharing:
@@ -45,7 +48,7 @@ class Sharing(NamedTuple):
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
         room = int(MEMORY_SHARE * _bytes_read(problem) / (4 * d_bias.numel()))
-        return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)))
+        return cls(bias_batch, bias_heads, heads // bias_heads, members, _even(members, min(fill, room)), spread_of(problem.bias))
 
     @classmethod
     def of_nothing(cls, problem: Problem, programs_per_processor: int) -> Sharing:
@@ -119,7 +122,7 @@ def _sum_parts_kernel(
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
-    """Fill `d_bias` (B or 1, H or Hk or 1, Sq, Sk)."""
+    """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk)."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tile = pick("bias", problem)
@@ -136,6 +139,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,
+        spread=sharing.spread,
         **launch_options(problem, tile, incoming.d_out, parts),
     )
     sharing.sum_parts(parts, d_bias)
@@ -143,7 +147,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
 
 @triton.jit
 def _shared_gradient_kernel(
-    q, k, v, rules, incoming, parts, sharing, heads, len_q, len_k,
+    q, k, v, rules, incoming, parts, sharing, spread, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -173,9 +177,9 @@ def _shared_gradient_kernel(
     if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
-    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, KEYS_DOWN=False)  # every member's
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
-        seq = member_of(of_slice, member, sharing_heads)
+        seq = member_of(of_slice, member, sharing_heads, spread)
         if rules.states is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
@@ -209,5 +213,5 @@ def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.c
 def _bytes_read(problem: Problem) -> int:
     """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
     query, value = problem.query, problem.value
-    outs = 2 * query[..., 0].numel() * value.shape[3] * query.element_size()
+    outs = 2 * math.prod(query.shape[:3]) * value.shape[3] * query.element_size()
     return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))

@@ -62,6 +62,7 @@ def gradients(
         wanted=(*per_head, strided(stored, heads if stored is None else stored.shape[1]), strided(sums, heads)),
         order=strided(order, heads),
         sharing=sharing.argument,
+        spread=sharing.spread,
         SUMMED=shared,
         HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
         **launch_options(problem, tile_of(problem), incoming[0], d_query, d_key, d_value, stored),
@@ -82,7 +83,7 @@ def tile_of(problem: Problem) -> Tile:
 
 @triton.jit
 def _one_tile_gradients_kernel(
-    q, k, v, rules, incoming, wanted, order, sharing, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
+    q, k, v, rules, incoming, wanted, order, sharing, spread, heads, len_q, len_k, SUMMED: tl.constexpr, HELD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,9 +110,9 @@ def _one_tile_gradients_kernel(
     of_slice = Sequence(entry, slice_head, len_q, len_k)
     bias2 = None
     if HELD:
-        bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, KEYS_DOWN=False)
+        bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)
     for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
-        seq = member_of(of_slice, member, sharing_heads)
+        seq = member_of(of_slice, member, sharing_heads, spread)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]

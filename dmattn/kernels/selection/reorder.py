@@ -14,6 +14,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.place import place
 from ..base.tiles import block_dim
@@ -34,7 +35,7 @@ def reordered(problem: Problem, reads_all: bool = False) -> Any:
     len_k = problem.key.shape[2]
     if problem.bias is not None:
         sizes = tuple(problem.bias.shape)
-        if sizes[0] not in (1, batch) or sizes[1] not in (1, kv_heads) or sizes[2:] != (1, len_k):
+        if (isinstance(problem.bias, Tensor) and sizes[0] not in (1, batch)) or sizes[1] not in (1, kv_heads) or sizes[2:] != (1, len_k):
             raise ValueError(f"dmattn: order: expected a bias (B or 1, Hk or 1, 1, Sk) of {(batch, kv_heads, 1, len_k)}, received {sizes}")
     head_dim, value_dim = problem.key.shape[3], problem.value.shape[3]
     key = problem.key.new_empty((batch, kv_heads, listed, head_dim))
@@ -66,7 +67,7 @@ def reordered(problem: Problem, reads_all: bool = False) -> Any:
 
 def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor | None, kv_heads: int) -> tuple:
     """The arrays along the keys as a kernel argument; a bias is a vector there."""
-    return tuple(strided(x, kv_heads) for x in (key, value, first, last, None if bias is None else bias[:, :, 0]))
+    return tuple(strided(x, kv_heads) for x in (key, value, first, last, None if bias is None else vectors_of(bias)))
 
 
 @triton.jit

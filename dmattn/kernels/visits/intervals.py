@@ -16,6 +16,7 @@ from ...problem import Problem
 from ..base.bias_columns import COLUMNS, columns_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
+from ..base.leading import Nested, by_entry, common_entries, vectors_of, with_entries
 from ..base.overlap import follow
 from ..base.place import LARGEST, place
 from ..base.window import all_in_window, first_query, keys_in_window, last_query, queries_in_window
@@ -25,17 +26,28 @@ CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it mak
 SUMMARY = 512  # keys that a program sums up
 
 
-def interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
+def interval_lists(problem: Problem, block_m: int, block_n: int) -> Any:
     """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
-    return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
+    return _lists_of_intervals(problem, block_m, block_n, by_key=False)
 
 
-def query_interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
+def query_interval_lists(problem: Problem, block_m: int, block_n: int) -> Any:
     """For every block of keys the list of the blocks of queries to visit, where there are intervals. The window counts too."""
-    return _lists(problem, block_bounds(problem, block_n), block_m, block_n, by_key=True)
+    return _lists_of_intervals(problem, block_m, block_n, by_key=True)
 
 
-def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _lists_of_intervals(problem: Problem, block_m: int, block_n: int, by_key: bool) -> Any:
+    given = [x for x in (problem.first, problem.last, problem.also_first, problem.also_last) if x is not None]
+    batch, owner = common_entries(given, problem.query.shape[0])
+    pairs = [given[i : i + 2] for i in range(0, len(given), 2)]
+    if not any(isinstance(x, Nested) for x in given):
+        bounds = [_bounds(problem, pair, block_n, *common_entries(pair, batch)) for pair in pairs]
+    else:
+        bounds = [_bounds(problem, pair, block_n, batch, owner) for pair in pairs]
+    return with_entries(_lists(problem, bounds, block_m, block_n, by_key), owner)
+
+
+def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Any, Tensor | None, Tensor | None]:
     """(lists as of `interval_lists`, packed intervals, bias columns) of a problem, each None where there are none.
 
     Packed intervals are int32, (B or 1, H or Hk or 1, blocks, 2 BLOCK_N): twice the middle of each key's interval, then the lengths, as the
@@ -46,27 +58,24 @@ def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor
     given = [x for x in (problem.first, problem.last, bias) if x is not None]
     if not given:
         return None, None, None
-    batch, heads = (max(sizes) for sizes in zip(*(x.shape[:2] for x in given), strict=True))
+    (batch, owner), heads = common_entries(given, problem.query.shape[0]), max(x.shape[1] for x in given)
     len_k = problem.key.shape[2]
     bias_columns = None if bias is None else bias.new_empty((batch, heads, len_k, COLUMNS.value), dtype=torch.bfloat16)
     if problem.first is None:
-        _summary(problem, block_n, (batch, heads), None, bias_columns)
+        _summary(problem, block_n, (batch, heads), owner, None, bias_columns)
         return None, None, bias_columns
     packed = problem.first.new_empty((batch, heads, triton.cdiv(len_k, block_n), 2 * block_n))
-    bounds = _summary(problem, block_n, (batch, heads), packed, bias_columns)
-    return _lists(problem, bounds, block_m, block_n), packed, bias_columns
+    bounds = _summary(problem, block_n, (batch, heads), owner, packed, bias_columns)
+    return with_entries(_lists(problem, [bounds], block_m, block_n, by_key=False), owner), packed, bias_columns
 
 
-def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
+def _lists(problem: Problem, bounds: list[Tensor], block_m: int, block_n: int, by_key: bool) -> Tensor:
+    """Lists by the `block_bounds` of intervals, or of both intervals of each key."""
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
-    blocks_m = triton.cdiv(len_q, block_m)
-    batch, heads, blocks_n = bounds.shape[:3]
-    also_bounds = None
-    if problem.also_first is not None:
-        also_bounds = block_bounds(problem._replace(first=problem.also_first, last=problem.also_last), block_n)
-        batch, heads = max(batch, also_bounds.shape[0]), max(heads, also_bounds.shape[1])
+    blocks_m, blocks_n = triton.cdiv(len_q, block_m), bounds[0].shape[2]
+    batch, heads = (max(x.shape[axis] for x in bounds) for axis in (0, 1))
     owners, walked = (blocks_n, blocks_m) if by_key else (blocks_m, blocks_n)
-    lists = empty_lists(bounds, batch, heads, owners, walked)
+    lists = empty_lists(bounds[0], batch, heads, owners, walked)
     if not lists.numel():
         return lists
     if not blocks_n or not blocks_m:
@@ -74,8 +83,8 @@ def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int, by_key:
     launch(
         _query_interval_lists_kernel if by_key else _interval_lists_kernel,
         batch * heads * owners,
-        bounds=strided(bounds, heads),
-        also_bounds=strided(also_bounds, heads),
+        bounds=strided(bounds[0], heads),
+        also_bounds=strided(bounds[1], heads) if len(bounds) > 1 else None,
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
@@ -89,31 +98,44 @@ def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int, by_key:
     return lists
 
 
-def block_bounds(problem: Problem, block_n: int) -> Tensor:
+def block_bounds(problem: Problem, block_n: int) -> Any:
     """Of the intervals of each block of keys: smallest first, largest last, largest first, smallest last; (B or 1, H or Hk or 1, blocks, 4).
 
     A query from the first bound to the second may attend a key of the block; one from the third to the fourth attends all its keys. Empty
     intervals do not count for the first pair, and leave the second pair empty. int32.
     """
-    batch, heads = (max(sizes) for sizes in zip(problem.first.shape[:2], problem.last.shape[:2], strict=True))
-    return _summary(problem, block_n, (batch, heads), None, None)
+    pair = problem.first, problem.last
+    batch, owner = common_entries(pair, problem.query.shape[0])
+    return with_entries(_bounds(problem, pair, block_n, batch, owner), owner)
 
 
-def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: Tensor | None, bias_columns: Tensor | None) -> Any:
-    """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it."""
+def _bounds(problem: Problem, pair: Any, block_n: int, batch: int, owner: Any) -> Tensor:
+    """`block_bounds` of a pair, first and last queries, for so many entries of the batch: see :func:`_summary`."""
+    entries = batch, max(x.shape[1] for x in pair)
+    return _summary(problem._replace(first=pair[0], last=pair[1]), block_n, entries, owner, None, None)
+
+
+def _summary(
+    problem: Problem, block_n: int, entries: tuple[int, int], owner: Any, packed: Tensor | None, bias_columns: Tensor | None
+) -> Any:  # fmt: skip
+    """`block_bounds` for so many (batch, heads), None without intervals; and what is given is filled as :func:`described_keys` has it.
+
+    The batch entries are those of an `owner`, if there is one (`leading.common_entries`).
+    """
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     first, last, bounds = problem.first, problem.last, None
     batch, heads = entries
     blocks = triton.cdiv(len_k, block_n)
+    read = by_entry if owner is not None else lambda x: x
     if first is not None:
         bounds = first.new_empty((batch, heads, blocks, 4))
     if batch * heads * blocks:
         launch(
             _summary_kernel,
             batch * heads * triton.cdiv(blocks, max(1, SUMMARY // block_n)),
-            first=strided(first, heads),
-            last=strided(last, heads),
-            bias=None if bias_columns is None else strided(problem.bias[:, :, 0], heads),
+            first=strided(read(first), heads),
+            last=strided(read(last), heads),
+            bias=None if bias_columns is None else strided(read(vectors_of(problem.bias)), heads),
             bounds=strided(bounds, heads),
             packed=strided(packed, heads),
             bias_columns=strided(bias_columns, heads),

@@ -3,6 +3,8 @@
 dmattn/states.py describes the states, and why two bits are enough.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from ... import states as states_of_a_mask
 from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, inside, load_tile, slice_pointer, strided
+from ..base.leading import by_entry, with_entries
 from ..base.overlap import follow
 from ..base.place import place
 from ..base.window import all_in_window, keys_in_window, queries_in_window
@@ -60,23 +63,24 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
     return mask, 1
 
 
-def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
+def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Any:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
     They are made from the states in `problem`. The window counts too.
     """
-    batch, heads = problem.states.shape[:2]
+    states = by_entry(problem.states)
+    batch, heads = states.shape[:2]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     owned, walked = (len_k, len_q) if by_key else (len_q, len_k)
     own, walk = (block_n, block_m) if by_key else (block_m, block_n)
     owners = triton.cdiv(owned, own)
-    lists = empty_lists(problem.states, batch, heads, owners, triton.cdiv(walked, walk))
-    if not problem.states.numel():
-        return lists.zero_()
+    lists = empty_lists(states, batch, heads, owners, triton.cdiv(walked, walk))
+    if not states.numel():
+        return with_entries(lists.zero_(), problem.states)
     launch(
         _mask_lists_kernel,
         batch * heads * owners,
-        states=strided(problem.states.mT if by_key else problem.states, heads),
+        states=strided(states.mT if by_key else states, heads),
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
@@ -88,7 +92,7 @@ def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = Fals
         BY_KEY=by_key,
         num_warps=1,
     )
-    return lists
+    return with_entries(lists, problem.states)
 
 
 @triton.jit

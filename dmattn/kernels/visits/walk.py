@@ -4,9 +4,10 @@ One loop goes from `begin` to `end` in steps of a block. Where there are lists, 
 which no pair is hidden. What a step of either visits is asked for with `key_step` or `query_step`.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...problem import Problem
 from ..base.layout import load_rows
@@ -17,7 +18,7 @@ from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
 
 
-def key_lists(problem: Problem, block_m: int, block_n: int) -> Tensor | None:
+def key_lists(problem: Problem, block_m: int, block_n: int) -> Any:
     """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block."""
     if problem.key.shape[2] <= block_n:
         return None
@@ -26,7 +27,7 @@ def key_lists(problem: Problem, block_m: int, block_n: int) -> Tensor | None:
     return None if problem.first is None else interval_lists(problem, block_m, block_n)
 
 
-def query_lists(problem: Problem, block_m: int, block_n: int) -> Tensor | None:
+def query_lists(problem: Problem, block_m: int, block_n: int) -> Any:
     """For every block of keys the list of the blocks of queries to visit; None without a mask, as one interval of a key is a range anyway."""
     if problem.query.shape[2] <= block_m:
         return None

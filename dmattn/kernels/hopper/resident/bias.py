@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....problem import Problem
 from ...base.bias_columns import bounded
 from ...base.device import processors
-from ...base.layout import Sequence
+from ...base.layout import PLAIN, Sequence, own_entry
+from ...base.leading import spread_of
 from ...base.place import member_of
 from ..copies import copy, store, sync_threads
 from ..registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
@@ -28,8 +29,10 @@ FEWEST_MEMBERS = 8  # that a program walks, for it to be worth loading the bias
 class Part(NamedTuple):
     """A program's part of the work: a block of a slice of the bias, and every `splits`-th of the members that share the slice."""
 
+    entry: Any  # of the slice, and its head (`slice_of`)
     bias_head: Any
     sharing_heads: Any  # how many share a head of the bias
+    spread: Any  # which batch entries share the slice (`member_of`)
     start: Any  # the first query or key of the block
     first: Any  # the program's first member
     members: Any  # how many share the slice
@@ -38,20 +41,21 @@ class Part(NamedTuple):
     len_k: Any
 
 
-def parts_of(problem: Problem, blocks: int) -> tuple[int, dict[str, int]]:
+def parts_of(problem: Problem, blocks: int) -> tuple[int, dict[str, Any]]:
     """(programs, who walks which members) for programs that have one of so many blocks of a slice, and share its members evenly."""
     batch, heads = problem.query.shape[:2]
-    slices = problem.bias.shape[1]
-    members = batch * (heads // slices)
+    entries, bias_heads = problem.bias.shape[:2]
+    slices, members = entries * bias_heads, batch // entries * (heads // bias_heads)
     splits = min(members, max(1, processors(problem.query.device) // (blocks * slices)))
-    return blocks * slices * splits, dict(sharing_heads=heads // slices, members=members, splits=splits)
+    sharing = dict(sharing_heads=heads // bias_heads, spread=spread_of(problem.bias), members=members, splits=splits)
+    return blocks * slices * splits, dict(entries=None if entries == 1 else entries, **sharing)
 
 
 @gluon.jit
 def part_of(blocks, splits):
-    """(block, head of the bias, first member) of this program's :class:`Part`.
+    """(block, slice of the bias, first member) of this program's :class:`Part`.
 
-    The grid has one axis: blocks fastest, then heads, then first members.
+    The grid has one axis: blocks fastest, then slices, then first members.
     """
     program = gl.program_id(0)
     slices = gl.num_programs(0) // splits // blocks
@@ -59,9 +63,18 @@ def part_of(blocks, splits):
 
 
 @gluon.jit
+def slice_of(number, entries):
+    """(entry, head) of a slice of the bias by its number, of a bias with so many entries, None for one."""
+    if entries is None:
+        return 0, number
+    else:
+        return number % entries, number // entries
+
+
+@gluon.jit
 def sequence_of(part, member):
     """The sequence of one of the members that share the slice of a :class:`Part`."""
-    return member_of(Sequence(0, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads)
+    return member_of(Sequence(part.entry, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads, part.spread)
 
 
 @gluon.jit
@@ -98,11 +111,14 @@ def keep_bias(
     chunks = memory._reinterpret(TYPE, [CHUNKS, QUADRUPLES, 128, 4], ORDER)
     down = HEIGHT if KEYS_DOWN else 0
     across = 0 if KEYS_DOWN else WIDTH
+    entry = 0
+    if len(rules.bias) != PLAIN:
+        entry = own_entry(rules.bias, seq.batch)
     fence_async_shared()
     sync_threads()
     mbarrier.expect(full, CHUNKS * bias.block_type.nbytes)
     for i in range(CHUNKS):
-        copy(bias, [0, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
+        copy(bias, [entry, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
     mbarrier.wait(full, parity)
     used = gl.cdiv(seq.len_q - row, HEIGHT) if KEYS_DOWN else gl.cdiv(seq.len_k - col, WIDTH)
     near = _within(memory, gl.minimum(used, CHUNKS), PLACES, rules.scale)

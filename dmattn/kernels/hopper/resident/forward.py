@@ -31,7 +31,7 @@ from ..copies import (
     tiled,
 )
 from ..registers import as_factor, lane_sums, rounded_pairs, sums_of_lanes
-from .bias import DIM, KEYS, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, store_sums
+from .bias import DIM, KEYS, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, slice_of, store_sums
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 CHUNK = gl.constexpr(32)  # of the keys, whose bias is loaded at once
@@ -94,7 +94,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 @gluon.jit
 def _resident_forward_kernel(
-    q, k, v, bias, rules, out, lse, sharing_heads, members, splits, groups, len_q, len_k,
+    q, k, v, bias, rules, out, lse, entries, sharing_heads, spread, members, splits, groups, len_q, len_k,
     TILES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of a block of queries of every `splits`-th of the members that share a slice of the bias.
@@ -103,7 +103,7 @@ def _resident_forward_kernel(
     """
     follow()
     config: gl.constexpr = Config(CONSUMERS, TILES, DIM=q.block_shape[3])
-    block, bias_head, first = part_of(gl.cdiv(len_q, CONSUMERS * BLOCK_M), splits)
+    block, number, first = part_of(gl.cdiv(len_q, CONSUMERS * BLOCK_M), splits)
     tiles = Tiles(
         q=gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, BLOCK_M, config.DIM], q.layout),
         k=gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, config.DIM], k.layout),
@@ -113,7 +113,8 @@ def _resident_forward_kernel(
     )
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
-    part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
+    entry, bias_head = slice_of(number, entries)
+    part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -31,7 +31,7 @@ from ..copies import (
     tiled_vectors,
 )
 from ..registers import as_factor, rounded_pairs, store_tile
-from .bias import DIM, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of
+from .bias import DIM, Part, allocate_bias, bias_of, keep_bias, part_of, parts_of, sequence_of, slice_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 CHUNK = gl.constexpr(32)  # of them, whose scores are in registers at once
@@ -128,7 +128,7 @@ def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_
 
 @gluon.jit
 def _resident_key_gradients_kernel(
-    q, k, v, d_out, terms, bias, rules, d_k, d_v, sharing_heads, members, splits, len_q, len_k,
+    q, k, v, d_out, terms, bias, rules, d_k, d_v, entries, sharing_heads, spread, members, splits, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, TILES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of a block of keys of every `splits`-th of the members that share a slice of the bias.
@@ -147,7 +147,7 @@ def _resident_key_gradients_kernel(
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]),
         SUMS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.block_shape[3], 16]),
     )
-    block, bias_head, first = part_of(gl.cdiv(len_k, CONSUMERS * BLOCK_N), splits)
+    block, number, first = part_of(gl.cdiv(len_k, CONSUMERS * BLOCK_N), splits)
     tiles = Tiles(
         k=gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, config.DIM], k.layout),
         v=gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, config.DIM], v.layout),
@@ -158,7 +158,8 @@ def _resident_key_gradients_kernel(
     )
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
-    part = Part(bias_head, sharing_heads, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
+    entry, bias_head = slice_of(number, entries)
+    part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
     if CONSUMERS == 2:
         gl.warp_specialize(

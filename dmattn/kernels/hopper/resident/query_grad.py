@@ -19,6 +19,7 @@ from ....problem import Problem
 from ...base.device import processors
 from ...base.launch import launch
 from ...base.layout import Sequence, slice_pointer, strided
+from ...base.leading import spread_of
 from ...base.overlap import follow
 from ...base.place import member_of
 from ...base.query_terms import Incoming
@@ -36,7 +37,7 @@ from ..copies import (
     tiled,
 )
 from ..registers import as_factor, by_rows, by_threads, order_of, rounded_pairs
-from .bias import DIM, KEYS, allocate_bias, bias_of, keep_bias, store_sums
+from .bias import DIM, KEYS, allocate_bias, bias_of, keep_bias, slice_of, store_sums
 
 BLOCK_M = gl.constexpr(64)  # queries of a program
 CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
@@ -58,7 +59,9 @@ class Line(NamedTuple):
 
     part_count: Any  # of each block's gradient of the bias
     block_count: Any
+    entries: Any  # of the bias (`slice_of`)
     sharing_heads: Any  # how many share a head of the bias
+    spread: Any  # which batch entries share a slice (`member_of`)
     members: Any  # how many share a block
     len_q: Any
     len_k: Any
@@ -111,12 +114,13 @@ def query_gradients(
     """
     batch, heads, len_q = problem.query.shape[:3]
     len_k = problem.key.shape[2]
-    bias_heads = problem.bias.shape[1]
-    members = batch * (heads // bias_heads)
-    blocks = triton.cdiv(len_q, BLOCK_M.value) * bias_heads
+    entries, bias_heads = problem.bias.shape[:2]
+    members = batch // entries * (heads // bias_heads)
+    blocks = triton.cdiv(len_q, BLOCK_M.value) * entries * bias_heads
     consumers = 3 if len_k > 2 * KEYS.value else 2
     programs = min(processors(problem.query.device), blocks * members)
-    sharing = Sharing(1, bias_heads, heads // bias_heads, members, _parts_of(blocks, members, programs))
+    spread = spread_of(problem.bias)
+    sharing = Sharing(entries, bias_heads, heads // bias_heads, members, _parts_of(blocks, members, programs))
     parts = None if d_bias is None else _borrowed(sharing.splits, d_bias, spare)
     launch(
         _resident_query_gradients_kernel,
@@ -132,7 +136,9 @@ def query_gradients(
         parts=strided(parts, bias_heads),
         part_count=sharing.splits,
         block_count=blocks,
+        entries=None if entries == 1 else entries,
         sharing_heads=heads // bias_heads,
+        spread=spread,
         members=members,
         len_q=len_q,
         len_k=len_k,
@@ -159,7 +165,7 @@ def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> T
     """So many times `d_bias` in float32, in the memory of one of the spare tensors if that is dense and has room; the tensor itself if one."""
     if count == 1:
         return d_bias
-    shape = (count, *d_bias.shape[1:])
+    shape = (count * d_bias.shape[0], *d_bias.shape[1:])
     for x in spare:
         if x is None or x.numel() * x.element_size() < 4 * count * d_bias.numel():
             continue
@@ -171,7 +177,7 @@ def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> T
 
 @gluon.jit
 def _resident_query_gradients_kernel(
-    q, k, v, d_out, terms, bias, rules, d_q, parts, part_count, block_count, sharing_heads, members, len_q, len_k,
+    q, k, v, d_out, terms, bias, rules, d_q, parts, part_count, block_count, entries, sharing_heads, spread, members, len_q, len_k,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
@@ -192,7 +198,7 @@ def _resident_query_gradients_kernel(
     )
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
-    line = Line(part_count, block_count, sharing_heads, members, len_q, len_k)
+    line = Line(part_count, block_count, entries, sharing_heads, spread, members, len_q, len_k)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -239,6 +245,13 @@ def _piece(line):
 
 
 @gluon.jit
+def _slice_at(number, line):
+    """The slice of the bias with that number."""
+    entry, bias_head = slice_of(number, line.entries)
+    return Sequence(entry, bias_head, line.len_q, line.len_k)
+
+
+@gluon.jit
 def _members_of(block, begin, end, members):
     """[first, last) of the members of a block that are in a piece; the first places of a block are for its start."""
     zeroth = block * (FILLING + members) + FILLING
@@ -267,7 +280,7 @@ def _produce(q, k, v, d_out, tiles, barriers, line, config: gl.constexpr):
         row = block % blocks * BLOCK_M
         first, last = _members_of(block, begin, end, line.members)
         for member in range(first, last):
-            seq = member_of(Sequence(0, block // blocks, line.len_q, line.len_k), member, line.sharing_heads)
+            seq = member_of(_slice_at(block // blocks, line), member, line.sharing_heads, line.spread)
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), parity ^ 1)
             full = barriers.full.index(stage)
@@ -294,9 +307,9 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
     parity = 0
     for block in range(begin // span, gl.cdiv(end - FILLING, span)):
         row = block % blocks * BLOCK_M
-        seq = Sequence(0, block // blocks, line.len_q, line.len_k)  # of the slice
+        seq = _slice_at(block // blocks, line)
         first, last = _members_of(block, begin, end, line.members)
-        slice_seq = member_of(seq, 0, line.sharing_heads)
+        slice_seq = member_of(seq, 0, line.sharing_heads, line.spread)
         col = which * KEYS
         bias_full = barriers.bias_full.index(which)
         kept = keep_bias(
@@ -305,22 +318,22 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         parity ^= 1
         context = Context(tiles, kept, barriers, rules, rules.scale * LOG2E, row)
         totals = zeros  # dS of the members so far, [BLOCK_M, CHUNK] each
-        vectors = _terms(terms, member_of(seq, first, line.sharing_heads), row, rows)
+        vectors = _terms(terms, member_of(seq, first, line.sharing_heads, line.spread), row, rows)
         for member in range(first, last):
             further = gl.minimum(member + 1, last - 1)  # whose terms are asked for a member ahead
-            next_vectors = _terms(terms, member_of(seq, further, line.sharing_heads), row, rows)
+            next_vectors = _terms(terms, member_of(seq, further, line.sharing_heads, line.spread), row, rows)
             dq, totals = _member(context, vectors, totals, turn, which, config)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, context, d_q, member_of(seq, member, line.sharing_heads), turn, which, config)
+                _give(dq, context, d_q, member_of(seq, member, line.sharing_heads, line.spread), turn, which, config)
             mbarrier.arrive(barriers.free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
             part = gl.program_id(0) - _piece_at(block * span + FILLING, line)
-            _store(parts, part, seq, row, col, totals, PAIRS)
+            _store(parts, part, line.entries, seq, row, col, totals, PAIRS)
             if last == line.members:  # the last piece of a block writes the parts that it does not have
                 for unused in range(part + 1, line.part_count):
-                    _store(parts, unused, seq, row, col, zeros, PAIRS)
+                    _store(parts, unused, line.entries, seq, row, col, zeros, PAIRS)
     if d_q is not None and which == 0:
         tma.store_wait(0)
 
@@ -391,8 +404,10 @@ def _give(dq, context, d_q, seq, turn, which: gl.constexpr, config: gl.constexpr
 
 
 @gluon.jit
-def _store(parts, part, seq, row, col, totals, PAIRS: gl.constexpr):
-    """A consumer's totals to their part; `seq` is the slice."""
+def _store(parts, part, entries, seq, row, col, totals, PAIRS: gl.constexpr):
+    """A consumer's totals to their part of a bias with so many entries, None for one; `seq` is the slice."""
+    if entries is not None:
+        part = part * entries + seq.batch
     for i in gl.static_range(len(totals)):
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))
         cols = gl.arange(0, CHUNK, gl.SliceLayout(0, PAIRS))
