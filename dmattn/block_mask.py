@@ -20,6 +20,7 @@ from .states import ATTENDED, GRANULE, HIDDEN
 __all__ = ["BlockMask"]
 
 PAIRS_AT_ONCE = 1 << 22  # that are evaluated together, a few times over in temporaries of up to 8 bytes each
+BOOLS_AT_ONCE = 1 << 25  # of a dense mask, in temporaries of a byte each
 FLEX = "torch.nn.attention.flex_attention.BlockMask"
 Found = Iterator[tuple[Tensor, Tensor]]  # (numbers of blocks, the pairs that they keep)
 
@@ -238,7 +239,7 @@ def _tiles_of(mask: Tensor) -> Found:
     """All blocks of a dense mask with four axes, some of a row of blocks at once."""
     batch, heads, len_q, len_k = mask.shape
     rows, cols = _count(len_q, BLOCK), _count(len_k, BLOCK)
-    together = max(1, PAIRS_AT_ONCE // max(1, BLOCK * cols * BLOCK))
+    together = max(1, BOOLS_AT_ONCE // max(1, BLOCK * cols * BLOCK))
     for entry in range(batch) if cols else ():
         for head in range(0, heads, together):
             for row in range(rows):

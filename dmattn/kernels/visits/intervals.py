@@ -231,14 +231,18 @@ def _interval_lists_kernel(bounds, also_bounds, lists, left, right, heads, len_q
     progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
-        real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
-        live = _touched(bounds, seq, number, real, rows.start, row_end)
+        bound = _bounds_of(bounds, seq, number)
+        also = bound
         if also_bounds is not None:
-            live |= _touched(also_bounds, seq, number, real, rows.start, row_end)
+            also = _bounds_of(also_bounds, seq, number)
+        real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
+        live = _touched(bound, real, rows.start, row_end)
+        if also_bounds is not None:
+            live |= _touched(also, real, rows.start, row_end)
         if tl.max(live.to(tl.int32)) != 0:
-            full = _filled(bounds, seq, number, live, rows.start, row_end)
+            full = _filled(bound, live, rows.start, row_end)
             if also_bounds is not None:
-                full |= _filled(also_bounds, seq, number, live, rows.start, row_end)
+                full |= _filled(also, live, rows.start, row_end)
             full = full & all_in_window(left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N)
             progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
     close(pointer, progress)
@@ -256,33 +260,43 @@ def _query_interval_lists_kernel(
     begin, end = queries_in_window(left, right, seq, cols.start, BLOCK_N)
     pointer = list_pointer(lists, seq, cols, BLOCK_N)
     own = block + tl.zeros([CHUNK], tl.int32)
+    bound = _bounds_of(bounds, seq, own)
+    also = bound
+    if also_bounds is not None:
+        also = _bounds_of(also_bounds, seq, own)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_M // CHUNK * CHUNK, tl.cdiv(end, BLOCK_M), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
         row = number * BLOCK_M
         row_end = tl.minimum(row + BLOCK_M, len_q)
         real = (row < end) & (row + BLOCK_M > begin)
-        live = _touched(bounds, seq, own, real, row, row_end)
-        full = _filled(bounds, seq, own, real, row, row_end)
+        live = _touched(bound, real, row, row_end)
+        full = _filled(bound, real, row, row_end)
         if also_bounds is not None:
-            live |= _touched(also_bounds, seq, own, real, row, row_end)
-            full |= _filled(also_bounds, seq, own, real, row, row_end)
+            live |= _touched(also, real, row, row_end)
+            full |= _filled(also, real, row, row_end)
         full = full & all_in_window(left, right, seq, row, cols.start, BLOCK_M, BLOCK_N)
         progress = append(pointer, room(len_q, BLOCK_M), progress, number, live, full)
     close(pointer, progress)
 
 
 @triton.jit
-def _touched(bounds, seq, number, real, row, row_end):
-    """Which of real blocks of keys have a key that a query from `row` to `row_end` may attend."""
-    bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
-    live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
-    return live & (tl.load(bound + bounds.col, mask=real, other=0) > row)
+def _bounds_of(bounds, seq, number):
+    """(pointers to the first bound of blocks of keys, stride between bounds)."""
+    return slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row, bounds.col
 
 
 @triton.jit
-def _filled(bounds, seq, number, live, row, row_end):
+def _touched(bound, real, row, row_end):
+    """Which of real blocks of keys have a key that a query from `row` to `row_end` may attend."""
+    pointer, stride = bound
+    live = real & (tl.load(pointer, mask=real, other=LARGEST) < row_end)
+    return live & (tl.load(pointer + stride, mask=real, other=0) > row)
+
+
+@triton.jit
+def _filled(bound, live, row, row_end):
     """Of live blocks of keys, those of which all these queries attend all keys."""
-    bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
-    full = tl.load(bound + 2 * bounds.col, mask=live, other=LARGEST) <= row
-    return full & (tl.load(bound + 3 * bounds.col, mask=live, other=0) >= row_end)
+    pointer, stride = bound
+    full = tl.load(pointer + 2 * stride, mask=live, other=LARGEST) <= row
+    return full & (tl.load(pointer + 3 * stride, mask=live, other=0) >= row_end)
