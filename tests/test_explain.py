@@ -263,7 +263,8 @@ def options_of(problem: Problem) -> dict[str, Any]:
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask: Any = intervals if problem.mask is None else problem.mask
     if problem.bits is not None:
-        mask = BlockMask(problem.blocks, problem.bits, problem.states, problem.query.shape[2], problem.key.shape[2])
+        blocks, states = (x[(0,) * (x.ndim - 4)] for x in (problem.blocks, problem.states))  # with one leading axis, as callers have them
+        mask = BlockMask(blocks, problem.bits, states, problem.query.shape[-2], problem.key.shape[-2])
     return dict(
         mask=mask,
         bias=problem.bias,
