@@ -343,7 +343,7 @@ def test_a_chunk_of_the_pytorch_path_has_the_keys_of_both_intervals_alone(window
     query = torch.randn(1, 1, length, 8)
     problem = Problem.canonical(query, query, query, longformer(length, near, tokens), None, False, window, None, None)
     taken = 0
-    for rows, _, chunk in torch_path._chunks(problem, torch_path.CHUNK_SCORES // 32):  # 32 rows at a time
+    for rows, _, chunk in torch_path.chunks(problem, torch_path.CHUNK_SCORES // 32):  # 32 rows at a time
         if rows.start >= tokens:
             assert chunk.key.shape[2] <= tokens + rows.stop - rows.start + 2 * near
         taken += rows.stop - rows.start
