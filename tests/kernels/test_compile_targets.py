@@ -37,6 +37,8 @@ SPILLED_IN = {
     "documents-bias-by-head-gqa-d128": 1024,
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
+    "leading-rows-shared-bias-d32": 1024,
+    "leading-shared-bias-of-eight-mask-d128": 1024,
     "rows-shared-bias-d32": 1024,
     "shared-bias-of-eight-window-d64": 1280,
     "shared-bias-of-four-d128": 1024,
