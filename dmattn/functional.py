@@ -153,7 +153,9 @@ def attention(
         TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or of another library; the message names it,
             what was expected and what was received. Raised before anything runs.
         RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for in a way that
-            is refused: ``is_grads_batched``, ``vectorize`` of torch.autograd.functional, and dropout under torch.func.vmap.
+            is refused: ``is_grads_batched``, ``vectorize`` of torch.autograd.functional, and under torch.func.vmap dropout, a BlockMask that
+            is mapped, sinks that are, and gradients of sinks for each element. So jacrev, jacfwd and hessian of sinks are refused, whose
+            derivatives grad, vjp and jvp have.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """
@@ -225,11 +227,11 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Sinks belong to one share alone: passed to several, they would count several times.
 
     Args:
-        outs: tensors (B, H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.
-        lses: as many tensors (B, H, Sq), each share's logsumexp, float32 (float64 with float64 outs). Differentiable.
+        outs: tensors (..., H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.
+        lses: as many tensors (..., H, Sq), each share's logsumexp, float32 (float64 with float64 outs). Differentiable.
 
     Returns:
-        out: (B, H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
+        out: (..., H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
 
     Raises:
         TypeError, ValueError: no share, or not as many outs as lses, or shapes, dtypes or devices that do not match.

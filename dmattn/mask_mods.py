@@ -18,6 +18,7 @@ from .bits import BLOCK, EMPTY, FULL
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 UNKNOWN = 2  # of a block, beside EMPTY and FULL
+ROOM = 2.0**62  # for sizes of 64-bit integers that do not wrap around
 LARGEST_LOOKUP = 1 << 28  # numbers in tables of a tensor's lowest and highest elements over powers of 2 of places
 
 
@@ -65,8 +66,6 @@ class Bounds:
     """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
-        if low.is_floating_point() or low.is_complex():
-            raise TypeError("bounds: expected integers or bools")  # a NaN has none
         self.low, self.high = low, high
 
     @classmethod
@@ -93,6 +92,8 @@ def _bounds(x: Any) -> Bounds:
     if isinstance(x, Bounds):
         return x
     x = x if isinstance(x, Tensor) else torch.tensor(x)
+    if x.is_floating_point() or x.is_complex():
+        raise TypeError("bounds: expected integers or bools")  # a NaN has none
     return Bounds(x, x)
 
 
@@ -104,6 +105,9 @@ def _whole(function: Callable[..., Bounds]) -> Callable[..., Bounds]:
         of_bools = any(x.low.dtype == torch.bool for x in arguments)
         if result.low.dtype != torch.int64 or of_bools:
             raise TypeError("bounds: expected integers of 64 bits")
+        exact = function(*(Bounds(x.low.double(), x.high.double()) for x in arguments))  # nearly, and without an end
+        if bool(((exact.low < -ROOM) | (exact.high > ROOM)).any()):  # bounds of what wraps around are none
+            raise TypeError("bounds: expected integers far from the ends of 64 bits")
         return result
 
     return operation

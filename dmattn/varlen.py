@@ -221,11 +221,16 @@ class _Pack(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         padded, sequence, position = inputs
         ctx.save_for_backward(sequence, position)
+        ctx.save_for_forward(sequence, position)
         ctx.sizes = padded.shape[:2]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _Pad.apply(gradient, *ctx.saved_tensors, *ctx.sizes), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _Pack.apply(tangent, *ctx.saved_tensors)
 
 
 class _Pad(torch.autograd.Function):
@@ -241,10 +246,16 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:3])
+        ctx.save_for_forward(*inputs[1:3])
+        ctx.sizes = inputs[3:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _Pack.apply(gradient, *ctx.saved_tensors), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _Pad.apply(tangent, *ctx.saved_tensors, *ctx.sizes)
 
 
 def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:

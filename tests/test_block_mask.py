@@ -267,6 +267,21 @@ def test_results_on_a_gpu_are_those_of_the_dense_mask(case: Case, dtype: torch.d
     assert_results_of_the_dense_mask(case, dtype, device)
 
 
+WRAPPING = {
+    "product": lambda b, h, q, k: q * 6364136223846793005 > k * 6364136223846793005,
+    "sum": lambda b, h, q, k: (q + (2**63 - 100)) < k,
+    "difference": lambda b, h, q, k: (-(2**63) + 50) - q < k,
+}
+
+
+@about_masks
+@pytest.mark.parametrize("name", WRAPPING)
+def test_a_rule_that_wraps_around_is_asked_for_all_pairs(name: str) -> None:
+    place = torch.arange(300)
+    made = BlockMask.from_mask_mod(WRAPPING[name], None, None, 300, 300).to_dense()[0, 0]
+    assert torch.equal(made, WRAPPING[name](0, 0, place[:, None], place[None]))
+
+
 @about_masks
 def test_float64_and_the_reference_take_it() -> None:
     case = CASES[0]

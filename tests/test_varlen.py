@@ -507,3 +507,17 @@ def test_error(arguments: dict, error: type[Exception], message: str, monkeypatc
     good = dict(query=zeros(5, 4, 8), key=zeros(7, 2, 8), value=zeros(7, 2, 8), max_seqlen_q=4, max_seqlen_k=6)
     with pytest.raises(error, match=f"dmattn: {message}"):
         dmattn.attention_varlen(**good | dict(cu_seqlens_q=ends((1, 4)), cu_seqlens_k=ends((6, 1))) | arguments)
+
+
+@pytest.mark.skipif(interpreting(), reason="derivatives in forward mode are PyTorch's formula")
+@pytest.mark.parametrize("shape", [(2, 4, 1, 4), (4, 3, 1), (2, 4, 3, 4)], ids=["keys", "queries", "pairs"])
+def test_forward_mode_reaches_packed_biases(shape: tuple[int, ...]) -> None:
+    query, key, value, bias = (torch.randn(size, dtype=torch.float64) for size in ((5, 4, 3), (7, 2, 3), (7, 2, 4), shape))
+    packed = dict(cu_seqlens_q=torch.tensor([0, 3, 5]), cu_seqlens_k=torch.tensor([0, 4, 7]), max_seqlen_q=3, max_seqlen_k=4)
+
+    def call(query: Tensor, bias: Tensor) -> Tensor:
+        return attention_varlen(query, key, value, bias=bias, **packed)
+
+    for argument in (0, 1):
+        forward, reverse = (transform(call, argnums=argument)(query, bias) for transform in (torch.func.jacfwd, torch.func.jacrev))
+        torch.testing.assert_close(forward, reverse)
