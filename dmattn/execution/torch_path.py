@@ -248,4 +248,5 @@ def aligned_length(problem: Problem, keys: Keys) -> int:
 
 
 def compute_dtype(problem: Problem) -> torch.dtype:
+    """Of scores and sums: float32, but float64 for float64 inputs."""
     return torch.float64 if problem.query.dtype == torch.float64 else torch.float32
