@@ -221,16 +221,11 @@ class _Pack(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         padded, sequence, position = inputs
         ctx.save_for_backward(sequence, position)
-        ctx.save_for_forward(sequence, position)
         ctx.sizes = padded.shape[:2]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Pad.apply(gradient, *ctx.saved_tensors, *ctx.sizes), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Pack.apply(tangent, *ctx.saved_tensors)
+        return _put(gradient, *ctx.saved_tensors, *ctx.sizes), None, None
 
 
 class _Pad(torch.autograd.Function):
@@ -246,16 +241,22 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:3])
-        ctx.save_for_forward(*inputs[1:3])
-        ctx.sizes = inputs[3:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _Pack.apply(gradient, *ctx.saved_tensors), None, None, None, None
+        return _taken(gradient, *ctx.saved_tensors), None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Pad.apply(tangent, *ctx.saved_tensors, *ctx.sizes)
+
+def _taken(padded: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+    """:class:`_Pack`; in forward mode as PyTorch's operation, for torch.compile traces no function with a tangent of its own."""
+    return padded[sequence, position] if forward_ad._current_level >= 0 else _Pack.apply(padded, sequence, position)
+
+
+def _put(packed: Tensor, sequence: Tensor, position: Tensor, sequences: int, longest: int) -> Tensor:
+    """:class:`_Pad`; in forward mode as :func:`_taken`."""
+    if forward_ad._current_level < 0:
+        return _Pad.apply(packed, sequence, position, sequences, longest)
+    return packed.new_zeros((sequences, longest, *packed.shape[1:])).index_put((sequence, position), packed)
 
 
 def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +333,7 @@ def _copied(problem: Problem, first: Tensor, last: Tensor, queries: _Places, key
 
 def _rows_of(x: Tensor, places: _Places) -> Tensor:
     """(sequences, heads, longest, ...) as (total, heads, ...)."""
-    return _Pack.apply(x.transpose(1, 2), places.sequence, places.position)
+    return _taken(x.transpose(1, 2), places.sequence, places.position)
 
 
 class _Padded(torch.autograd.Function):
@@ -411,7 +412,7 @@ _masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, g
 
 def _pad(x: Tensor, places: _Places) -> Tensor:
     """(heads, total, ...) as (sequences, heads, longest, ...), 0 in the padding."""
-    return _Pad.apply(x.transpose(0, 1), *places).transpose(1, 2)
+    return _put(x.transpose(0, 1), *places).transpose(1, 2)
 
 
 def _of_keys(x: Tensor, keys: _Places) -> Tensor:
@@ -427,7 +428,7 @@ def _of_queries(x: Tensor, queries: _Places) -> Tensor:
 def _packed_rows(x: Tensor, places: _Places) -> Tensor:
     """(sequences or 1, heads, longest or 1) as (heads, total), contiguous."""
     x = x.transpose(1, 2).expand(places.sequences, places.longest, -1)  # a view; its gradient is summed by PyTorch in a fixed order
-    return _Pack.apply(x, places.sequence, places.position).t().contiguous()
+    return _taken(x, places.sequence, places.position).t().contiguous()
 
 
 def _check_lengths(
