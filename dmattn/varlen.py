@@ -20,7 +20,6 @@ from .execution.mapped import refuse_batches
 from .execution.passes import LEARNED
 from .execution.watching import nothing_watches
 from .factors import joined
-from .graphs import left_out_of_graphs
 from .masks import IntervalMask, check_cumulative, sequence_of
 from .problem import Problem, Window, check_tensor
 
@@ -207,56 +206,21 @@ class _Places(NamedTuple):
         position = torch.arange(total, device=ends.device) - ends[sequence]
         return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
 
-
-class _Pack(torch.autograd.Function):
-    """Rows (total, ...) out of (sequences, longest, ...). No row is taken twice, so the gradient is :class:`_Pad`, which adds nothing up."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(padded: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-        return padded[sequence, position]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        padded, sequence, position = inputs
-        ctx.save_for_backward(sequence, position)
-        ctx.sizes = padded.shape[:2]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _put(gradient, *ctx.saved_tensors, *ctx.sizes), None, None
+    @property
+    def row(self) -> Tensor:
+        """The same as numbers of rows among all padded ones."""
+        return self.sequence * self.longest + self.position
 
 
-class _Pad(torch.autograd.Function):
-    """Rows (total, ...) put into zeros (sequences, longest, ...): the inverse and the adjoint of :class:`_Pack`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(packed: Tensor, sequence: Tensor, position: Tensor, sequences: int, longest: int) -> Tensor:
-        padded = packed.new_zeros((sequences, longest, *packed.shape[1:]))
-        return padded.index_put_((sequence, position), packed)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:3])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _taken(gradient, *ctx.saved_tensors), None, None, None, None
+def _taken(padded: Tensor, places: _Places) -> Tensor:
+    """Rows (total, ...) out of (sequences, longest, ...). None is taken twice, so its gradient, which adds, is the same each time."""
+    return padded.flatten(0, 1).index_select(0, places.row)
 
 
-def _taken(padded: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-    """:class:`_Pack`; in forward mode as PyTorch's operation, for torch.compile traces no function with a tangent of its own."""
-    return padded[sequence, position] if forward_ad._current_level >= 0 else _Pack.apply(padded, sequence, position)
-
-
-def _put(packed: Tensor, sequence: Tensor, position: Tensor, sequences: int, longest: int) -> Tensor:
-    """:class:`_Pad`; in forward mode as :func:`_taken`."""
-    if forward_ad._current_level < 0:
-        return _Pad.apply(packed, sequence, position, sequences, longest)
-    return packed.new_zeros((sequences, longest, *packed.shape[1:])).index_put((sequence, position), packed)
+def _put(packed: Tensor, places: _Places, padding: float = 0.0) -> Tensor:
+    """The inverse: rows (total, ...) put among padding, (sequences, longest, ...)."""
+    rows = packed.new_full((places.sequences * places.longest, *packed.shape[1:]), padding)
+    return rows.index_copy(0, places.row, packed).unflatten(0, (places.sequences, places.longest))
 
 
 def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -316,11 +280,7 @@ def _by_copies(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same by functions that PyTorch differentiates one by one."""
     problem, first, last = _copied(problem, first, last, queries, keys)
-    if mask is None:
-        out, lse = call(problem._replace(first=first, last=last))
-    else:
-        masked = _masked_on_a_gpu if problem.query.is_cuda else _masked
-        out, lse = masked(problem, mask, first, last)
+    out, lse = call(problem._replace(first=first, last=last) if mask is None else _with_mask(problem, mask, first, last))
     return _rows_of(out, queries), _rows_of(lse, queries).t().contiguous()
 
 
@@ -333,7 +293,7 @@ def _copied(problem: Problem, first: Tensor, last: Tensor, queries: _Places, key
 
 def _rows_of(x: Tensor, places: _Places) -> Tensor:
     """(sequences, heads, longest, ...) as (total, heads, ...)."""
-    return _taken(x.transpose(1, 2), places.sequence, places.position)
+    return _taken(x.transpose(1, 2), places)
 
 
 class _Padded(torch.autograd.Function):
@@ -373,8 +333,7 @@ class _Padded(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_out, out = (_pad(x.transpose(0, 1), queries) for x in (d_out, out))
         d_lse = None if d_lse is None else _pad(d_lse, queries)
-        none = lse.new_full((queries.sequences, queries.longest, lse.shape[0]), float("-inf"))
-        lse = none.index_put_((queries.sequence, queries.position), lse.t()).transpose(1, 2)
+        lse = _put(lse.t(), queries, float("-inf")).transpose(1, 2)
         gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, padded)
         of_rows = dict(query=queries, key=keys, value=keys)
         found: list[Any] = []
@@ -396,23 +355,13 @@ class _Padded(torch.autograd.Function):
         return problem._replace(first=first, last=last) if mask is None else _with_mask(problem, mask, first, last)
 
 
-def _masked(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem that intervals and a mask of pairs hide pairs of."""
-    return call(_with_mask(problem, mask, first, last))
-
-
 def _with_mask(problem: Problem, mask: Tensor, first: Tensor, last: Tensor) -> Problem:
     return problem._replace(mask=mask & IntervalMask(first, last).to_dense(problem.query.shape[2]))
 
 
-_masked_on_a_gpu = left_out_of_graphs("dmattn: compiled by Inductor for a GPU, gradients beside a mask of pairs were wrong (PyTorch 2.11)")(
-    _masked
-)
-
-
 def _pad(x: Tensor, places: _Places) -> Tensor:
     """(heads, total, ...) as (sequences, heads, longest, ...), 0 in the padding."""
-    return _put(x.transpose(0, 1), *places).transpose(1, 2)
+    return _put(x.transpose(0, 1), places).transpose(1, 2)
 
 
 def _of_keys(x: Tensor, keys: _Places) -> Tensor:
@@ -428,7 +377,7 @@ def _of_queries(x: Tensor, queries: _Places) -> Tensor:
 def _packed_rows(x: Tensor, places: _Places) -> Tensor:
     """(sequences or 1, heads, longest or 1) as (heads, total), contiguous."""
     x = x.transpose(1, 2).expand(places.sequences, places.longest, -1)  # a view; its gradient is summed by PyTorch in a fixed order
-    return _taken(x, places.sequence, places.position).t().contiguous()
+    return x[places.sequence, places.position].t().contiguous()
 
 
 def _check_lengths(

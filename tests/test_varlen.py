@@ -383,7 +383,7 @@ BY_INDUCTOR = ("key-bias-shared", "pair-bias-key-mask", "pair-mask-pair-bias")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in COMPILED], ids=lambda case: case.name)
 def test_one_graph_serves_other_lengths(case: Case, backend: str, device: str) -> None:
-    """With every gradient; on a GPU a mask of pairs is left out."""
+    """With every gradient. With torch 2.11 those of padded rows were wrong while autograd.Functions of ours put them in place."""
     if backend == "inductor" and device == "cpu" and case.name not in BY_INDUCTOR:
         pytest.skip("a compiler of C++ takes ten seconds for each")
     longest_q, longest_k = case.longest
@@ -405,20 +405,14 @@ def test_one_graph_serves_other_lengths(case: Case, backend: str, device: str) -
         return of_case
 
     torch.compiler.reset()
-    leaves_out = device == "cuda" and case.mask is not None and case.mask[2:] == "qk"
-    compiled = torch.compile(call, backend=count, fullgraph=not leaves_out)
+    compiled = torch.compile(call, backend=count, fullgraph=True)
     given = inputs(case, torch.float32, device)
     made = []
     for lengths_q, lengths_k in ((LENGTHS_Q, LENGTHS_K), (LENGTHS_Q[::-1], LENGTHS_K[1:] + LENGTHS_K[:1])):
         other = Case(case.name, case.mask, case.bias, lengths_q, lengths_k, options=case.options)
         assert_equal(results(through(compiled), other, given), results(through(call), other, given), TOLERANCE[torch.float32])
         made.append(len(graphs))
-    assert made[0] == made[1]
-    assert leaves_out or made[0] == 1
-    if leaves_out:
-        torch.compiler.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="gradients beside a mask of pairs were wrong"):
-            results(through(torch.compile(call, backend="eager", fullgraph=True)), case, given)
+    assert made == [1, 1]
 
 
 @needs_cuda
