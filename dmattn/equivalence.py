@@ -243,7 +243,7 @@ def plain(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
 def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     """For each result, the largest sum of the absolute values of its terms: what an error of summation is relative to.
 
-    A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
+    A probability counts 1 + the terms of its score, or lse if that is larger, for exp makes of their absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
     rows, cols = wide.rows, wide.cols
@@ -260,7 +260,8 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     empty = (lse == float("-inf"))[..., None]
     scores, _ = reference.masked_scores(problem, torch.float64)
     p = torch.softmax(reference.with_sinks(scores, problem.sinks), -1).masked_fill(empty, 0.0)
-    p, of_sinks = p[..., : scores.shape[-1]] * (1 + score_terms), p[..., scores.shape[-1] :]  # the latter of no key without sinks
+    p, of_sinks = p[..., : scores.shape[-1]], p[..., scores.shape[-1] :]  # the latter of no key without sinks
+    p = p * (1 + torch.maximum(score_terms, lse.abs().nan_to_num(posinf=0.0)[..., None]))
     if wide.sinks is not None:
         of_sinks = of_sinks * (1 + wide.sinks.abs().nan_to_num(posinf=0.0))[:, None, None]
     deltas = (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None]
