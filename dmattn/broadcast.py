@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -11,7 +12,7 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == 1 or x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+def sum_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """The adjoint: a gradient (B, H, ...) summed over the axes, and within the groups, on which `shape` was broadcast."""
     if shape[1] != 1 and shape[1] != gradient.shape[1]:
         gradient = gradient.unflatten(1, (shape[1], -1)).sum(2)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import reference
+from . import distances, reference
+from .biases import RelativeBias
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
@@ -33,7 +34,8 @@ class Case:
     """One attention problem by name.
 
     `mask` and `bias` are four letters for their axes, a letter where the axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``,
-    ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. `keep` says which entries the mask keeps: random with
+    ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. A bias of three letters, the last ``r``, is the table of a
+    RelativeBias of `distances` numbers, whose distance 0 is at `zero`. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
     hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
     intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all.
@@ -52,6 +54,8 @@ class Case:
     intervals: str | None = None
     bias: str | None = None
     bias_dtype: torch.dtype | None = None
+    distances: int = 0
+    zero: int | None = None
     causal: bool = False
     window: Any = None
     scale: float | None = None
@@ -70,6 +74,7 @@ class Case:
             "g": self.kv_heads or self.heads,
             "q": self.len_q,
             "k": self.len_q if self.len_k is None else self.len_k,
+            "r": self.distances,
             "1": 1,
         }
 
@@ -104,7 +109,10 @@ class Case:
             mask = self._mask(random).to(device)
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device))
+        zero = None
+        if self.bias is not None and self.bias.endswith("r"):
+            zero = (self.distances - 1) // 2 if self.zero is None else self.zero
+        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device), zero)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -148,7 +156,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case, with the incoming gradients."""
+    """Tensors of a case, with the incoming gradients. Where there is a `zero`, `bias` is the table of a RelativeBias."""
 
     query: Tensor
     key: Tensor
@@ -157,13 +165,18 @@ class Inputs:
     bias: Tensor | None
     d_out: Tensor
     d_lse: Tensor
+    zero: int | None = None
+
+    def bias_of(self, bias: Tensor | None) -> Tensor | RelativeBias | None:
+        """What `attention` takes, of the tensor here or a copy of it."""
+        return bias if bias is None or self.zero is None else RelativeBias(bias, self.zero)
 
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    given: dict[str, Any] = dict(mask=inputs.mask, bias=leaves.get("bias"), return_lse=True, **options)
+    given: dict[str, Any] = dict(mask=inputs.mask, bias=inputs.bias_of(leaves.get("bias")), return_lse=True, **options)
     with _same_dropout(inputs, options):
         out, lse = function(leaves["query"], leaves["key"], leaves["value"], **given)
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
@@ -189,11 +202,13 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
     with _same_dropout(inputs, options):
-        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias, **options)
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias_of(wide.bias), **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[1]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
-    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if wide.bias is None else per_query_head(wide.bias, heads).abs())
+    len_q, len_k = query.shape[2], key.shape[2]
+    bias = None if wide.bias is None else wide.bias if wide.zero is None else RelativeBias(wide.bias, wide.zero).dense(len_q, len_k)
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if bias is None else per_query_head(bias, heads).abs())
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
     p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)
@@ -205,8 +220,12 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
         "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
         "d_value": sum_to((p * factor).mT @ d_out, wide.value.shape),
     }
-    if wide.bias is not None:
-        sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
+    if bias is not None:
+        sizes["d_bias"] = sum_to(d_scores, bias.shape)
+        if wide.bias is not None and wide.zero is not None:
+            table = torch.zeros_like(wide.bias)
+            distances.add_pairs(table, sizes["d_bias"], wide.zero, 0, len_q)
+            sizes["d_bias"] = table
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, refuse_keywords
+from .biases import RelativeBias
 from .execution import backend, torch_kernel
 from .functional import attention
 from .problem import Problem
@@ -137,7 +138,8 @@ def explain(
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
     problem = _canonical(query, key, value, given)
-    learned = {name: x for name, x in zip(NAMES, (query, key, value, given["bias"]), strict=True) if x is not None}
+    bias = given["bias"].table if isinstance(given["bias"], RelativeBias) else given["bias"]
+    learned = {name: x for name, x in zip(NAMES, (query, key, value, bias), strict=True) if x is not None}
     some = any(x.requires_grad for x in learned.values())
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
     family, count = _device_of(problem, target, processors)
@@ -288,7 +290,8 @@ class _Call:
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
         total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
-        total += 0 if problem.bias is None else self._between(problem.bias)
+        if problem.bias is not None:
+            total += self._between(problem.bias) if problem.zero is None else _size(problem.bias)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
         if name == "forward":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .biases import RelativeBias
 from .execution.eager import attend
 from .masks import IntervalMask
 from .problem import Window, check_tensor
@@ -24,7 +25,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -39,7 +40,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -54,7 +55,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | None = ...,
+    bias: Tensor | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -68,7 +69,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -103,7 +104,8 @@ def attention(
             rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
             expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
             (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
-            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then. Or a
+            :class:`RelativeBias`, a table of distances that takes O(R) memory.
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.

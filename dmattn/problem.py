@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, hint_for, kind
+from .biases import RelativeBias
 from .dropout import draw_seed
 from .masks import IntervalMask
 
@@ -21,8 +22,8 @@ UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions 
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Kinds of a bias or mask, by the axes along which its entries differ.
-PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
+# Kinds of a bias or mask, by the axes along which its entries differ; of a bias also DISTANCES, which a table gives.
+PAIRS, KEYS, QUERIES, HEADS, DISTANCES = "pairs", "keys", "queries", "heads", "distances"
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -32,6 +33,19 @@ class Intervals(NamedTuple):
     first: Tensor
     last: Tensor
     len_q: int | None
+
+
+class Distances(NamedTuple):
+    """The fields of a RelativeBias; the table has its four axes (B, H, 1, R), each but the last full or 1."""
+
+    table: Tensor
+    zero: int
+    longest: int | None
+
+    @classmethod
+    def of(cls, bias: RelativeBias) -> Distances:
+        table = bias.table
+        return cls(table[(None,) * (3 - table.ndim)][:, :, None], bias.zero, bias.longest)
 
 
 class Problem(NamedTuple):
@@ -45,6 +59,8 @@ class Problem(NamedTuple):
     the first two axes full or 1, ``order`` may say where the work is: int32 (B, Hk, any number), the keys in the order in which kernels are
     to visit them, at least those with an interval that is not empty, none twice; if it names all, those with an empty one have to stand last,
     as kernels may visit what lies before the last other one, and nothing is copied there. It changes no result.
+
+    Where there is a ``zero``, ``bias`` is the table (B, H, 1, R) of a :class:`dmattn.RelativeBias`, and that is the index of distance 0.
 
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
@@ -67,16 +83,24 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     states: Tensor | None = None
+    zero: int | None = None
+
+    @property
+    def bias_kind(self) -> str | None:
+        """The kind of the bias, None without one."""
+        if self.bias is None:
+            return None
+        return kind_of(self.bias.shape) if self.zero is None else DISTANCES
 
     @property
     def pair_bias(self) -> Tensor | None:
         """The bias if it is one of `PAIRS`, else None."""
-        return self.bias if self.bias is not None and kind_of(self.bias.shape) == PAIRS else None
+        return self.bias if self.bias_kind == PAIRS else None
 
     @property
     def key_bias(self) -> Tensor | None:
         """The bias if it is one of `KEYS`, else None."""
-        return self.bias if self.bias is not None and kind_of(self.bias.shape) == KEYS else None
+        return self.bias if self.bias_kind == KEYS else None
 
     @property
     def pair_mask(self) -> Tensor | None:
@@ -90,7 +114,7 @@ class Problem(NamedTuple):
         key: Tensor,
         value: Tensor,
         mask: Tensor | IntervalMask | Intervals | None,
-        bias: Tensor | None,
+        bias: Tensor | RelativeBias | Distances | None,
         causal: bool,
         window: Window,
         scale: float | None,
@@ -127,7 +151,11 @@ class Problem(NamedTuple):
         elif mask is not None:
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
-        if bias is not None:
+        zero = None
+        if isinstance(bias, (RelativeBias, Distances)):
+            distances = Distances.of(bias) if isinstance(bias, RelativeBias) else bias
+            bias, zero = _checked_table(distances, pairs, kv_heads, query.device, packed is not None), distances.zero
+        elif bias is not None:
             check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
             if bias.dtype not in FLOATS:
                 hint = " (which pairs are attended is the argument mask)" if bias.dtype == torch.bool and not mask_name else ""
@@ -156,9 +184,8 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        return cls(
-            query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, dropout_p=_float(dropout_p), seed=seed
-        )  # fmt: skip
+        options: dict[str, Any] = dict(dropout_p=_float(dropout_p), seed=seed, zero=zero)
+        return cls(query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, **options)
 
 
 def kind_of(shape: Sequence[int]) -> str:
@@ -254,6 +281,18 @@ def _broadcastable(name: str, tensor: Tensor, full: tuple[int, ...], axes: str, 
             hint = TRANSPOSED
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
+
+
+def _checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, device: torch.device, is_packed: bool) -> Tensor:
+    table, _, longest = distances
+    check_tensor("bias.table", table)
+    if table.dtype not in FLOATS:
+        _fail("bias.table", "a dtype of float16, bfloat16, float32 or float64", table.dtype)
+    for name, length in (("max_seqlen_q", pairs[2]), ("max_seqlen_k", pairs[3])) if is_packed else (("query", pairs[2]), ("key", pairs[3])):
+        if longest is not None and length > longest:
+            _fail(name, f"a length of at most {longest}, that of RelativeBias.alibi", length)
+    axes = "(sequences, H, 1, R)" if is_packed else "(B, H, 1, R)"
+    return _broadcastable("bias.table", table, (*pairs[:2], 1, table.shape[3]), axes, kv_heads, device)
 
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int) -> bool:

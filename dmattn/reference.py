@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dropout
+from . import distances, dropout
+from .biases import RelativeBias
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -23,7 +24,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -100,16 +101,21 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
     if problem.softcap is not None:
         tanh = torch.tanh(scores / problem.softcap)
         scores = problem.softcap * tanh
+    len_q = rows if len_q is None else len_q
     if problem.bias is not None:
-        scores = scores + masking_bias(problem.bias, heads, dtype)
-    hidden = hidden_pairs(problem, row_start, rows, rows if len_q is None else len_q)
+        scores = scores + masking_bias(problem, dtype, row_start, len_q)
+    hidden = hidden_pairs(problem, row_start, rows, len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
 
 
-def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """A bias of `heads` query heads or 1, with -inf where it masks."""
-    bias = per_query_head(bias, heads).to(dtype)
-    return bias.masked_fill(bias < MASKING, float("-inf"))
+def masking_bias(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor:
+    """The bias of :func:`masked_scores`, of query heads or 1, with -inf where it masks; of distances pair by pair."""
+    assert problem.bias is not None
+    bias = per_query_head(problem.bias, problem.query.shape[1]).to(dtype)
+    bias = bias.masked_fill(bias < MASKING, float("-inf"))
+    if problem.zero is None:
+        return bias
+    return distances.of_pairs(bias[:, :, 0], problem.zero, row_start, problem.query.shape[2], len_q, problem.key.shape[2])
 
 
 def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:

@@ -44,8 +44,8 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
-    ("masks",),
+    ("arguments", "broadcast", "distances", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
+    ("biases", "masks"),
     ("problem",),
     ("kernels",),
     ("reference",),

@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..biases import RelativeBias
 from ..masks import IntervalMask
-from ..problem import Intervals, Problem, autocast
+from ..problem import Distances, Intervals, Problem, autocast
 from . import operators, passes
 from .passes import Forward, fixed_of, learned_of
 from .watching import nothing_watches
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | IntervalMask | Intervals | None, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | IntervalMask | Intervals | None,
+    bias: Tensor | RelativeBias | Distances | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of the arguments of :meth:`Problem.canonical`, which may be wrong; differentiable.
 
     By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
@@ -28,11 +34,15 @@ def attend(
     if type(mask) is IntervalMask:
         mask = Intervals(mask.first, mask.last, mask.len_q)
         masks = (None, mask.first, mask.last)
+    learned: Any = bias
+    if type(bias) is RelativeBias:
+        bias = Distances.of(bias)
+        learned = bias.table
     missing = query is None or key is None or value is None
-    if missing or not nothing_watches((query, key, value, bias, *masks)) or forward_ad._current_level >= 0:
+    if missing or not nothing_watches((query, key, value, learned, *masks)) or forward_ad._current_level >= 0:
         return operators.by_operator(Problem.canonical(query, key, value, mask, bias, *options))
     query, key, value = autocast(query, key, value)
-    return _directly(passes.checked_forward, (query, key, value, mask, bias, *options), (query, key, value, bias), (*masks, None))
+    return _directly(passes.checked_forward, (query, key, value, mask, bias, *options), (query, key, value, learned), (*masks, None))
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:

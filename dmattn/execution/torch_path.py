@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import distances, reference
 from ..broadcast import per_query_gradient, sum_to
-from ..problem import HEADS, PAIRS, QUERIES, Problem, kind_of
+from ..problem import HEADS, PAIRS, QUERIES, Problem
 from ..reference import fold_groups, kept_factor, masked_scores
 from . import torch_kernel
 
@@ -54,7 +54,7 @@ def backward(
     dtype = _compute_dtype(problem)
     kv_heads = problem.key.shape[1]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
-    kind = None if d_bias is None else kind_of(d_bias.shape)
+    kind = None if d_bias is None else problem.bias_kind
     if d_bias is not None and kind in (QUERIES, HEADS):
         per_query_gradient(lse, d_lse, d_bias)
         d_bias = None
@@ -83,7 +83,10 @@ def backward(
         if d_bias_rows is not None:  # each chunk has rows of its own
             part = d_bias_rows[:, :, rows, keys]
             part.copy_(sum_to(d_scores, part.shape))
-        if bias_sum is not None:
+        if bias_sum is not None and problem.zero is not None:
+            of_pairs = sum_to(d_scores, (*bias_sum.shape[:2], *d_scores.shape[2:]))
+            distances.add_pairs(bias_sum[:, :, 0], of_pairs, problem.zero, rows.start, _aligned_length(problem, keys))
+        elif bias_sum is not None:
             part = bias_sum[..., keys]
             part += sum_to(d_scores, part.shape)
         if tanh is not None:
@@ -113,15 +116,17 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
     step = max(MIN_ROWS, CHUNK_SCORES // max(1, scores))
     if problem.left is not None or problem.right is not None:
         step = min(step, WINDOW_ROWS)
+    of_places = problem.bias if problem.zero is None else None  # a table is every chunk's
     parts: Iterable[tuple[slice, slice]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
     first, last = problem.first, problem.last
     if first is not None and last is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
         parts = _parts_of_intervals(first, last, len_q, len_k, step)
     for rows, keys in parts:
         keys = _in_window(problem, rows, keys)
-        mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, problem.bias))
+        mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, of_places))
         begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
         query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
+        bias = problem.bias if problem.zero is not None else bias
         yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
 
 
