@@ -84,6 +84,13 @@ class Case:
         given = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
         return given | dict(dropout_p=self.dropout_p) if self.dropout_p else given
 
+    @property
+    def table_zero(self) -> int | None:
+        """The index of distance 0 where the bias is a table of distances."""
+        if self.bias is None or not self.bias.endswith("r"):
+            return None
+        return (self.distances - 1) // 2 if self.zero is None else self.zero
+
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Random tensors, the same for a seed on every device."""
         random = torch.Generator().manual_seed(seed)
@@ -109,10 +116,7 @@ class Case:
             mask = self._mask(random).to(device)
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        zero = None
-        if self.bias is not None and self.bias.endswith("r"):
-            zero = (self.distances - 1) // 2 if self.zero is None else self.zero
-        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device), zero)
+        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device), self.table_zero)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None

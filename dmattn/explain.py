@@ -238,6 +238,15 @@ class _Seen(NamedTuple):
         return cls(int((pairs > 0).sum()), len_k - unseen if len_q else 0, int(pairs.sum()))
 
 
+def _between_ends(problem: Problem) -> Problem:
+    """A problem whose window leaves the pairs of other distances than the ends of its table stand for."""
+    assert problem.bias is not None
+    assert problem.zero is not None
+    left, right = problem.zero - 1, problem.bias.shape[3] - 2 - problem.zero
+    left = left if problem.left is None else min(left, problem.left)
+    return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
+
+
 class _Call:
     """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels have states of the mask."""
 
@@ -245,6 +254,7 @@ class _Call:
         placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         self.problem = problem._replace(**placed)
         self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
+        self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))
         self.out, self.lse, states = backend.allocate_forward(self.problem)
         self.states = states if by_kernels else None
         self.gradients = backend.allocate_backward(self.problem, needs)
@@ -276,14 +286,15 @@ class _Call:
         """Operations of the matrix products with which a row makes its results."""
         batch, heads, _, dim = self.problem.query.shape
         value_dim = self.problem.value.shape[3]
-        made = {name for name in makes if name.startswith(("out", "d_")) and name != "d_bias of queries"}
+        made = {name for name in makes if name.startswith(("out", "d_", "sums")) and name != "d_bias of queries"}
         if not made:
             return 0
         dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
         size = sum(dims.get(name, 0) for name in made)
         if "d_bias of pairs" not in reads:  # of which d_query is the product, with nothing to repeat
             size += dim + (value_dim if made - {"out", "d_value"} else 0)
-        return 2 * size * self.seen.pairs * batch * heads
+        pairs = self.between_ends.pairs if "d_bias of distances" in made else self.seen.pairs
+        return 2 * size * pairs * batch * heads
 
     def _bytes(self, name: str) -> int:
         """Those of each input and each result once, without what causal and the window hide."""
@@ -333,6 +344,9 @@ class _Call:
 
             sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
+        if "sums at the ends" in makes:
+            total += 2 * _size(self.lse)
+        is_least = is_least or "d_bias of distances" in makes
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or "d_bias of queries" in makes
 

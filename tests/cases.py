@@ -208,7 +208,41 @@ WINDOWS = (
     Case("window-grouped-19", 19, **GQA, bias="1hqk", reason="keys shared by heads go to the kernels that sum over a group"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS)
+# Tables of distances; their names say how they lie to the pairs.
+DISTANCES = (
+    Case("distances-table-longer-than-needed-37", 37, bias="1hr", distances=301, reason="places beyond the pairs' own have zero gradient"),
+    Case("distances-exact-table-37", 37, bias="1hr", distances=73, reason="every entry is one diagonal"),
+    Case("distances-saturating-both-ends-65", 65, bias="1hr", distances=21, reason="most pairs take an end"),
+    Case("distances-saturating-causal-65", 65, bias="1hr", distances=33, zero=32, causal=True, reason="the last entry is the diagonal"),
+    Case("distances-causal-zero-inside-65", 65, bias="1hr", distances=17, causal=True, reason="entries of hidden distances"),
+    Case("distances-gqa-by-key-head-causal-37x65", 37, 65, **GQA, bias="1gr", distances=64, zero=40, causal=True, reason="more keys than queries"),
+    Case("distances-gqa-one-table-window-65x37", 65, 37, **GQA, bias="11r", distances=50, zero=20, window=(30, 9), reason="more queries than keys"),
+    Case("distances-gqa-by-batch-and-head-window-65x19", 65, 19, **GQA, bias="bhr", distances=9, window=(24, 0), reason="rows without a key"),
+    Case("distances-by-batch-alone-37", 37, heads=3, kv_heads=1, bias="b1r", distances=15, reason="heads share the table of a batch entry"),
+    Case("distances-one-number-37", 37, bias="11r", distances=1, reason="both ends are the same entry"),
+    Case("distances-two-numbers-gqa-37", 37, **GQA, bias="b1r", distances=2, zero=1, reason="no entry is between the ends"),
+    Case("distances-beyond-the-start-19x40", 19, 40, bias="1hr", distances=300, zero=0, causal=True, reason="all pairs take the first entry"),
+    Case("distances-zero-at-the-end-19x65", 19, 65, bias="1hr", distances=7, zero=6, reason="all keys after the query take the last entry"),
+    Case("distances-one-query-1x65", 1, 65, batch=3, bias="1hr", distances=19, zero=3, reason="decoding"),
+    Case("distances-one-query-gqa-1x65", 1, 65, **GQA, bias="1hr", distances=150, zero=140, causal=True, reason="decoding, heads in one tile"),
+    Case("distances-one-key-37x1", 37, 1, bias="1hr", distances=11, reason="one column of distances"),
+    Case("distances-mask-random-37x65", 37, 65, bias="1hr", distances=31, mask="bhqk", reason="a mask of pairs beside it"),
+    Case("distances-mask-blocks-empty-rows-65", 65, bias="1hr", distances=31, mask="11qk", keep="random-empty-rows", reason="rows without a key"),
+    Case("distances-mask-of-blocks-96", 96, bias="1hr", distances=41, mask="1hqk", keep="blocks", reason="full tiles, where nothing that hides is asked"),
+    Case("distances-mask-of-keys-37", 37, bias="bhr", distances=31, mask="b11k", reason="padding"),
+    Case("distances-documents-65", 65, bias="1hr", distances=31, intervals="documents", reason="intervals beside it"),
+    Case("distances-random-intervals-gqa-65x37", 65, 37, **GQA, bias="1hr", distances=31, intervals="random-per-head", reason="intervals by head"),
+    Case("distances-prefix-causal-65", 65, bias="1gr", distances=40, intervals="prefix", reason="intervals that end at different queries"),
+    Case("distances-softcap-37", 37, bias="1hr", distances=25, softcap=3.0, reason="the bias is added after the cap"),
+    Case("distances-dropout-gqa-37x40", 37, 40, **GQA, bias="1hr", distances=25, dropout_p=0.3, reason="gradients through what is kept"),
+    Case("distances-half-table-65", 65, bias="1hr", distances=33, bias_dtype=torch.float16, reason="a table of 16 bits, whose gradient is rounded once"),
+    Case("distances-float-table-65", 65, bias="1hr", distances=33, bias_dtype=torch.float32, reason="a table of more bits than the query has"),
+    Case("distances-double-table-37", 37, bias="1hr", distances=33, bias_dtype=torch.float64, reason="a table of 64 bits"),
+    Case("distances-transposed-values-narrow-65", 65, bias="1hr", distances=33, transposed=True, value_dim=8, reason="(B, S, H, D) in memory"),
+    Case("distances-scaled-head-dim-20-65x37", 65, 37, head_dim=20, scale=1.0, bias="1hr", distances=33, zero=3, reason="T5's scale"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *DISTANCES, *FAULTS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -236,6 +270,10 @@ LARGE = (
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
     Case("large-windows-dense-bias-64x49", 64, 49, batch=40, heads=3, head_dim=128, bias="bhqk", dropout_p=0.1, reason="dBias of every member"),
     Case("large-transposed-1023x129", 1023, 129, heads=4, head_dim=64, transposed=True, bias="b11k", reason="the layout of models"),
+    Case("large-distances-t5-1023", 1023, heads=4, head_dim=64, bias="1hr", distances=257, scale=1.0, reason="T5's table, most pairs beyond its ends"),
+    Case("large-distances-of-all-255x1023", 255, 1023, batch=3, heads=4, kv_heads=2, head_dim=128, bias="1gr", distances=1277, zero=1022, causal=True,
+         reason="ALiBi's: each diagonal has a number, no pair is beyond the ends"),
+    Case("large-decoding-distances-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, bias="bhr", distances=257, reason="one query of T5"),
     Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
 )  # fmt: skip

@@ -61,6 +61,11 @@ CASES = (
     Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
     Case("decoding-listed-mask-several-tiles", 20, 2000, batch=1, heads=8, kv_heads=2, mask="b1qk", keep="blocks", softcap=5.0),
     Case("decoding-listed-intervals-window", 2, 1999, intervals="padding", window=(1500, 0)),
+    Case("distances-odd-lengths", 97, 131, heads=2, bias="bhr", distances=33, zero=5),
+    Case("distances-shared-mask", 131, 97, batch=3, bias="11r", distances=300, mask="b1qk", keep="blocks", causal=True),
+    Case("distances-documents-grouped-dropout", 97, heads=4, kv_heads=2, bias="1gr", distances=41, intervals="documents", dropout_p=0.2),
+    Case("distances-in-one-tile", 49, batch=7, heads=2, bias="1hr", distances=31),
+    Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
     *cases.FAULTS,
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too

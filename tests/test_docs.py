@@ -132,6 +132,14 @@ def test_code_of_the_readme_runs_as_it_stands(number, capsys):
         assert table.grad.norm() > 0
 
 
+BIASES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "biases.md").read_text(), flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("code", BIASES, ids=range(len(BIASES)))
+def test_code_of_the_biases_runs_as_it_stands(code):
+    exec(compile(code, "docs/biases.md", "exec"), {})
+
+
 def rows(text: str, columns: int) -> list[list[str]]:
     """Of the tables of so many columns, without headers."""
     cells = [[cell.strip() for cell in line[1:].rstrip().removesuffix("|").split("|")] for line in text.splitlines() if line.startswith("|")]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmattn
-from dmattn import IntervalMask, attention, explain
+from dmattn import IntervalMask, RelativeBias, attention, explain
 from dmattn.execution import backend
 from dmattn.explain import Explanation, Pass
 from dmattn.problem import Problem
@@ -257,7 +257,8 @@ def options_of(problem: Problem) -> dict[str, Any]:
     intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask = intervals if problem.mask is None else problem.mask
-    return dict(mask=mask, bias=problem.bias, window=window, scale=problem.scale, softcap=problem.softcap, dropout_p=problem.dropout_p)
+    bias = problem.bias if problem.bias is None or problem.zero is None else RelativeBias(problem.bias[:, :, 0], problem.zero)
+    return dict(mask=mask, bias=bias, window=window, scale=problem.scale, softcap=problem.softcap, dropout_p=problem.dropout_p)
 
 
 @not_interpreted
@@ -329,6 +330,17 @@ def visible(len_q: int, len_k: int, rules: dict[str, Any]) -> Tensor:
 def test_five_products_are_those_of_a_backward_pass_that_repeats_none() -> None:
     explained = explain(*same(2, 3, 40, 16), target="sm_80").passes[1]
     assert (explained.rows, explained.flops) == (("one tile",), 5 * 2 * 2 * 3 * 40 * 40 * 16)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_the_gradient_of_a_table_has_the_products_of_pairs_between_its_ends(rules: dict[str, Any]) -> None:
+    query, key, table = empty(2, 3, 9, 16), empty(2, 3, 7, 16), empty(3, 5, dtype=FP32, needs_grad=True)
+    explained = explain(query, key, key, bias=RelativeBias(table, 3), **rules, target="sm_80").passes[1]
+    assert explained.rows == ("query terms", "portable: d_query, d_bias", "portable: d_bias of distances")
+    seen = visible(9, 7, rules)
+    distance = torch.arange(7) - torch.arange(9)[:, None] + 2
+    between = seen & (distance + 3 > 0) & (distance + 3 < 4)
+    assert explained.flops == 2 * 2 * 3 * 2 * 16 * int(seen.sum() + between.sum())
 
 
 def test_a_broadcast_axis_is_read_once() -> None:

@@ -16,6 +16,7 @@ from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
+TABLE = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.just("r")).map("".join)
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
 SIDE = st.none() | st.integers(0, 70)
 
@@ -27,6 +28,7 @@ def problems(draw: st.DrawFn) -> Case:
     len_k = draw(st.integers(1, 70))
     masking = draw(st.sampled_from(["none", "mask", "intervals"]))
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
+    distances = draw(st.integers(1, 12) | st.integers(1, 150))
     return Case(
         "random",
         len_q=draw(st.integers(1, 70)),
@@ -39,7 +41,9 @@ def problems(draw: st.DrawFn) -> Case:
         mask=draw(AXES) if masking == "mask" else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
         intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
-        bias=draw(st.none() | AXES),
+        bias=draw(st.none() | AXES | TABLE),
+        distances=distances,
+        zero=draw(st.none() | st.integers(0, distances - 1)),
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),
         window=window,
@@ -72,4 +76,5 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
     collect()
     for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "transposed", "padded"):
         assert any(getattr(case, field) for case in seen), field
+    assert any((case.bias or "").endswith("r") for case in seen)
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

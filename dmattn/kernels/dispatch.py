@@ -21,6 +21,7 @@ from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .portable import rows, split_keys
 from .traits import (
+    D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
     D_BIAS_OF_QUERIES,
@@ -28,6 +29,7 @@ from .traits import (
     D_KEY,
     D_QUERY,
     D_VALUE,
+    END_SUMS,
     OUT,
     QUERY_TERMS,
     TERM_COLUMNS,
@@ -36,10 +38,11 @@ from .traits import (
 
 MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads"})
 BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of heads"})
+DISTANCES = frozenset({"bias of distances"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
-ALL = MASKS | BIASES | INTERVALS | WINDOW | {"softcap", "dropout"}
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | {"softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -113,8 +116,8 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
         missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
         raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
-    # Others read the terms of queries. What a row borrows is to be free yet.
-    chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows))
+    # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
+    chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if any(_reads_columns(choice, traits) for choice in chosen):
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
     return tuple(chosen)
@@ -372,11 +375,12 @@ BACKWARD = (
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
+    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, _always, reads=TERMS | {END_SUMS}),
     Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW, _hopper_query, targets=HOPPER, besides=TERMS),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
-    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS}), ALL, _always, reads=TERMS),
+    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, _always, reads=TERMS),
     Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL, _always),

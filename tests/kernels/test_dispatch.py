@@ -27,13 +27,16 @@ from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
 from dmattn.kernels import dispatch, run
+from dmattn.kernels.portable import distance_grad
 from dmattn.kernels.traits import (
+    D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
     D_VALUE,
+    END_SUMS,
     QUERY_TERMS,
     TERM_COLUMNS,
     Bias,
@@ -65,8 +68,9 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
         if given["STORED"]
-        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"]})
+        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]})
     ),
+    "portable.distance_grad._bands_kernel": lambda given: ("portable: d_bias of distances", {D_BIAS_OF_DISTANCES: given["parts"]}),
     "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
         {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
@@ -142,12 +146,18 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
         kernels.backward(problem, out, lse, d_out, d_lse, *gradients)
         seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in launches if kernel in BACKWARD_KERNELS]
         choices = dispatch.choose_backward(Traits.of(problem, out, d_out, *gradients))
-        wanted = [(choice.row.name, choice.makes) for choice in choices if choice.row.name != "sums of d_lse"]  # PyTorch makes these
+        by_pytorch = {"sums of d_lse"} | ({"portable: d_bias of distances"} if has_no_bands(problem) else set())
+        wanted = [(choice.row.name, choice.makes) for choice in choices if choice.row.name not in by_pytorch]
         assert [(row, {result for result, x in made.items() if x is not None}) for row, made in seen] == wanted, f"{name}: {problem}"
         chosen |= {f"forward: {row}"} | {f"backward: {choice.row.name}" for choice in choices}
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
     reached = {f"{which}: {row.name}" for which, table in tables.items() for row in table if row.targets is None or target in row.targets}
     assert chosen == (reached if target == "sm_90" else reached - {"backward: whole rows"})  # for which no other GPU has a tile
+
+
+def has_no_bands(problem: Problem) -> bool:
+    """Whether no visible pair may lie between the ends of a table of distances, so that its gradient is made of the sums at the ends."""
+    return problem.zero is not None and distance_grad.Bands.of(problem, *distance_grad.tile_of(problem)[:2]).count == 0
 
 
 def test_every_row_has_its_function() -> None:
@@ -189,6 +199,7 @@ BACKWARD_SERVED = {
     "Hopper: d_key, d_value, d_bias by intervals": DENSE._replace(features=DENSE.features | INTERVALS),
     "portable: d_key, d_value, d_bias": DENSE,
     "portable: d_query of d_bias": DENSE,
+    "portable: d_bias of distances": PLAIN,
     "Hopper: d_query": PLAIN,
     "Hopper: d_key, d_value": PLAIN,
     "Hopper: d_key, d_value by intervals": PLAIN._replace(features=INTERVALS),
