@@ -251,7 +251,6 @@ DISTANCES = (
     Case("distances-scaled-head-dim-20-65x37", 65, 37, head_dim=20, scale=1.0, bias="1hr", distances=33, zero=3, reason="T5's scale"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *DISTANCES, *FAULTS)
 SINKS = (
     Case("sinks-37x65", 37, 65, sinks="random", reason="a key without a value, for each head"),
     Case("gqa-sinks-window-causal-65", 65, **GQA, causal=True, window=(15, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
@@ -282,7 +281,7 @@ FACTORS = (
     Case("factors-one-query-1x65", 1, 65, **GQA, factors=("bh", "bg"), reason="decoding"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS)
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *DISTANCES, *FAULTS, *SINKS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
