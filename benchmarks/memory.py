@@ -94,6 +94,7 @@ class Growth:
 GROWTHS = (
     Growth(Workload("dense_bias", 1, 8, 8, 4096, 4096, 128, bias="1hqk"), longest=32768),  # where bias and gradient take 32 GiB
     Growth(Workload("distances", 1, 8, 8, 4096, 4096, 64, distances=True)),
+    Growth(Workload("table", 1, 16, 16, 4096, 4096, 64, table=257)),
     Growth(Workload("key_bias_causal", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True)),
     Growth(Workload("padded_batch", 2, 8, 8, 4096, 4096, 128), padded=True),
     Growth(Workload("dynamic_mask", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True), keep=1024, peers=("sdpa_efficient", "eager")),

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import distances, harness, peers
+from benchmarks import distances, harness, peers, tables
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
-from dmattn import BlockMask, IntervalMask, attention
+from dmattn import BlockMask, IntervalMask, RelativeBias, attention
 from dmattn.report import show_table
 
 OURS = "dmattn"
@@ -122,6 +122,8 @@ def _problem(record: Record) -> str:
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
     if record.get("distances"):
         bias = "distances of points"
+    if record.get("table"):
+        bias = f"table of {record['table']} distances"
     kept = record["kept_blocks"] and f"{'prepared ' if record.get('prepared') else ''}block mask, {record['kept_blocks']:.0%} kept"
     window = record.get("window") and f"window of {record['window']} keys"
     sinks = "sinks" if record.get("sinks") else ""
@@ -148,6 +150,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "shape": workload.shape,
         "bias": workload.bias,
         "distances": workload.distances,
+        "table": workload.table,
         "causal": workload.causal,
         "window": workload.window,
         "sinks": workload.sinks,
@@ -208,10 +211,10 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
     if name == OURS:
         if workload.prepared:
             options["mask"] = BlockMask.from_mask(tensors["mask"])
-        of = distances.factors if workload.distances else _as_it_is
+        of = distances.factors if workload.distances else _as_it_is if workload.table is None else RelativeBias
         return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
     if name in ("flex", "flex_max"):
-        flex = distances.FlexDistances if workload.distances else peers.FlexProblem
+        flex: Any = distances.FlexDistances if workload.distances else peers.FlexProblem if workload.table is None else tables.FlexTable
         problem = flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
         if not tensors["query"].is_cuda:
             return problem.out
@@ -222,6 +225,11 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
         pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
         by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})
         return lambda query, key, value, points: by_pairs(query, key, value, distances.dense(points).to(query.dtype))
+    if workload.table is not None:
+        lengths = workload.len_q, workload.len_k
+        pairs = tables.dense(tensors["bias"].detach(), *lengths).requires_grad_()
+        by_pairs = attention_of(name, replace(workload, table=None), {**tensors, "bias": pairs})
+        return lambda query, key, value, table: by_pairs(query, key, value, tables.dense(table, *lengths))
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
     if name in peers.SDPA_BACKENDS:

@@ -294,6 +294,9 @@ def made_memory(ours: int | None) -> dict:
     return {"environment": environment, "workloads": [workload], "growth": growth}
 
 
+GROWTHS = ("dense_bias", "distances", "table", "key_bias_causal", "padded_batch", "dynamic_mask")
+
+
 def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_path):
     names, lengths = ["bias1h_d64", "decode_128k"], ["4096", "2048", "65536"]
     arguments = ["--tiny", "--workloads", *names, "--lengths", *lengths, "--peers", "sdpa_math", "sdpa_efficient", "eager"]
@@ -310,8 +313,7 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
             assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
         assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
         assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
-    growths = ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask", "longformer")
-    points = [f"{name}-{n}" for name in growths for n in (16, 32, 512)]
+    points = [f"{name}-{n}" for name in GROWTHS for n in (16, 32, 512)]
     assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
     for record in result["growth"]:
         dynamic = record["growth"] == "dynamic_mask"

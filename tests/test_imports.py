@@ -44,7 +44,20 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "bits", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states", "unions"),
+    (
+        "arguments",
+        "bits",
+        "broadcast",
+        "distances",
+        "dropout",
+        "first_call",
+        "graphs",
+        "precision",
+        "recording",
+        "selection",
+        "states",
+        "unions",
+    ),
     ("biases", "mask_mods", "masks"),
     ("block_mask",),
     ("problem",),
