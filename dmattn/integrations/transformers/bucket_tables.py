@@ -59,7 +59,8 @@ def _describing_forward(kind: Any, name: str) -> Any:
 
     @wraps(stock)
     def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and layer.config._attn_implementation == name and takes(hidden_states):
+        makes = not torch.compiler.is_compiling() and kwargs.get("position_bias") is None
+        if makes and layer.config._attn_implementation == name and takes(hidden_states):
             layer = _viewed(layer, kind, hidden_states)
         return stock(layer, hidden_states, *args, **kwargs)
 
