@@ -36,17 +36,30 @@ HIDDEN = -32752.0  # where a mask is a bias: no probability is left to such a sc
 CUDNN_WRONG = 91900  # the version whose gradients were seen to be wrong beside a bias that all queries share (docs/history.md)
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, causal: bool) -> Tensor:
+def eager(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    window: Window = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention as model code writes it: the scores as a tensor, softmax in the input dtype."""
     key, value = (_per_query_head(x, query) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + _per_query_head(bias, query)
-    if causal:
-        scores = torch.where(_not_after(query, key), scores, float("-inf"))
+    seen = _seen(query, key, None, causal, window)
+    if seen is not None:
+        scores = torch.where(seen, scores, float("-inf"))
     if mask is not None:
         scores = torch.where(mask, scores, float("-inf"))
-    return scores.softmax(-1) @ value
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
 
 
 def sdpa(
@@ -125,6 +138,11 @@ class FlexProblem:
         """FlexAttention's (out, lse)."""
         out, auxiliary = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **self._options(bias))
         return out, auxiliary.lse
+
+    def with_sinks(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        """FlexAttention's out beside sinks, by its lse, as Transformers has it."""
+        out, lse = self.with_lse(query, key, value, None)
+        return out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
 
     @staticmethod
     def compiled(method: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:

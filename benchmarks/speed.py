@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import harness, peers
+from benchmarks import distances, harness, peers
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import attention
 from dmattn.report import show_table
@@ -119,8 +120,12 @@ def _problem(record: Record) -> str:
     query_heads, kv_heads = heads.split("/")
     axes = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
+    if record.get("distances"):
+        bias = "distances of points"
     kept = record["kept_blocks"] and f"block mask, {record['kept_blocks']:.0%} kept"
-    particular = ", ".join(filter(None, (bias, "causal" if record["causal"] else "", kept)))
+    window = record.get("window") and f"window of {record['window']} keys"
+    sinks = "sinks" if record.get("sinks") else ""
+    particular = ", ".join(filter(None, (bias, "causal" if record["causal"] and not window else "", window, sinks, kept)))
     grouped = f"{query_heads} heads" + ("" if kv_heads == query_heads else f" on {kv_heads}")
     return f"{particular}\nbatch {batch}, {grouped}, {lengths}, head dim {head_dim}"
 
@@ -140,7 +145,10 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "workload": workload.name,
         "shape": workload.shape,
         "bias": workload.bias,
+        "distances": workload.distances,
         "causal": workload.causal,
+        "window": workload.window,
+        "sinks": workload.sinks,
         "kept_blocks": workload.kept_blocks,
         "passes": workload.passes,
         "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
@@ -151,7 +159,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         contender: Record = {}
         record["contenders"][name] = contender
         try:
-            results = _contend(contender, attention_of(name, workload.causal, tensors), workload, tensors, device, repeat=name == OURS)
+            results = _contend(contender, attention_of(name, workload, tensors), workload, tensors, device, repeat=name == OURS)
             expected = results if name == OURS else expected
             contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
@@ -188,22 +196,52 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
-def attention_of(name: str, causal: bool, tensors: dict[str, Any]) -> Attention:
+def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Attention:
     """A contender as a function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
-    options = dict(mask=tensors["mask"], causal=causal)
+    options: dict[str, Any] = dict(mask=tensors["mask"], **workload.options)
+    if workload.sinks:
+        return _with_sinks(name, options, tensors)
     if name == OURS:
-        return lambda query, key, value, bias: attention(query, key, value, bias=bias, **options)
+        of = distances.factors if workload.distances else _as_it_is
+        return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
+    if name in ("flex", "flex_max"):
+        flex = distances.FlexDistances if workload.distances else peers.FlexProblem
+        problem = flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
+        if not tensors["query"].is_cuda:
+            return problem.out
+        return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    if workload.distances:
+        pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
+        by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})
+        return lambda query, key, value, points: by_pairs(query, key, value, distances.dense(points).to(query.dtype))
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
     if name in peers.SDPA_BACKENDS:
         backend = peers.SDPA_BACKENDS[name]
         return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
     if name == "cudnn":
+        if workload.window is not None:
+            raise ValueError("refused: cuDNN is not asked for a window here")
         return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
-    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
+    raise ValueError(f"no contender is called {name}")
+
+
+def _as_it_is(bias: Tensor | None) -> Tensor | None:
+    return bias
+
+
+def _with_sinks(name: str, options: dict[str, Any], tensors: dict[str, Any]) -> Attention:
+    """A contender as a function of (query, key, value, sinks)."""
+    if name == OURS:
+        return lambda query, key, value, sinks: attention(query, key, value, sinks=sinks, **options)
+    if name == "eager":
+        return lambda query, key, value, sinks: peers.eager(query, key, value, bias=None, sinks=sinks, **options)
+    if name not in ("flex", "flex_max"):
+        raise ValueError("refused: no sinks")
+    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=None, **options)
     if not tensors["query"].is_cuda:
-        return problem.out
-    return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+        return problem.with_sinks
+    return problem.compiled(problem.with_sinks, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
 
 
 def _contend(

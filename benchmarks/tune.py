@@ -23,6 +23,7 @@ from benchmarks.harness import describe, environment, measure, names, reason, wr
 from benchmarks.workloads import WORKLOADS, Workload
 from dmattn import kernels
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.execution.replay import forget
 from dmattn.kernels.base import tiles
 from dmattn.kernels.base.device import device_family
@@ -76,8 +77,8 @@ def canonical(workload: Workload, device: torch.device) -> tuple[Problem, torch.
     tensors = workload.tensors(torch.bfloat16, device)
     given = {name: None if x is None else x.detach() for name, x in tensors.items()}
     problem = Problem.canonical(
-        given["query"], given["key"], given["value"], mask=given["mask"], bias=given["bias"],
-        causal=workload.causal, window=None, scale=None, softcap=None,
+        given["query"], given["key"], given["value"], mask=given["mask"], bias=None if workload.sinks else given["bias"],
+        sinks=given["bias"] if workload.sinks else None, scale=None, softcap=None, **(dict(window=None) | workload.options),
     )  # fmt: skip
     if workload is DYNAMIC:
         order, first, last = lifetimes(given["bias"][:, :, 0], None, KEEP, workload.len_q)
@@ -95,9 +96,9 @@ def launches(problem: Problem, d_out: torch.Tensor) -> dict[str, Callable[[], No
     with launching(d_out):
         incoming = Incoming.without_terms(d_out, lse, with_columns=False)
         fill_terms(problem, incoming, out, None)
-    needs = [True, True, True, problem.bias is not None]
-    d_query, d_key, d_value, d_bias = backend.allocate_backward(problem, needs)
-    wanted = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias).wanted
+    gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
+    wanted = Traits.of(problem, out, d_out, gradients).wanted
+    d_query, d_key, d_value, d_bias = gradients[:4]
     key_sums = empty_key_sums(d_bias, problem) if D_BIAS_OF_KEYS in wanted else None
     dense = d_bias if D_BIAS_OF_PAIRS in wanted else None
     calls = {

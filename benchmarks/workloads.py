@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ class Workload:
     """One attention problem of the speed tables.
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
-    broadcast; g is the key-value heads. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, but not
-    in `inference`, which has a forward pass alone.
+    broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
+    A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps. A bias requires grad, and so do points and sinks in its place, but
+    not in `inference`, which has a forward pass alone.
     """
 
     name: str
@@ -30,7 +33,10 @@ class Workload:
     len_k: int
     head_dim: int
     bias: str | None = None
+    distances: bool = False
     causal: bool = False
+    window: int | None = None
+    sinks: bool = False
     kept_blocks: float | None = None
     inference: bool = False
 
@@ -45,12 +51,20 @@ class Workload:
         return {"b": self.batch, "h": self.heads, "g": self.kv_heads, "q": self.len_q, "k": self.len_k, "1": 1}
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `attention` other than tensors; a window only where there is one, as not every peer has it."""
+        causal = dict(causal=self.causal)
+        return causal if self.window is None else causal | dict(window=(self.window - 1, 0))
+
+    @property
     def shape(self) -> str:
         """As a table shows it."""
         return f"{self.batch}, {self.heads}/{self.kv_heads}, {self.len_q} x {self.len_k}, {self.head_dim}"
 
     def flops(self, backward: bool) -> float:
-        """Of the matrix products; causal counts half, a block mask its share, backward 2.5 times forward."""
+        """Of the matrix products; causal counts half, a window and a block mask their share, backward 2.5 times forward."""
+        if self.window is not None:
+            return 4.0 * self.batch * self.heads * self.len_q * min(self.window, self.len_k) * self.head_dim * (2.5 if backward else 1.0)
         share = (0.5 if self.causal else 1.0) * (1.0 if self.kept_blocks is None else self.kept_blocks)
         return 4.0 * self.batch * self.heads * self.len_q * self.len_k * self.head_dim * share * (2.5 if backward else 1.0)
 
@@ -63,11 +77,12 @@ class Workload:
             kv_heads=2 if self.kv_heads < self.heads else 4,
             len_q=min(self.len_q, 256 if self.kept_blocks else 64),
             len_k=min(self.len_k, 256 if self.kept_blocks else 64),
+            window=self.window and 16,
             head_dim=16,
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, key, value and bias, mask, and d_out, the gradient that comes in."""
+        """query, key, value and bias, which may be sinks or points (3, B, S) in float32, mask, and d_out, the gradient that comes in."""
         random = torch.Generator(device).manual_seed(seed)
 
         def normal(axes: str, dim: int | None = None) -> Tensor:
@@ -75,7 +90,9 @@ class Workload:
             return torch.randn(shape, generator=random, dtype=dtype, device=device)
 
         inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
-        bias = None if self.bias is None else normal(self.bias)
+        bias = normal("h") if self.sinks else None if self.bias is None else normal(self.bias)
+        if self.distances:
+            bias = torch.randn((3, self.batch, self.len_q), generator=random, device=device)
         leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
         return {**leaves, "mask": self._mask(random, device), "d_out": normal("bhq", self.head_dim)}
 
@@ -100,7 +117,10 @@ WORKLOADS = (
     Workload("biaskey_gqa_causal", 2, 32, 8, 8192, 8192, 128, bias="bg1k", causal=True),
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
+    Workload("distances_d64", 2, 16, 16, 4096, 4096, 64, distances=True),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
+    Workload("gpt_oss_window", 1, 64, 8, 8192, 8192, 64, causal=True, window=128),
+    Workload("gpt_oss_window_sinks", 1, 64, 8, 8192, 8192, 64, causal=True, window=128, sinks=True),
     Workload("decode_128k", 1, 32, 8, 1, 131072, 128, bias="bg1k", inference=True),
 )
 
@@ -143,6 +163,7 @@ EXACTNESS = (
     Case("intervals-documents-255", 255, intervals="documents", causal=True),
     Case("intervals-prefix-127", 127, intervals="prefix", bias="1hqk"),
     Case("intervals-padding-129", 129, intervals="padding"),
+    Case("intervals-global-tokens-255", 255, intervals="global", reason="two intervals a key"),
     Case("intervals-per-kv-head-129", 129, heads=4, kv_heads=2, intervals="random", bias="bg1k"),
     Case("transposed-strides-129", 129, heads=4, kv_heads=2, transposed=True, bias="1hqk"),
     Case("lse-gradient-129", 129, bias="bhqk", reason="in the cases of this name lse has an incoming gradient too"),

@@ -1,7 +1,7 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
 from . import reference
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .dynamic import dynamic_mask_attention, topk_mask
 from .explain import explain
 from .first_call import resolve_vector_functions
@@ -15,6 +15,7 @@ resolve_vector_functions()
 __version__ = "0.1.0"
 __all__ = [
     "DynamicMaskAttention",
+    "FactoredBias",
     "IntervalMask",
     "RelativeBias",
     "attention",

@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             print(explained(options))
         except (TypeError, ValueError, RuntimeError) as error:
-            parser.error(str(error))
+            parser.error(str(error).removeprefix("dmattn: "))  # the parser says who complains
         return 0
     try:
         device = report.pick_device(options.device)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(str(error).removeprefix("dmattn: "))
     report.show_stage(f"{info()}\n")
     return 0 if verify.run(device, steps=options.steps, models=not options.skip_models) else 1
 
@@ -48,7 +48,7 @@ def info() -> str:
 
 
 def explained(options: argparse.Namespace) -> Explanation:
-    """The call that the options of ``explain`` describe: contiguous tensors of zeros, of a GPU without memory."""
+    """The call that the options of ``explain`` describe, of tensors that a GPU without memory has, where one is named."""
     device = "cpu" if options.target is None and not torch.cuda.is_available() else "meta"
 
     def tensor(sizes: tuple[int, ...] | None, dtype: str) -> Any:
@@ -60,9 +60,15 @@ def explained(options: argparse.Namespace) -> Explanation:
 
     key = options.key or options.query
     query, key, value = (tensor(sizes, options.dtype) for sizes in (options.query, key, options.value or key))
-    bias, mask = tensor(options.bias, options.bias_dtype or options.dtype), tensor(options.mask, "bool")
+    mask, row = tensor(options.mask, "bool"), (options.bias or (0,))[-1]
+    pitch = options.bias_pitch or row
+    if pitch < row or (options.bias_pitch and not options.bias):
+        raise ValueError(f"dmattn: --bias-pitch: expected a --bias whose rows are no longer, received {pitch}")
+    bias = tensor(options.bias and (*options.bias[:-1], pitch), options.bias_dtype or options.dtype)
+    bias = bias if bias is None else bias[..., :row]
     given = {name: getattr(options, name) for name in ("target", "processors", "causal", "window", "scale", "softcap", "dropout_p")}
-    explanation = explain(query, key, value, bias=bias, mask=mask, **given)
+    sinks = tensor(options.query[1:2], options.dtype) if options.sinks else None
+    explanation = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **given)
     return explanation if options.backward else explanation._replace(passes=explanation.passes[:1])
 
 
@@ -71,6 +77,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=_sizes, required=name == "query", metavar="SIZES", help=what)
     for name in ("bias", "mask"):
         parser.add_argument(f"--{name}", type=_sizes, metavar="SIZES", help="broadcastable to B,H,Sq,Sk")
+    parser.add_argument("--bias-pitch", type=_positive, metavar="N", help="elements from a row of the bias to the next, if there is padding")
     dtypes = ("float16", "bfloat16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of query, key and value (%(default)s)")
     parser.add_argument("--bias-dtype", choices=dtypes, help="by default that of query, key and value")
@@ -79,6 +86,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, help="by default D ** -0.5")
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")
+    parser.add_argument("--sinks", action="store_true", help="a score for each query head, of a key without a value")
     parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")
     parser.add_argument("--processors", type=_positive, help="multiprocessors of the target")
     parser.add_argument("--backward", action="store_true", help="explain the backward pass too, with all gradients")

@@ -27,6 +27,7 @@ def dynamic_mask_attention(
     causal: bool = ...,
     key_padding_mask: Tensor | None = ...,
     scale: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -40,6 +41,7 @@ def dynamic_mask_attention(
     causal: bool = ...,
     key_padding_mask: Tensor | None = ...,
     scale: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -53,6 +55,7 @@ def dynamic_mask_attention(
     causal: bool = ...,
     key_padding_mask: Tensor | None = ...,
     scale: float | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def dynamic_mask_attention(
@@ -65,6 +68,7 @@ def dynamic_mask_attention(
     causal: bool = True,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,6 +95,7 @@ def dynamic_mask_attention(
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned, so a cached prefix is keys without queries).
         key_padding_mask: bool, (B, Sk), True for a real token; padded keys are never kept. None: all are real.
         scale: factor on q . k, by default D ** -0.5.
+        sinks: (H,), as in :func:`dmattn.attention`: beside the kept keys, and never selected. Differentiable.
         return_lse: return (out, lse); lse is differentiable.
 
     Returns:
@@ -106,9 +111,9 @@ def dynamic_mask_attention(
     if unknown:
         refuse_keywords(dynamic_mask_attention, unknown)
     check_flag("return_lse", return_lse)
-    problem = _checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale)
+    problem = _checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale, sinks)
     len_q, len_k = query.shape[2], key.shape[2]
-    options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, return_lse=return_lse)
+    options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, sinks=sinks, return_lse=return_lse)
     if keep >= len_k:
         mask = None if key_padding_mask is None else IntervalMask.padding(key_padding_mask, len_q)
         return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
@@ -184,10 +189,19 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, keep: int, key_padding_mask: Tensor | None, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor,
+    keep: int,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sinks: Tensor | None,
 ) -> Problem:
     """The problem without the mask and the bias, after raising what is wrong with the arguments."""
-    problem = Problem.canonical(query, key, value, mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
+    rules: dict[str, Any] = dict(mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
+    problem = Problem.canonical(query, key, value, **rules, sinks=sinks)
     _check_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]
     check_tensor("key_bias", key_bias)

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from . import distances, reference
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head, sum_to
 from .functional import attention
 from .masks import IntervalMask
-from .problem import Problem
+from .problem import Gradients, Problem
 
 PLAIN_FACTOR = 2.0
 BAND_ROUNDINGS = 2.0
-RESULTS = ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
+LEARNED = (*Gradients._fields, "rows", "cols")
+RESULTS = ("out", "lse", *(f"d_{name}" for name in LEARNED))
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,12 @@ class Case:
     ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head) or 1. A bias of three letters, the last ``r``, is the table of a
     RelativeBias of `distances` numbers, whose distance 0 is at `zero`. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
-    hides every third query's row too. `intervals` names an IntervalMask instead: documents, prefix, padding, causal, window; or random
-    intervals, "random" for each batch row and key-value head, "random-per-head" for each query head, "random-shared" for all.
+    hides every third query's row too. `intervals` names an IntervalMask instead: documents, document-prefix, prefix, padding, causal, window,
+    global (tokens beside a window), chunked; or random intervals, "random" for each batch row and key-value head, "random-per-head" for each
+    query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head", "random-two-shared".
+
+    `sinks` are "random", or "far", which are far above the scores of every third head, far below those of the next, and none in the one after.
+    `factors` has the leading axes of both factors of a FactoredBias in the place of a bias, ``("bh", "1g")``.
     """
 
     name: str
@@ -56,11 +62,14 @@ class Case:
     bias_dtype: torch.dtype | None = None
     distances: int = 0
     zero: int | None = None
+    factors: tuple[str, str] | None = None
     causal: bool = False
     window: Any = None
     scale: float | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
+    sinks: str | None = None
+    sinks_dtype: torch.dtype | None = None
     transposed: bool = False  # (B, S, H, D) in memory
     padded: bool = False  # rows of the bias begin at multiples of 16 bytes
     reason: str = ""
@@ -77,6 +86,11 @@ class Case:
             "r": self.distances,
             "1": 1,
         }
+
+    @property
+    def has_two_intervals(self) -> bool:
+        """Whether `intervals` names a mask of two a key."""
+        return self.intervals is not None and self.intervals.startswith(("global", "random-two"))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,6 +123,9 @@ class Case:
         query, d_out = (place(normal("bhq", dim), dtype) for dim in (self.head_dim, value_dim))
         key, value = (place(normal("b" + kv + "k", dim), dtype) for dim in (self.head_dim, value_dim))
         bias = None if self.bias is None else normal(self.bias).to(device, self.bias_dtype or dtype)
+        rows = cols = None
+        if self.factors is not None:
+            rows, cols = (normal(axes, 3).to(device, self.bias_dtype or dtype) for axes in (self.factors[0] + "q", self.factors[1] + "k"))
         if self.padded and bias is not None:
             bias = pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
         mask: Tensor | IntervalMask | None = None
@@ -116,7 +133,14 @@ class Case:
             mask = self._mask(random).to(device)
         elif self.intervals is not None:
             mask = self._intervals(random, device)
-        return Inputs(query, key, value, mask, bias, d_out, normal("bhq").to(device), self.table_zero)
+        d_lse = normal("bhq").to(device)
+        sinks = None
+        if self.sinks is not None:
+            sinks = normal("h")
+            if self.sinks == "far":
+                sinks += torch.tensor([60.0, -60.0, float("-inf")])[torch.arange(len(sinks)) % 3]
+            sinks = sinks.to(device, self.sinks_dtype or dtype)
+        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks, rows, cols, self.table_zero)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -151,11 +175,26 @@ class Case:
             mask = IntervalMask.causal(len_q, len_k)
         elif self.intervals == "window":
             mask = IntervalMask.window(len_q, len_k, left=len_k // 3, right=2)
+        elif self.intervals == "chunked":
+            mask = IntervalMask.chunked(len_q, len_k, max(2, len_k // 3), left_padding=torch.randint(0, len_k + 1, (batch,), generator=random))
+        elif self.intervals == "document-prefix":
+            ids = (torch.rand((batch, len_k), generator=random) < 3 / max(1, len_k)).cumsum(-1)
+            mask = IntervalMask.documents(ids, prefix=torch.rand((batch, len_k), generator=random) < 0.3)
+        elif self.intervals == "global":
+            begin = torch.randint(0, len_k, (batch, 1, 1), generator=random)
+            position = torch.arange(len_k)
+            tokens = IntervalMask.global_tokens((begin <= position) & (position < begin + 3))
+            mask = IntervalMask.window(len_k, len_k, left=len_k // 8, right=len_k // 8) | tokens
         else:
-            leading = {"random": (batch, size["g"]), "random-per-head": (1, size["h"]), "random-shared": ()}[self.intervals or ""]
-            first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
-            mask = IntervalMask(first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32))
-        return IntervalMask(mask.first.to(device), mask.last.to(device))
+            axes = {"": (batch, size["g"]), "-per-head": (1, size["h"]), "-shared": ()}
+            name, two, rest = (self.intervals or "").partition("random-two")
+            leading = axes[rest if two else name.removeprefix("random")]
+            bounds = []
+            for _ in range(2 if two else 1):
+                first = torch.randint(0, len_q + 1, (*leading, len_k), generator=random, dtype=torch.int32)
+                bounds += [first, first + torch.randint(0, len_q // 2 + 2, first.shape, generator=random, dtype=torch.int32)]
+            mask = IntervalMask(bounds[0], bounds[1], None, *bounds[2:])
+        return tree_map(lambda bound: bound.to(device), replace(mask, len_q=None))
 
 
 @dataclass(frozen=True)
@@ -169,6 +208,9 @@ class Inputs:
     bias: Tensor | None
     d_out: Tensor
     d_lse: Tensor
+    sinks: Tensor | None = None
+    rows: Tensor | None = None
+    cols: Tensor | None = None
     zero: int | None = None
 
     def bias_of(self, bias: Tensor | None) -> Tensor | RelativeBias | None:
@@ -178,9 +220,12 @@ class Inputs:
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
-    leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    leaves = {name: getattr(inputs, name) for name in LEARNED}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    given: dict[str, Any] = dict(mask=inputs.mask, bias=inputs.bias_of(leaves.get("bias")), return_lse=True, **options)
+    bias = inputs.bias_of(leaves.get("bias")) if inputs.rows is None else FactoredBias(leaves["rows"], leaves["cols"])
+    given: dict[str, Any] = dict(mask=inputs.mask, bias=bias, return_lse=True, **options)
+    if "sinks" in leaves:  # which not every function takes
+        given["sinks"] = leaves["sinks"]
     with _same_dropout(inputs, options):
         out, lse = function(leaves["query"], leaves["key"], leaves["value"], **given)
     grads = torch.autograd.grad((out, lse), tuple(leaves.values()), (inputs.d_out.to(out.dtype), inputs.d_lse.to(lse.dtype)))
@@ -205,31 +250,45 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     A probability counts 1 + the terms of its score, for exp makes of the score's absolute error a relative one.
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
+    rows, cols = wide.rows, wide.cols
+    bias = wide.bias_of(wide.bias) if rows is None or cols is None else FactoredBias(rows, cols).to_dense()
     with _same_dropout(inputs, options):
-        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=wide.bias_of(wide.bias), **options)
+        problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[1]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
     len_q, len_k = query.shape[2], key.shape[2]
-    bias = None if wide.bias is None else wide.bias if wide.zero is None else RelativeBias(wide.bias, wide.zero).dense(len_q, len_k)
-    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if bias is None else per_query_head(bias, heads).abs())
+    dense = wide.bias if wide.bias is None or wide.zero is None else RelativeBias(wide.bias, wide.zero).dense(len_q, len_k)
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if dense is None else per_query_head(dense, heads).abs())
+    if rows is not None and cols is not None:
+        score_terms = score_terms + per_query_head(FactoredBias(rows.abs(), cols.abs()).to_dense(), heads)
     out, lse = reference.attend(problem, torch.float64)
     empty = (lse == float("-inf"))[..., None]
-    p = torch.softmax(reference.masked_scores(problem, torch.float64)[0], -1).masked_fill(empty, 0.0) * (1 + score_terms)
-    d_scores = p * (factor * (d_out @ value.mT) + (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None])
+    scores, _ = reference.masked_scores(problem, torch.float64)
+    p = torch.softmax(reference.with_sinks(scores, problem.sinks), -1).masked_fill(empty, 0.0)
+    p, of_sinks = p[..., : scores.shape[3]] * (1 + score_terms), p[..., scores.shape[3] :]  # the latter of no key without sinks
+    if wide.sinks is not None:
+        of_sinks = of_sinks * (1 + wide.sinks.abs().nan_to_num(posinf=0.0))[:, None, None]
+    deltas = (d_out * out.abs()).sum(-1, keepdim=True) + wide.d_lse.abs()[..., None]
+    d_scores = p * (factor * (d_out @ value.mT) + deltas)
     sizes = {
         "out": (p * factor) @ value,
-        "lse": p.sum(-1),
+        "lse": p.sum(-1) + of_sinks.sum(-1),
         "d_query": abs(problem.scale) * d_scores @ key,
         "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
         "d_value": sum_to((p * factor).mT @ d_out, wide.value.shape),
     }
-    if bias is not None:
-        sizes["d_bias"] = sum_to(d_scores, bias.shape)
-        if wide.bias is not None and wide.zero is not None:
-            table = torch.zeros_like(wide.bias)
-            distances.add_pairs(table, sizes["d_bias"], wide.zero, 0, len_q)
-            sizes["d_bias"] = table
+    if dense is not None:
+        sizes["d_bias"] = sum_to(d_scores, dense.shape)
+    if wide.bias is not None and wide.zero is not None:
+        table = torch.zeros_like(wide.bias)
+        distances.add_pairs(table, sizes["d_bias"], wide.zero, 0, len_q)
+        sizes["d_bias"] = table
+    if wide.sinks is not None:
+        sizes["d_sinks"] = (of_sinks * deltas).sum((0, 2, 3))
+    if rows is not None and cols is not None:
+        sizes["d_rows"] = sum_to(d_scores @ per_query_head(cols, heads).abs(), rows.shape)
+        sizes["d_cols"] = sum_to(d_scores.mT @ per_query_head(rows, heads).abs(), cols.shape)
     return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
 
 

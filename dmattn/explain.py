@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, refuse_keywords
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .execution import backend, torch_kernel
+from .factors import joined
 from .functional import attention
-from .problem import Problem
+from .masks import BOUNDS
+from .problem import Gradients, Problem
 
 if TYPE_CHECKING:
     from .kernels.dispatch import Choice
@@ -39,7 +41,7 @@ PEAKS = {
     "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12),
 }
 PYTORCH, CPU_KERNEL = "PyTorch, in chunks of query rows", "PyTorch's attention kernel for CPUs"
-NAMES = ("query", "key", "value", "bias")  # of what can require a gradient
+NAMES = Gradients._fields  # of what can require a gradient
 
 
 class Refusal(NamedTuple):
@@ -74,7 +76,7 @@ class Pass(NamedTuple):
         for refusal in self.refusals:
             reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
         names = [f'"{row}"' for row in self.rows]
-        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
+        seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         if self.seconds is not None:
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
@@ -92,15 +94,21 @@ class Pass(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward."""
+    """What :func:`explain` returns. `target` is the family of the GPU, or "cpu"; `passes` are forward and backward.
+
+    `head_dim` is that of queries and keys in the kernels, of which the last `columns` stand for the factors of a bias.
+    """
 
     target: str
     passes: tuple[Pass, ...]
+    head_dim: int
+    columns: int
 
     def __str__(self) -> str:
         peak = PEAKS.get(self.target)
         known = "" if peak is None else f" ({peak.name}: {peak.flops / 1e12:.0f} TFLOP/s of 16-bit products, {peak.bandwidth / 1e12:.1f} TB/s)"
-        return "\n".join([f"target: {self.target}{known}", *map(str, self.passes)])
+        joined = [f"queries and keys: head dim {self.head_dim}, of which {self.columns} columns for the factors"] if self.columns else []
+        return "\n".join([f"target: {self.target}{known}", *joined, *map(str, self.passes)])
 
 
 def explain(
@@ -117,7 +125,7 @@ def explain(
         target: family of a GPU, "sm_80", "sm_90", "sm_100" or "gfx942", whether it is there or not. By default the device of the tensors; for
             those on "meta" the current GPU.
         processors: multiprocessors of the target: by default 108 (A100), 132 (H100, H200), 148 (B200), 304 (MI300X). Other families need it.
-        options: the keywords of :func:`dmattn.attention`.
+        options: the keywords of :func:`dmattn.attention`. A :class:`dmattn.FactoredBias` is computed as columns of query and key.
 
     The backward pass is that for the inputs that require a gradient, for all of them if none does. Its incoming gradient is taken to lie in
     memory as `out` does.
@@ -137,9 +145,15 @@ def explain(
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
+    columns = 0
+    if isinstance(given["bias"], FactoredBias):
+        head_dim = query.shape[-1] if isinstance(query, Tensor) else 0
+        query, key, given["scale"] = joined(query, key, value, given["bias"], given["scale"], given["softcap"])
+        given["bias"], columns = None, query.shape[-1] - head_dim
     problem = _canonical(query, key, value, given)
-    bias = given["bias"].table if isinstance(given["bias"], RelativeBias) else given["bias"]
-    learned = {name: x for name, x in zip(NAMES, (query, key, value, bias), strict=True) if x is not None}
+    table = given["bias"].table if isinstance(given["bias"], RelativeBias) else given["bias"]
+    tensors = dict(query=query, key=key, value=value, **given | dict(bias=table))
+    learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
     some = any(x.requires_grad for x in learned.values())
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
     family, count = _device_of(problem, target, processors)
@@ -151,7 +165,7 @@ def explain(
     else:
         row = CPU_KERNEL if family == "cpu" and torch_kernel.serves(problem) else PYTORCH
         passes = (call.by_pytorch("forward", row, peak), call.by_pytorch("backward", PYTORCH, peak))
-    return Explanation(family, passes)
+    return Explanation(family, passes, problem.query.shape[-1], columns)
 
 
 def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Problem:
@@ -214,10 +228,10 @@ def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], t
 
     problem, out, lse = call.problem, call.out, call.lse
     forward = (dispatch.choose_forward(Traits.of(problem, out, target=target)),) if out.numel() or lse.numel() else ()
-    gradients = [x if x is None or x.numel() else None for x in call.gradients]
+    gradients = Gradients(*(x if x is None or x.numel() else None for x in call.gradients))
     if not lse.numel() or all(x is None for x in gradients):
         return forward, ()
-    return forward, dispatch.choose_backward(Traits.of(problem, out, out, *gradients, target=target))
+    return forward, dispatch.choose_backward(Traits.of(problem, out, out, gradients, target=target))
 
 
 class _Seen(NamedTuple):
@@ -286,7 +300,7 @@ class _Call:
         """Operations of the matrix products with which a row makes its results."""
         batch, heads, _, dim = self.problem.query.shape
         value_dim = self.problem.value.shape[3]
-        made = {name for name in makes if name.startswith(("out", "d_", "sums")) and name != "d_bias of queries"}
+        made = {name for name in makes if name.startswith(("out", "d_", "sums")) and name not in ("d_bias of queries", "d_sinks")}
         if not made:
             return 0
         dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
@@ -300,9 +314,10 @@ class _Call:
         """Those of each input and each result once, without what causal and the window hide."""
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
-        total += sum(self._along(x[..., None], seen.keys) for x in (problem.first, problem.last) if x is not None)
+        total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
         if problem.bias is not None:
             total += self._between(problem.bias) if problem.zero is None else _size(problem.bias)
+        total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
         if name == "forward":
@@ -338,7 +353,7 @@ class _Call:
         if "query terms" in makes:
             incoming = Incoming.without_terms(self.out, self.lse, with_columns="columns of query terms" in makes)
             total += _size(incoming.terms, incoming.term_columns)
-        d_bias = self.gradients[3]
+        d_bias = self.gradients.bias
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 
@@ -348,7 +363,8 @@ class _Call:
             total += 2 * _size(self.lse)
         is_least = is_least or "d_bias of distances" in makes
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
-        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or "d_bias of queries" in makes
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_sinks"})
+        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
 
 
 def _sizes(x: Tensor) -> list[int]:

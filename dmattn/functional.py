@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .execution.eager import attend
+from .factors import joined
 from .masks import IntervalMask
 from .problem import Window, check_tensor
 from .reference import logsumexp
@@ -25,12 +26,13 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -40,12 +42,13 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -55,12 +58,13 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
@@ -69,12 +73,13 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | RelativeBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -88,10 +93,12 @@ def attention(
         s_ij  = -inf  where the mask, causal or the window hides key j from query i
         lse_i = log sum_j exp(s_ij)        o_i = sum_j z_ij exp(s_ij - lse_i) v_j
 
-    with z_ij = 1, or under dropout 1 / (1 - dropout_p) with probability 1 - dropout_p and else 0.
+    with z_ij = 1, or under dropout 1 / (1 - dropout_p) with probability 1 - dropout_p and else 0. A sink is one more key, which all queries of
+    a head h see, with a score of its own and no value: ``lse_i = log(exp(sinks_h) + sum_j exp(s_ij))``.
 
-    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients. NaN or infinity in the bias
-    at a hidden place changes nothing. Results and gradients are bitwise deterministic, under dropout from the same state of torch's generator.
+    Products accumulate in float32. A query with no key to attend gives o = 0, lse = -inf and zero gradients; beside a sink its lse is the
+    sink's score. NaN or infinity in the bias at a hidden place changes nothing. Results and gradients are bitwise deterministic, under
+    dropout from the same state of torch's generator.
 
     Args:
         query: (B, H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -104,8 +111,8 @@ def attention(
             rounded once. Pass a shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the
             expanded shape, and autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense
             (stride 1): GPUs fetch memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where
-            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then. Or a
-            :class:`RelativeBias`, a table of distances that takes O(R) memory.
+            padding lets its rows begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
+            Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap; or a :class:`RelativeBias`, a table of distances, in O(R).
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.
@@ -114,6 +121,9 @@ def attention(
         dropout_p: probability with which a weight is dropped, 0 to 1; the others are multiplied by 1 / (1 - dropout_p), and lse is that without
             dropout. Pass 0.0 in evaluation, as with torch's SDPA. Which are dropped is chosen by 64 bits that each call draws from torch's
             generator of the device (:mod:`dmattn.dropout`), the same in the backward pass.
+        sinks: (H,), float of any of the four dtypes, on the query's device: attention sinks, as in GPT-OSS. No scale, softcap, bias, mask or
+            dropout applies to them. -inf is none, and so is any value below -2.36e38; +inf or NaN makes the results of its head NaN.
+            Differentiable: the gradient is summed in float32 and rounded once.
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
@@ -139,7 +149,10 @@ def attention(
     if unknown:
         refuse_keywords(attention, unknown)
     check_flag("return_lse", return_lse)
-    out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p)
+    if isinstance(bias, FactoredBias):
+        query, key, scale = joined(query, key, value, bias, scale, softcap)
+        bias = None
+    out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -189,7 +202,7 @@ def scaled_dot_product_attention(
         attn_mask = _four_axes_mask(attn_mask, leading)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
-    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, True, "attn_mask")
+    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, None, True, "attn_mask")
     return out.unflatten(0, leading) if rank > 4 else out[(0,) * (4 - rank)] if rank < 4 else out
 
 
@@ -197,6 +210,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     r"""Combine attention over disjoint sets of keys into attention over their union.
 
     ``lse = log sum_n exp(lse_n)``, ``out = sum_n exp(lse_n - lse) out_n``, exact and differentiable, as the softmax is a weighted mean.
+    Sinks belong to one share alone: passed to several, they would count several times.
 
     Args:
         outs: tensors (B, H, Sq, Dv) of one dtype, each from :func:`attention` over its share of the keys. Differentiable.

@@ -1,4 +1,4 @@
-"""Interval masks: for every key one interval of queries that may attend it, O(N) memory instead of N x N."""
+"""Interval masks: for every key one interval of queries that may attend it, or two, O(N) memory instead of N x N."""
 
 from __future__ import annotations
 
@@ -12,19 +12,30 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import kind
+from .unions import Interval, expect_none, read, runs_of, united
 
 __all__ = ["IntervalMask"]
+
+BOUNDS = ("first", "last", "also_first", "also_last")  # tensors of a mask, the last two in a mask of two intervals a key
 
 
 @dataclass(frozen=True, eq=False)
 class IntervalMask:
-    """A mask given by one query interval per key: query i attends key j iff ``first[..., j] <= i < last[..., j]``.
+    """A mask given by one interval of queries for each key, or by two.
 
-    Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval
-    (``last <= first``) hides the key from every query. Two masks intersect with ``&``. The queries are those of the call, counted from 0:
-    a mask made for Sq queries does not fit a call with fewer, as with a cache, and where it knows its Sq such a call is refused.
+    Query i attends key j iff ``first[..., j] <= i < last[..., j]``; or also, with a second interval, iff
+    ``also_first[..., j] <= i < also_last[..., j]``.
 
-    To PyTorch a mask is a tree of its two tensors, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument; its
+    Accepted wherever ``mask`` is, and combined with ``causal`` and ``window`` by intersection. An empty interval (``last <= first``) allows no
+    query; where two overlap, a pair counts once. The queries are those of the call, counted from 0: a mask made for Sq queries does not fit a
+    call with fewer, as with a cache, and where it knows its Sq such a call is refused.
+
+    ``a & b`` allows the pairs that both masks allow, ``a | b`` those that one of them does. Intervals of a key that overlap or touch become
+    one; the mask has a second interval if a key needs it. To see that, ``|`` waits for the device, and so does ``&`` of two masks with two
+    intervals; but not while a graph is being made, where the result has two. If a key would need three, they raise ValueError, and where they
+    could not see it the graph raises RuntimeError.
+
+    To PyTorch a mask is a tree of its tensors, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument; its
     `len_q` is a constant there. Exported with a length of queries that varies, it has to be None.
 
     Args:
@@ -32,55 +43,93 @@ class IntervalMask:
             The first query that attends the key.
         last: int32, same rule and same device as ``first``. One past the last query that attends the key.
         len_q: Sq, the number of queries that the intervals are about; None fits any. The constructors set it.
+        also_first: as ``first``, of a second interval; None where a key has one.
+        also_last: as ``last``, of the second interval; None together with ``also_first``.
 
     Raises:
-        TypeError: ``first`` or ``last`` is not an int32 tensor.
+        TypeError: a bound is not an int32 tensor, or one of the second interval is given alone.
         ValueError: devices differ, a tensor has no axis or more than 3, or the shapes do not broadcast together.
 
-    The column-wise representation was made known by FlashMask (Wang et al., 2024, arXiv:2410.01359).
+    The column-wise representation, with up to two intervals, was made known by FlashMask (Wang et al., 2024, arXiv:2410.01359).
     """
 
     first: Tensor
     last: Tensor
     len_q: int | None = None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, bound in (("first", self.first), ("last", self.last)):
+        if (self.also_first is None) != (self.also_last is None):
+            given, missing = ("also_last", "also_first") if self.also_first is None else ("also_first", "also_last")
+            raise TypeError(f"IntervalMask: {missing}: expected an int32 tensor beside {given}, received NoneType")
+        bounds = _fields(self)
+        for name, bound in bounds:
             if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
                 raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {_what(bound)}")
             if not 1 <= bound.ndim <= 3:
                 raise ValueError(f"IntervalMask: {name}: expected 1 to 3 axes (B, H, Sk), received shape {tuple(bound.shape)}")
-        if self.first.device != self.last.device:
-            raise ValueError(f"IntervalMask: last: expected device {self.first.device} as first has, received {self.last.device}")
-        try:
-            torch.broadcast_shapes(self.first.shape, self.last.shape)
-        except RuntimeError:
-            expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
-            raise ValueError(f"IntervalMask: last: expected {expected}, received {tuple(self.last.shape)}") from None
+        for number, (name, bound) in enumerate(bounds[1:], 1):
+            if bound.device != self.first.device:
+                raise ValueError(f"IntervalMask: {name}: expected device {self.first.device} as first has, received {bound.device}")
+            try:
+                torch.broadcast_shapes(*(x.shape for _, x in bounds[: number + 1]))
+            except RuntimeError:
+                expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
+                raise ValueError(f"IntervalMask: {name}: expected {expected}, received {tuple(bound.shape)}") from None
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
         if not isinstance(other, IntervalMask):
             return NotImplemented
+        len_q = self._len_q_with(other, "&")
+        met = [(torch.maximum(a, c), torch.minimum(b, d)) for a, b in self._intervals for c, d in other._intervals]
+        return _fewest(united(met, len_q), len_q, "&") if len(met) > 2 else _of_intervals(*met, len_q=len_q)
+
+    def __or__(self, other: IntervalMask) -> IntervalMask:
+        """The pairs that one of the masks allows, or both."""
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        len_q = self._len_q_with(other, "|")
+        return _fewest(united([*self._intervals, *other._intervals], len_q), len_q, "|")
+
+    @property
+    def _intervals(self) -> tuple[Interval, ...]:
+        if self.also_first is None or self.also_last is None:
+            return ((self.first, self.last),)
+        return (self.first, self.last), (self.also_first, self.also_last)
+
+    @property
+    def _shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(bound.shape for interval in self._intervals for bound in interval))
+
+    def _len_q_with(self, other: IntervalMask, sign: str) -> int | None:
+        """That of both masks, which are to be joined."""
         len_q = other.len_q if self.len_q is None else self.len_q
         if other.len_q is not None and other.len_q != len_q:
-            raise ValueError(f"IntervalMask: &: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
+            raise ValueError(f"IntervalMask: {sign}: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
+        shapes, devices = (self._shape, other._shape), (self.first.device, other.first.device)
         try:
-            return IntervalMask(torch.maximum(self.first, other.first), torch.minimum(self.last, other.last), len_q)
-        except RuntimeError as error:
-            shapes = f"{tuple(self.first.shape)} and {tuple(other.first.shape)} on {self.first.device} and {other.first.device}"
-            raise ValueError(f"IntervalMask: &: expected masks of broadcastable shapes on one device, received {shapes}") from error
+            torch.broadcast_shapes(*shapes)
+            fit = devices[0] == devices[1]
+        except RuntimeError:
+            fit = False
+        if not fit:
+            received = f"{tuple(shapes[0])} and {tuple(shapes[1])} on {devices[0]} and {devices[1]}"
+            raise ValueError(f"IntervalMask: {sign}: expected masks of broadcastable shapes on one device, received {received}")
+        return len_q
 
     def to(self, device: torch.device | str) -> IntervalMask:
         """The same mask on another device."""
-        return IntervalMask(self.first.to(device), self.last.to(device), self.len_q)
+        return _of_intervals(*((first.to(device), last.to(device)) for first, last in self._intervals), len_q=self.len_q)
 
     def to_dense(self, len_q: int) -> Tensor:
         """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
         if self.len_q is not None and len_q != self.len_q:
             raise ValueError(f"IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
         query = torch.arange(len_q, device=self.first.device)[:, None]
-        return (self.first[..., None, :] <= query) & (query < self.last[..., None, :])
+        allowed, *also = ((first[..., None, :] <= query) & (query < last[..., None, :]) for first, last in self._intervals)
+        return allowed | also[0] if also else allowed
 
     @classmethod
     def causal(cls, len_q: int, len_k: int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -123,20 +172,30 @@ class IntervalMask:
         return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)
 
     @classmethod
-    def documents(cls, segment_ids: Tensor) -> IntervalMask:
+    def documents(cls, segment_ids: Tensor, *, prefix: Tensor | None = None) -> IntervalMask:
         """Tokens attend only within their own document; self-attention (Sq = Sk) over packed sequences, told by an id a token.
+
+        With `prefix` a document is a prefix language model: query i of it attends key j of it iff ``j <= i`` or ``prefix[j]``. That is causal
+        already: ``causal=True`` besides would hide the prefix's later tokens from its earlier ones.
 
         Where their cumulative lengths are known, :meth:`packed` also serves other lengths of queries than of keys.
 
         Args:
             segment_ids: integer, (B, S) or (S,). A document is a maximal run of equal ids, so an id that comes back
                 later starts a new document. Shape of the mask (B, 1, S) or (S,).
+            prefix: bool, the shape and device of `segment_ids`, True for a token that its whole document attends, such as the
+                first ones of each document.
         """
         if not _is_integer(segment_ids):
             raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {_what(segment_ids)}")
         if segment_ids.ndim not in (1, 2):
             received = tuple(segment_ids.shape)
             raise ValueError(f"IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")
+        if prefix is not None:
+            _check_bool("documents: prefix", prefix, "a token that its whole document attends")
+            if prefix.shape != segment_ids.shape or prefix.device != segment_ids.device:
+                expected, given = (f"shape {tuple(x.shape)} on {x.device}" for x in (segment_ids, prefix))
+                raise ValueError(f"IntervalMask.documents: prefix: expected {expected} as segment_ids has, received {given}")
         length = segment_ids.shape[-1]
         position = torch.arange(length, dtype=torch.int32, device=segment_ids.device).expand(segment_ids.shape)
         starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -147,7 +206,92 @@ class IntervalMask:
         ends = torch.ones_like(starts)
         ends[..., :-1] = starts[..., 1:]
         last = (position + 1).masked_fill(~ends, length).flip(-1).cummin(-1).values.flip(-1)
-        return _with_head_axis(first, last, length)
+        return _with_head_axis(first if prefix is None else torch.where(prefix, first, position), last, length)
+
+    @classmethod
+    def chunked(
+        cls, len_q: int, len_k: int, size: int, *, left_padding: Tensor | None = None, device: torch.device | str | None = None
+    ) -> IntervalMask:
+        """Tokens attend only within their own chunk of `size` places: query i, which stands at place ``i + len_k - len_q``, and key j.
+
+        ``(i + len_k - len_q - padding[b]) // size == (j - padding[b]) // size``, with padding 0 if none is given. With ``causal=True``
+        these are the local layers of Llama 4.
+
+        Args:
+            size: places of a chunk, 1 or more.
+            left_padding: integer, (B,): the place at which the first chunk of each batch row begins; the mask then has shape (B, 1, Sk) and
+                lies on its device. Without it the shape is (Sk,).
+        """
+        _check_lengths("chunked", len_q=len_q, len_k=len_k, size=size)
+        if size == 0:
+            raise ValueError(f"IntervalMask.chunked: size: expected a positive integer, received {size}")
+        start: Tensor | int = 0
+        if left_padding is not None:
+            _check_rows("chunked", "left_padding", left_padding)
+            if device is not None:
+                raise ValueError(f"IntervalMask.chunked: device: expected None beside left_padding, received {device}")
+            start, device = left_padding[:, None].long(), left_padding.device
+        size = min(size, 1 << 31)  # more places than there are
+        begin = (torch.arange(len_k, device=device) - start) // size * size + start - (len_k - len_q)
+        first, last = (bound.clamp(0, len_q).int() for bound in (begin, begin + size))
+        return _with_head_axis(first, last, len_q)
+
+    @classmethod
+    def global_tokens(cls, is_global: Tensor) -> IntervalMask:
+        """All queries attend global keys, and global queries attend all keys; self-attention (Sq = Sk).
+
+        Joined with a window, ``IntervalMask.window(S, S, left=w, right=w) | IntervalMask.global_tokens(is_global)``, these are the two
+        intervals a key of Longformer. For other queries to see no later key, ``&`` or ``causal=True``.
+
+        Args:
+            is_global: bool, (B | 1, H | 1, S) or (S,), True for a global token; the head axis may also be Hk. The global tokens of a row are
+                one run, or none, as one interval says which queries are global. To see that, this waits for the device.
+
+        Raises:
+            TypeError, ValueError: another dtype or shape; global tokens in several runs.
+        """
+        _check_bool("global_tokens: is_global", is_global, "a global token")
+        if is_global.ndim not in (1, 3):
+            hint = "; is_global[:, None] of (B, S)" if is_global.ndim == 2 else ""
+            shape = tuple(is_global.shape)
+            raise ValueError(f"IntervalMask.global_tokens: is_global: expected shape (B, H, S) or (S,), received {shape}{hint}")
+        length = is_global.shape[-1]
+        starts = torch.ones_like(is_global)
+        starts[..., 1:] = ~is_global[..., :-1]
+        several = (is_global & starts).sum(-1) > 1
+        expected = "one run of global tokens in each row"
+        _refuse_any(several, f"IntervalMask.global_tokens: is_global: expected {expected}", "several runs")
+        position = torch.arange(length, dtype=torch.int32, device=is_global.device)
+        any_key = torch.full_like(position, length)
+        begin, end = torch.where(is_global, position, any_key), torch.where(is_global, position + 1, 0)
+        if length:
+            begin, end = begin.amin(-1, keepdim=True), end.amax(-1, keepdim=True)
+        return cls(begin.masked_fill(is_global, 0).int(), end.masked_fill(is_global, length).int(), length)
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> IntervalMask:
+        """The intervals of a bool mask in which the queries that attend a key are one run, or two, for every key.
+
+        To see that, this waits for the device. For a moment it takes a few times the memory of the mask. Axes that are expanded become 1.
+
+        Args:
+            mask: bool, (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), each of the first two axes full or 1, True where query attends key.
+
+        Raises:
+            TypeError, ValueError: another dtype or number of axes; a key that three runs of queries attend.
+        """
+        _check_bool("from_mask: mask", mask, "a query that attends a key")
+        if not 2 <= mask.ndim <= 4:
+            expected = "(Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk)"
+            raise ValueError(f"IntervalMask.from_mask: mask: expected shape {expected}, received {tuple(mask.shape)}")
+        len_q = mask.shape[-2]
+        for axis in range(mask.ndim - 2):
+            if mask.stride(axis) == 0:
+                mask = mask.narrow(axis, 0, min(1, mask.shape[axis]))
+        if len_q == 0:
+            empty = mask.new_zeros((*mask.shape[:-2], mask.shape[-1]), dtype=torch.int32)
+            return cls(empty, empty, 0)
+        return _fewest(runs_of(mask), len_q, "from_mask: mask")
 
     @classmethod
     def prefix_lm(cls, prefix_lengths: Tensor, len_q: int, len_k: int) -> IntervalMask:
@@ -156,11 +300,7 @@ class IntervalMask:
         Args:
             prefix_lengths: integer, (B,): length of the bidirectional prefix of each batch row. Mask shape (B, 1, Sk).
         """
-        if not _is_integer(prefix_lengths):
-            raise TypeError(f"IntervalMask.prefix_lm: prefix_lengths: expected an integer tensor, received {_what(prefix_lengths)}")
-        if prefix_lengths.ndim != 1:
-            received = tuple(prefix_lengths.shape)
-            raise ValueError(f"IntervalMask.prefix_lm: prefix_lengths: expected shape (B,), received {received}")
+        _check_rows("prefix_lm", "prefix_lengths", prefix_lengths)
         _check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
         causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
         inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
@@ -173,9 +313,7 @@ class IntervalMask:
         Args:
             key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
         """
-        if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-            hint = "; key_padding_mask.bool() if nonzero means real" if isinstance(key_padding_mask, Tensor) else ""
-            raise TypeError(f"IntervalMask.padding: key_padding_mask: expected a bool tensor, received {_what(key_padding_mask)}{hint}")
+        _check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
@@ -184,18 +322,22 @@ class IntervalMask:
         return _with_head_axis(torch.zeros_like(last), last, len_q)
 
 
+def _fields(mask: IntervalMask) -> list[tuple[str, Tensor]]:
+    return [(name, getattr(mask, name)) for name in BOUNDS[: 2 if mask.also_first is None else 4]]
+
+
 def _with_fields(tensors: Iterable[Any], len_q: int | None) -> IntervalMask:
     """A mask of what stands for its tensors in a tree: a transformation may have put anything there, so nothing is checked."""
     mask = object.__new__(IntervalMask)
-    vars(mask).update(zip(("first", "last"), tensors, strict=True), len_q=len_q)
+    vars(mask).update(dict.fromkeys(BOUNDS) | dict(zip(BOUNDS, tensors, strict=False)), len_q=len_q)
     return mask
 
 
 register_pytree_node(
     IntervalMask,
-    lambda mask: ([mask.first, mask.last], mask.len_q),
+    lambda mask: ([bound for _, bound in _fields(mask)], mask.len_q),
     _with_fields,
-    flatten_with_keys_fn=lambda mask: ([(GetAttrKey("first"), mask.first), (GetAttrKey("last"), mask.last)], mask.len_q),
+    flatten_with_keys_fn=lambda mask: ([(GetAttrKey(name), bound) for name, bound in _fields(mask)], mask.len_q),
     serialized_type_name="dmattn.IntervalMask",
 )
 torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
@@ -216,6 +358,28 @@ def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
         raise TypeError(f"{name}: expected an integer tensor, received {_what(lengths)}")
     if lengths.ndim != 1 or lengths.shape[0] < 2:
         raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
+
+
+def _of_intervals(one: Interval, also: Interval | tuple[None, None] = (None, None), *, len_q: int | None) -> IntervalMask:
+    return IntervalMask(*one, len_q, *also)
+
+
+def _fewest(found: tuple[Interval, Interval, Tensor], len_q: int | None, made_by: str) -> IntervalMask:
+    """The mask of what :func:`united` or :func:`runs_of` gives, with one interval a key where that is all."""
+    lower, upper, third = found
+    seen = read(third, upper[0] < upper[1])
+    _refuse_any(third, f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "three", seen)
+    return _of_intervals(lower, upper, len_q=len_q) if seen is None or seen[1] else _of_intervals(lower, len_q=len_q)
+
+
+def _refuse_any(condition: Tensor, expected: str, received: str, seen: list[bool] | None = None) -> None:
+    """Raise where the condition holds: now, if elements can be read, of which `seen` says it already."""
+    seen = read(condition) if seen is None else seen
+    if seen is None:
+        expect_none(condition, f"{expected}, received {received}")
+    elif seen[0]:
+        place = f" at {tuple(condition.nonzero()[0].tolist())}" if condition.ndim else ""
+        raise ValueError(f"{expected}, received {received}{place}")
 
 
 def _is_integer(x: object) -> TypeGuard[Tensor]:
@@ -248,6 +412,21 @@ def _check_lengths(constructor: str, **lengths: int) -> None:
             raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
         if length < 0:
             raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
+
+
+def _check_bool(name: str, x: Any, true: str) -> None:
+    """Raise unless `x` is a bool tensor, which is True for what is said."""
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        hint = f"; {name.rpartition(' ')[2]}.bool() if nonzero means {true}" if isinstance(x, Tensor) else ""
+        raise TypeError(f"IntervalMask.{name}: expected a bool tensor, received {_what(x)}{hint}")
+
+
+def _check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
+    """Raise unless there is an integer for each batch row."""
+    if not _is_integer(numbers_of_rows):
+        raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {_what(numbers_of_rows)}")
+    if numbers_of_rows.ndim != 1:
+        raise ValueError(f"IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
 
 
 def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_flag, hint_for, kind
 from .biases import RelativeBias
 from .dropout import draw_seed
-from .masks import IntervalMask
+from .masks import BOUNDS, IntervalMask
 
 MAX_HEAD_DIM = 256
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
@@ -33,6 +33,18 @@ class Intervals(NamedTuple):
     first: Tensor
     last: Tensor
     len_q: int | None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of what may require one, by the names of :class:`Problem`'s fields; None where none is wanted."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class Distances(NamedTuple):
@@ -52,7 +64,7 @@ class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
     ``query`` (B, H, Sq, D), ``key`` (B, Hk, Sk, D) and ``value`` (B, Hk, Sk, Dv) share dtype and device. ``mask`` (bool) and ``bias``
-    have four axes, ``first`` and ``last`` (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
+    have four axes, ``first``, ``last`` and the like (int32) three; each axis is full or 1, the head axis H, Hk or 1. Query i may attend key j
     only if ``-left <= j - (i + Sk - Sq) <= right``, where None is no bound; causal is ``right = 0``.
 
     Where all that rules on pairs is one interval per key, ``first`` and ``last`` (B, Hk, Sk), with a ``bias`` (B, Hk, 1, Sk) or none, each of
@@ -62,8 +74,12 @@ class Problem(NamedTuple):
 
     Where there is a ``zero``, ``bias`` is the table (B, H, 1, R) of a :class:`dmattn.RelativeBias`, and that is the index of distance 0.
 
+    ``sinks`` (H,) are scores of a key without a value, one for each query head, which all its queries see; -inf is none.
+
     ``seed`` (1,) int64 chooses the pairs that dropout keeps (:mod:`dmattn.dropout`); None where ``dropout_p`` is 0, and beside an ``order``,
     in which the kernels would count other keys.
+
+    ``also_first`` and ``also_last`` are those of a second interval a key, or None; beside an ``order`` they are None.
 
     ``states`` are those of ``mask`` (:mod:`dmattn.states`), uint8, which the forward pass makes and the backward pass is given; no caller does.
     """
@@ -80,6 +96,9 @@ class Problem(NamedTuple):
     scale: float
     softcap: float | None
     order: Tensor | None = None
+    also_first: Tensor | None = None
+    also_last: Tensor | None = None
+    sinks: Tensor | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
     states: Tensor | None = None
@@ -120,6 +139,7 @@ class Problem(NamedTuple):
         scale: float | None,
         softcap: float | None,
         dropout_p: float = 0.0,
+        sinks: Tensor | None = None,
         top_left: bool = False,
         mask_name: str | None = None,
         packed: tuple[int, int, int] | None = None,
@@ -135,18 +155,14 @@ class Problem(NamedTuple):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, tensor)
         query, key, value = autocast(query, key, value)
-        _check_qkv(query, key, value, is_packed=packed is not None)
+        check_qkv(query, key, value, is_packed=packed is not None)
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k = key.shape[1], key.shape[2]
         pairs = (batch, heads, len_q, len_k) if packed is None else (packed[0], heads, *packed[1:])
         axes = PADDED if packed is None else PACKED
-        first = last = None
+        first = last = also_first = also_last = None
         if isinstance(mask, (IntervalMask, Intervals)) and packed is None:
-            check_tensor("mask.first", mask.first)
-            check_tensor("mask.last", mask.last)
-            _check_interval_lengths(mask, query, key)
-            first = _broadcastable("mask.first", mask.first, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
-            last = _broadcastable("mask.last", mask.last, (batch, heads, len_k), "(B, H, Sk)", kv_heads, query.device)
+            first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
         elif mask is not None:
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask or None" if packed is None else "a bool tensor or None")
@@ -162,15 +178,12 @@ class Problem(NamedTuple):
                 expected = f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64"
                 _fail(mask_name or "bias", expected, f"{bias.dtype}{hint}")
             bias = _broadcastable(mask_name or "bias", bias, pairs, axes, kv_heads, query.device)
+        if sinks is not None:
+            _check_sinks(sinks, query)
         left, right = _window(causal, window)
         if top_left:  # torch's alignment: i against j, without the offset Sk - Sq
             left, right = (None if left is None else left + len_k - len_q), (None if right is None else right + len_q - len_k)
-        if scale is None:
-            scale = head_dim**-0.5
-        elif not _real(scale):
-            _fail("scale", "a real number", kind(scale), TypeError)
-        elif not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
-            _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+        scale = checked_scale(scale, head_dim)
         if softcap is not None:
             if not _real(softcap):
                 _fail("softcap", "a positive real number or None", kind(softcap), TypeError)
@@ -184,8 +197,9 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        options: dict[str, Any] = dict(dropout_p=_float(dropout_p), seed=seed, zero=zero)
-        return cls(query, key, value, mask, first, last, bias, left, right, _float(scale), softcap, **options)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks, zero=zero)
+        options |= dict(also_first=also_first, also_last=also_last)
+        return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
 
 def kind_of(shape: Sequence[int]) -> str:
@@ -204,7 +218,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.dtype in FLOATS[:3] else t for t in tensors)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> None:
+    """Raise unless the three belong together."""
     dtype, device = query.dtype, query.device
     if dtype not in FLOATS:
         _fail("query", "a dtype of float16, bfloat16, float32 or float64", dtype)
@@ -251,10 +266,33 @@ def _checked_mask(mask: Any, expected: str) -> Tensor:
     return mask
 
 
-def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> None:
-    """Raise unless intervals are about as many queries and keys as there are. Of one key they serve all."""
+def _check_sinks(sinks: Any, query: Tensor) -> None:
+    check_tensor("sinks", sinks, "a torch.Tensor or None")
+    heads = query.shape[1]
+    if sinks.ndim != 1 or sinks.shape[0] != heads:
+        _fail("sinks", f"shape (H,) = ({heads},), a score for each query head", f"{tuple(sinks.shape)}")
+    if sinks.dtype not in FLOATS:
+        _fail("sinks", "a dtype of float16, bfloat16, float32 or float64", sinks.dtype)
+    if sinks.device != query.device:
+        _fail("sinks", f"query's device {query.device}", sinks.device)
+
+
+def _checked_intervals(mask: IntervalMask | Intervals, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+    """`first`, `last`, `also_first` and `also_last` with three axes."""
+    kv_heads, len_k = key.shape[1:3]
+    bounds = [(name, getattr(mask, name)) for name in BOUNDS[: 2 if mask.also_first is None else 4]]
+    for name, bound in bounds:
+        check_tensor(f"mask.{name}", bound)
+    _check_interval_lengths(mask, query, key, [bound.shape[-1] for _, bound in bounds])
+    full = (*query.shape[:2], len_k)
+    views = [_broadcastable(f"mask.{name}", bound, full, "(B, H, Sk)", kv_heads, query.device) for name, bound in bounds]
+    return (*views, *(None,) * (4 - len(views)))
+
+
+def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: Tensor, lengths: Sequence[int]) -> None:
+    """Raise unless intervals, of so many keys each, are about as many queries and keys as there are. Of one key they serve all."""
     (_, heads, len_q, _), (_, kv_heads, len_k, _) = query.shape, key.shape
-    covered = mask.last.shape[-1] if mask.first.shape[-1] == 1 else mask.first.shape[-1]
+    covered = next((length for length in lengths if length != 1), 1)
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
@@ -324,6 +362,17 @@ def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> Non
             _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
         _fail(name, "a dense tensor", "a nested tensor" if value.is_nested else f"layout {value.layout}", TypeError)
+
+
+def checked_scale(scale: Any, head_dim: int) -> Any:
+    """The factor on products as the operators take it."""
+    if scale is None:
+        return _float(head_dim**-0.5)
+    if not _real(scale):
+        _fail("scale", "a real number", kind(scale), TypeError)
+    if not -LARGEST_FACTOR <= scale <= LARGEST_FACTOR:  # math.isfinite cannot be traced on a symbolic number
+        _fail("scale", f"a finite number of at most {LARGEST_FACTOR} in size", scale)
+    return _float(scale)
 
 
 def _real(value: Any) -> bool:

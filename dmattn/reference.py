@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import distances, dropout
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
 from .masks import IntervalMask
 from .problem import Problem, Window
@@ -24,12 +24,13 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | RelativeBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -39,8 +40,10 @@ def attention(
     query's. ``dtype=torch.float64`` on inputs already rounded to their own dtype is the truth against which the library is tested. Gradients
     come from autograd, of any order.
     """
+    if isinstance(bias, FactoredBias):
+        bias = bias.to_dense(torch.float64)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scale, softcap=softcap, dropout_p=dropout_p)
-    problem = Problem.canonical(query, key, value, **options)
+    problem = Problem.canonical(query, key, value, **options, sinks=sinks)
     with torch.autocast(problem.query.device.type, enabled=False):
         out, lse = attend(problem, dtype or query.dtype)
     return (out, lse) if return_lse else out
@@ -67,10 +70,13 @@ def dynamic_mask(scores: Tensor, keep: int, *, len_q: int, causal: bool = True, 
 def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries in `problem`, computed in `dtype`; for `row_start` and `len_q` see :func:`masked_scores`."""
     scores, _ = masked_scores(problem, dtype, row_start, len_q)
+    scores = with_sinks(scores, problem.sinks)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
     lse = logsumexp(scores, -1)
     probabilities = torch.softmax(scores, -1)  # exp(scores - lse) has lost the sum where lse is so large that log n is below its last digit
+    if problem.sinks is not None:
+        probabilities = probabilities[..., :-1]  # a sink has no value
     if problem.seed is not None:
         probabilities = probabilities * kept_factor(problem, dtype, row_start)
     kv_heads = problem.value.shape[1]
@@ -108,14 +114,26 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
 
 
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores (B, H, rows, Sk) with those of the sinks (H,) as of one more key, if there are any. No rule on pairs applies to them."""
+    if sinks is None:
+        return scores
+    sinks = masking(sinks[None, :, None, None].to(scores.dtype))
+    return torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1)
+
+
 def masking_bias(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor:
     """The bias of :func:`masked_scores`, of query heads or 1, with -inf where it masks; of distances pair by pair."""
     assert problem.bias is not None
-    bias = per_query_head(problem.bias, problem.query.shape[1]).to(dtype)
-    bias = bias.masked_fill(bias < MASKING, float("-inf"))
+    bias = masking(per_query_head(problem.bias, problem.query.shape[1]).to(dtype))
     if problem.zero is None:
         return bias
     return distances.of_pairs(bias[:, :, 0], problem.zero, row_start, problem.query.shape[2], len_q, problem.key.shape[2])
+
+
+def masking(bias: Tensor) -> Tensor:
+    """A bias with -inf where it masks."""
+    return bias.masked_fill(bias < MASKING, float("-inf"))
 
 
 def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:
@@ -145,7 +163,11 @@ def hidden_pairs(problem: Problem, row_start: int, rows: int, len_q: int) -> Ten
         hidden.append(~per_query_head(problem.mask, heads))
     if problem.first is not None and problem.last is not None:
         first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.first, problem.last))
-        hidden.append((query < first) | (query >= last))
+        outside = (query < first) | (query >= last)
+        if problem.also_first is not None and problem.also_last is not None:
+            first, last = (per_query_head(bound, heads)[:, :, None] for bound in (problem.also_first, problem.also_last))
+            outside = outside & ((query < first) | (query >= last))
+        hidden.append(outside)
     union = None
     for condition in hidden:
         union = condition if union is None else union | condition

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
-from .biases import RelativeBias
+from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
 from .execution.eager import call
 from .execution.watching import nothing_watches
+from .factors import joined
 from .graphs import left_out_of_graphs
 from .masks import IntervalMask, check_cumulative, sequence_of
 from .problem import Problem, Window, check_tensor
@@ -32,12 +33,13 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -51,12 +53,13 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -70,12 +73,13 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | RelativeBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout_p: float = ...,
+    sinks: Tensor | None = ...,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @left_out_of_graphs("dmattn: compiled by Inductor for a GPU, the gradients beside a mask of pairs are wrong with PyTorch 2.11")
@@ -89,12 +93,13 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = None,
-    bias: Tensor | RelativeBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -105,8 +110,8 @@ def attention_varlen(
 
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
-    Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf. Nothing waits for the device: a CUDA graph
-    serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
+    Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
+    device: a CUDA graph serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. ``torch.compile`` leaves the call out of its graphs.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -117,11 +122,14 @@ def attention_varlen(
         mask: bool, broadcastable to (sequences, H, max_seqlen_q, max_seqlen_k), the head axis also Hk, in the coordinates of each sequence:
             its first query and key are at 0, and what is beyond its lengths is not read into the result. True attends. No gradient.
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
-            bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once. Or a
-            :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each sequence's
-            own last query and key.
+            bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
+            Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
+            ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
+            Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
+            sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
+        sinks: as there, (H,): the same for all sequences.
         dropout_p: as there; which weights are dropped depends on how the sequences are packed.
         return_lse: return (out, lse); lse is differentiable.
 
@@ -161,6 +169,9 @@ def attention_varlen(
             raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if isinstance(bias, FactoredBias):
+        query, key, scale = joined(query, key, value, bias, scale, softcap, is_packed=True)
+        bias = None
     problem = Problem.canonical(
         query,
         key,
@@ -172,6 +183,7 @@ def attention_varlen(
         scale=scale,
         softcap=softcap,
         dropout_p=dropout_p,
+        sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
     lengths = _Lengths(cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k, cu_seqlens_q is cu_seqlens_k)

@@ -178,6 +178,15 @@ INTERVALS = (
     Case("gqa-random-intervals-per-head-19x37", 19, 37, **GQA, intervals="random-per-head", bias="bg1k", reason="intervals for each query head"),
     Case("random-intervals-shared-65", 65, intervals="random-shared", causal=True, window=(30, None), bias="11qk", reason="one interval per key for everyone"),
     Case("random-intervals-one-query-1x37", 1, 37, intervals="random", reason="decoding under intervals"),
+    Case("global-tokens-97", 97, batch=1, intervals="global", reason="Longformer: a window, and queries and keys that see and are seen by all"),
+    Case("gqa-global-tokens-causal-shared-bias-65", 65, **GQA, intervals="global", causal=True, bias="1hqk", reason="tiles between two intervals in a shared dBias"),
+    Case("gqa-two-intervals-dense-bias-97x65", 97, 65, **GQA, intervals="random-two", bias="bhqk", reason="two intervals a key that may overlap or be empty; dBias of tiles in neither"),
+    Case("two-intervals-per-head-37x65", 37, 65, **GQA, intervals="random-two-per-head", bias="bg1k", reason="two for each query head, sums over a group"),
+    Case("two-intervals-shared-window-65x97", 65, 97, intervals="random-two-shared", window=(40, 9), softcap=2.0, bias="11qk", reason="two for everyone, inside a window"),
+    Case("two-intervals-dropout-37x65", 37, 65, intervals="random-two", dropout_p=0.3, reason="dropout counts all keys, seen or not"),
+    Case("two-intervals-one-query-1x37", 1, 37, intervals="random-two", reason="decoding under two intervals"),
+    Case("documents-with-prefix-65", 65, intervals="document-prefix", bias="bh1k", reason="a prefix of each packed document"),
+    Case("chunked-causal-37x65", 37, 65, intervals="chunked", causal=True, bias="bhqk", reason="Llama 4's local layers, left padding of other lengths"),
 )  # fmt: skip
 
 FAULTS = (
@@ -243,6 +252,37 @@ DISTANCES = (
 )  # fmt: skip
 
 CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *DISTANCES, *FAULTS)
+SINKS = (
+    Case("sinks-37x65", 37, 65, sinks="random", reason="a key without a value, for each head"),
+    Case("gqa-sinks-window-causal-65", 65, **GQA, causal=True, window=(15, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
+    Case("far-sinks-37x65", 37, 65, heads=3, bias="1hqk", sinks="far", reason="far above all scores, far below, and none"),
+    Case("sinks-empty-rows-65x19", 65, 19, **GQA, causal=True, sinks="far", reason="lse of an empty row is the sink's score, with a gradient"),
+    Case("sinks-all-masked-70x37", 70, 37, heads=3, mask="b1qk", keep="nothing", sinks="random", reason="nothing but sinks"),
+    Case("sinks-bias-per-query-70x65", 70, 65, bias="1hq1", sinks="random", reason="dBias by query is dLSE less what the sinks take"),
+    Case("sinks-bias-of-heads-causal-65x37", 65, 37, heads=3, bias="1h11", causal=True, sinks="far", reason="the same beside empty rows and no sink"),
+    Case("sinks-key-bias-softcap-19x37", 19, 37, bias="b11k", softcap=1.5, sinks="random", reason="no softcap and no bias of a sink"),
+    Case("sinks-dropout-37x65", 37, 65, dropout_p=0.3, sinks="random", reason="no dropout of a sink"),
+    Case("sinks-one-query-gqa-1x600", 1, 600, **GQA, batch=1, sinks="random", reason="decoding: sinks join the splits of the keys"),
+    Case("sinks-one-query-gqa-1x65", 1, 65, **GQA, mask="b11k", sinks="far", reason="decoding without splits"),
+    Case("sinks-many-queries-2100x3", 2100, 3, heads=1, sinks="random", reason="the gradient of a sink is summed by several programs"),
+    Case("sinks-random-intervals-37x65", 37, 65, intervals="random", bias="bg1k", **GQA, sinks="far", reason="lists of keys, some empty"),
+)  # fmt: skip
+
+FACTORS = (
+    Case("factors-37x65", 37, 65, factors=("bh", "bh"), reason="rows and cols of every head"),
+    Case("gqa-factors-37x65", 37, 65, **GQA, factors=("bh", "bg"), reason="query heads of a group have rows of their own, and cols together"),
+    Case("gqa-factors-of-groups-causal-65x37", 65, 37, **GQA, factors=("1g", "b1"), causal=True, reason="rows of a group, and rows that see no key"),
+    Case("mqa-factors-shared-19x37", 19, 37, **MQA, factors=("11", "1g"), bias_dtype=torch.float32, reason="gradients summed over all that share a factor"),
+    Case("factors-of-a-batch-row-window-65", 65, factors=("b1", "1h"), window=(9, 3), head_dim=40, value_dim=24, reason="other head dims of keys and values"),
+    Case("factors-mask-empty-rows-19x37", 19, 37, mask="b1qk", keep="random-empty-rows", factors=("1h", "b1"), scale=0.25, reason="exact columns"),
+    Case("gqa-factors-documents-65", 65, **GQA, intervals="documents", causal=True, factors=("bh", "1g"), bias_dtype=torch.float64, reason="intervals"),
+    Case("factors-dropout-37x65", 37, 65, factors=("bh", "bh"), dropout_p=0.3, reason="dropout"),
+    Case("factors-scale-zero-19x37", 19, 37, factors=("bh", "bh"), scale=0.0, reason="the bias alone decides; dQ and dK are zero"),
+    Case("factors-scale-negative-in-one-tile-19x23", 19, 23, factors=("11", "bh"), scale=-0.3, reason="a small problem"),
+    Case("factors-one-query-1x65", 1, 65, **GQA, factors=("bh", "bg"), reason="decoding"),
+)  # fmt: skip
+
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -265,6 +305,9 @@ LARGE = (
     Case("large-empty-rows-255x1023", 255, 1023, heads=3, head_dim=64, mask="bhqk", keep="random-empty-rows", bias="11qk", reason="rows with nothing"),
     Case("large-window-causal-1023", 1023, heads=4, kv_heads=2, head_dim=64, causal=True, window=(100, 0), bias="1hqk", reason="a band through many tiles"),
     Case("large-documents-1023", 1023, heads=4, kv_heads=2, head_dim=128, intervals="documents", causal=True, bias="bh1k", reason="packed sequences"),
+    Case("large-global-tokens-1023", 1023, heads=4, kv_heads=2, head_dim=64, intervals="global", bias="bh1k", reason="Longformer, tiles that neither interval touches"),
+    Case("large-two-intervals-1023x255", 1023, 255, heads=4, kv_heads=2, head_dim=128, intervals="random-two", bias="bhqk", causal=True, reason="two intervals, dS stored"),
+    Case("large-two-intervals-shared-bias-255x1023", 255, 1023, batch=3, heads=4, head_dim=64, intervals="random-two-per-head", bias="1hqk", reason="two intervals in a shared dBias"),
     Case("large-random-intervals-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bhqk", reason="intervals"),
     Case("large-swin-windows-49", 49, batch=512, heads=4, head_dim=32, bias="1hqk", mask="b1qk", keep="blocks", reason="Swin's windows"),
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
@@ -276,6 +319,13 @@ LARGE = (
     Case("large-decoding-distances-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, bias="bhr", distances=257, reason="one query of T5"),
     Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
+)  # fmt: skip
+
+LARGE_FACTORS = (
+    Case("large-factors-head-dim-64-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, factors=("bh", "bg"), bias_dtype=torch.float32, reason="columns past a padded head dim"),
+    Case("large-factors-head-dim-96-causal-1023", 1023, heads=4, head_dim=96, factors=("1h", "11"), bias_dtype=torch.float32, causal=True, reason="columns within a padded head dim, on Hopper"),
+    Case("large-factors-head-dim-128-values-64-257", 257, heads=4, kv_heads=2, head_dim=128, value_dim=64, factors=("b1", "bg"), bias_dtype=torch.float32, reason="a head dim of 256"),
+    Case("large-factors-documents-head-dim-104-1023", 1023, heads=4, kv_heads=2, head_dim=104, intervals="documents", factors=("bh", "11"), bias_dtype=torch.float32, reason="intervals on Hopper"),
 )  # fmt: skip
 
 HOPPER = (
@@ -343,6 +393,12 @@ HOPPER = (
     Case("hopper-causal-empty-rows-900x300", 900, 300, heads=3, head_dim=128, causal=True, reason="programs without a key"),
     Case("hopper-window-900x1030", 900, 1030, heads=2, head_dim=128, window=(300, 200), reason="last keys first, edges on both sides"),
     Case("hopper-left-window-dense-bias-520x776", 520, 776, heads=2, head_dim=128, bias="bhqk", window=(150, None), reason="first keys first"),
+    Case("hopper-sinks-window-causal-gqa-700", 700, heads=8, kv_heads=2, head_dim=64, causal=True, window=(127, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
+    Case("hopper-sinks-causal-gqa-700x900", 700, 900, heads=4, kv_heads=2, head_dim=128, causal=True, sinks="far", reason="sinks join at the end, with two consumers"),
+    Case("hopper-sinks-three-consumers-bias-392x2056", 392, 2056, heads=4, head_dim=64, bias="1hqk", sinks="far", reason="scores in units of a bias of pairs"),
+    Case("hopper-sinks-query-bias-empty-rows-900x300", 900, 300, heads=3, head_dim=128, bias="bhq1", causal=True, sinks="random", reason="dBias by query from the terms that dQ makes"),
+    Case("hopper-sinks-key-bias-intervals-392x520", 392, 520, heads=3, head_dim=128, intervals="random", bias="b11k", sinks="far", reason="bias columns, and lists"),
+    Case("hopper-sinks-bias-on-chip-256", 256, batch=300, heads=4, head_dim=32, bias="1hqk", sinks="far", reason="narrow heads, the bias on chip"),
     Case("hopper-intervals-few-keys-200x9", 200, 9, heads=2, head_dim=128, intervals="random", bias="b11k", reason="fewer keys than one listed block"),
     Case("hopper-intervals-dense-bias-window-392x520", 392, 520, heads=2, head_dim=128, intervals="random", bias="bhqk", window=(100, 60), reason="a tile filled up in front, and so its bias"),
     Case("hopper-documents-key-bias-fp16-grouped-700", 700, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="b11k", bias_dtype=torch.float16, causal=True, reason="a bias of another dtype, in the products"),
@@ -356,12 +412,13 @@ HOPPER = (
 
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
+    cases = CASES + FACTORS
     if interpreting():
         dtypes = (torch.float32, torch.float16)
-        cpu = [(case, dtype) for case in CASES for dtype in dtypes if case.bias_dtype != torch.bfloat16]
+        cpu = [(case, dtype) for case in cases for dtype in dtypes if case.bias_dtype != torch.bfloat16]
     else:
-        cpu = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    gpu = [(case, dtype) for case in CASES + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        cpu = [(case, dtype) for case in cases for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
     ]

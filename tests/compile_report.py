@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dmattn import RelativeBias, kernels
 from dmattn.equivalence import Case
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.kernels.base import device, launch
 from dmattn.problem import Problem
 
@@ -58,17 +59,26 @@ LAUNCHES = (
     (Case("mask-shared-bias-d64", 4096, heads=16, head_dim=64, mask="1hqk", bias="1hqk"), BF16),
     (Case("intervals-window-d64", 4096, heads=16, head_dim=64, intervals="padding", window=(128, 0)), BF16),
     (Case("documents-bias-by-head-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, intervals="documents", bias="bh1k"), BF16),
+    (Case("global-tokens-d64", 4096, heads=16, head_dim=64, intervals="global"), BF16),
+    (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
     (Case("distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
     (Case("distances-mask-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="1hr", distances=8191, mask="1hqk", causal=True), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
 )
 FORWARD = (  # the forward pass alone: the backward pass is that of any other problem
     (Case("documents-dense-bias-d128", 4096, heads=16, head_dim=128, intervals="documents", bias="bhqk"), BF16),
     (Case("exact-scale-dense-bias-d128", 4096, heads=16, head_dim=128, bias="bhqk", scale=0.125), BF16),
+    (Case("sinks-causal-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, causal=True, sinks="random", sinks_dtype=FP32), BF16),
+    (Case("sinks-dense-bias-d64", 4096, heads=16, head_dim=64, bias="bhqk", sinks="random"), BF16),
+    (Case("sinks-rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, bias="1hqk", sinks="random"), BF16),
+    (Case("sinks-windows-of-49-d32", 49, batch=64, heads=8, head_dim=32, bias="1hqk", sinks="random"), BF16),
+    (Case("decoding-sinks-gqa-d64", 1, 131072, batch=1, heads=64, kv_heads=8, head_dim=64, sinks="random"), BF16),
+    (Case("decoding-one-split-sinks-gqa-d64", 1, 8192, batch=64, heads=64, kv_heads=8, head_dim=64, sinks="random"), BF16),
     (Case("dense-bias-fp16-d64", 4096, heads=16, head_dim=64, bias="bhqk"), FP16),
     (Case("no-bias-d64", 4096, heads=16, head_dim=64), BF16),
     (Case("decoding-key-bias-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="bg1k"), BF16),
@@ -103,6 +113,9 @@ ALIKE = {
     "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
     "dense-bias-fp16-d64": "mask-shared-bias-d64",
     "no-bias-d64": "intervals-window-d64",
+    "sinks-causal-gqa-d128": "sinks-window-causal-gqa-d64",
+    "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
+    "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
     "plan-128k": "plan-16k and plan-1m",
 }
@@ -255,11 +268,13 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     bias = None if case.bias is None else tensor(case.bias, None, case.bias_dtype or dtype)
     if case.padded and bias is not None:
         bias = torch.nn.functional.pad(bias, (0, -bias.shape[3] % 8))[..., : bias.shape[3]]
+    sinks = None if case.sinks is None else tensor("h", None, case.sinks_dtype or dtype)
     given = bias if bias is None or case.table_zero is None else RelativeBias(bias, case.table_zero)
-    problem = Problem.canonical(query, key, value, mask=mask, bias=given, **case.options)
+    problem = Problem.canonical(query, key, value, mask=mask, bias=given, sinks=sinks, **case.options)
     if case.intervals is not None:
         bound = torch.empty((case.batch, 1, case.sizes["k"]), dtype=torch.int32, device="meta")
-        problem = problem._replace(first=bound, last=bound)
+        again = bound if case.has_two_intervals else None
+        problem = problem._replace(first=bound, last=bound, also_first=again, also_last=again)
     return problem
 
 
@@ -278,9 +293,9 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem._replace(states=states)
-            gradients = backend.allocate_backward(problem, [True, True, True, problem.bias is not None])
+            gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
             kernels.forward(problem, out, lse)
-            kernels.backward(problem, out, lse, torch.empty_like(out), lse, *gradients)
+            kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
         for case, dtype in FORWARD:
             if case.name in left_out:
                 continue

@@ -164,7 +164,11 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         allocate = getattr(backend, name)
 
         def filled(*arguments, allocate=allocate):
-            return tuple(x if x is None else x.fill_(float("nan") if x.is_floating_point() else 0) for x in allocate(*arguments))
+            made = allocate(*arguments)
+            for x in made:
+                if x is not None:
+                    x.fill_(float("nan") if x.is_floating_point() else 0)
+            return made
 
         monkeypatch.setattr(backend, name, filled)
 

@@ -152,6 +152,18 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
     assert sum("decode_128k" in line and "bitwise" in line for line in printed) == 1
 
 
+def test_speed_measures_windows_and_sinks_beside_peers_that_have_them(tmp_path):
+    names = ["gpt_oss_window", "gpt_oss_window_sinks"]
+    code, _, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
+    assert code == 0
+    plain, sinks = (record["contenders"] for record in result["workloads"])
+    assert max(*plain["eager"]["difference"], *plain["sdpa_math"]["difference"], *sinks["eager"]["difference"]) < 1e-4
+    assert [len(found["eager"]["difference"]) for found in (plain, sinks)] == [4, 5]
+    assert sinks["sdpa_math"]["forward"]["error"] == "ValueError: refused: no sinks"
+    assert "refused" in plain["cudnn"]["forward"]["error"]
+    assert plain["dmattn"]["forward"]["tflops"] > 0
+
+
 @pytest.mark.parametrize(("module", "reason"), [(None, "ModuleNotFoundError: cuDNN's frontend is not installed"), ("cudnn", "needs a GPU")])
 def test_where_cudnn_cannot_run_its_reason_is_recorded(module, reason, monkeypatch):
     """Without the frontend, and with it but tensors on a CPU, for which nothing of it is imported."""
@@ -298,7 +310,7 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
             assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
         assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
         assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
-    points = [f"{name}-{n}" for name in ("dense_bias", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
+    points = [f"{name}-{n}" for name in ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask") for n in (16, 32, 512)]
     assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
     for record in result["growth"]:
         dynamic = record["growth"] == "dynamic_mask"
@@ -321,8 +333,16 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
-        everything = memory.attention_of("eager", workload.causal, tensors)(*inputs)
-        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal"))
+        everything = memory.attention_of("eager", workload, tensors)(*inputs)
+        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances"))
+
+
+def test_flex_attention_computes_the_same_distances(memory):
+    (growth,) = (growth.tiny() for growth in memory.GROWTHS if growth.name == "distances")
+    workload = growth.at(40)
+    tensors = {name: x if x is None else x.detach() for name, x in workload.tensors(torch.float32, torch.device("cpu")).items()}
+    inputs = [tensors[name] for name in ("query", "key", "value", "bias")]
+    torch.testing.assert_close(*(growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "flex")), rtol=1e-4, atol=1e-5)
 
 
 def test_memory_counts_inputs_masks_and_results_in_the_peak_and_masks_in_the_extra(memory, monkeypatch):

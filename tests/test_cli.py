@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,16 +76,24 @@ def test_explain_tells_the_kernels_of_sizes_and_why_not_faster_ones(capsys):
     assert both.startswith(forward.rstrip())
     assert 'backward: "query terms", "portable: d_key, d_value", "portable: d_query, d_bias", "portable: d_bias"\n' in both
     assert "    rows of bias: stride 1001 is no multiple of 8: pad the key axis to a multiple of 8 and pass a slice\n" in both
+    assert cli.main(["explain", *sizes, "--bias-pitch", "1008", "--target", "sm_90", "--backward"]) == 0
+    assert 'backward: "query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value"\n' in capsys.readouterr().out
+
+
+def test_explain_tells_short_times(capsys):
+    assert cli.main(["explain", "--query", "1,1,64,64", "--target", "sm_90"]) == 0
+    assert float(re.search(r"time at the peak: (\S+) ms", capsys.readouterr().out)[1]) > 0
 
 
 def test_explain_passes_each_option_on():
     pytest.importorskip("triton")
     options = "--query 2,8,40,32 --key 2,4,60,32 --value 2,4,60,16 --bias 8,1,60 --mask 40,60 --dtype float16 --bias-dtype float32"
-    options += " --causal --window none,7 --scale 0.5 --softcap 9 --dropout 0.1 --target sm_120 --processors 170 --backward"
+    options += " --causal --window none,7 --scale 0.5 --softcap 9 --dropout 0.1 --sinks --target sm_120 --processors 170 --backward"
     query, key, value = (torch.empty(shape, dtype=torch.float16) for shape in ((2, 8, 40, 32), (2, 4, 60, 32), (2, 4, 60, 16)))
     bias, mask = torch.empty(8, 1, 60), torch.empty(40, 60, dtype=torch.bool)
     rules = dict(causal=True, window=(None, 7), scale=0.5, softcap=9.0, dropout_p=0.1)
-    wanted = explain(query, key, value, bias=bias, mask=mask, **rules, target="sm_120", processors=170)
+    sinks = torch.empty(8, dtype=torch.float16)
+    wanted = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **rules, target="sm_120", processors=170)
     parsed = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "explain", lambda *tensors, **given: parsed.append((tensors, given)) or explain(*tensors, **given))
@@ -92,6 +101,7 @@ def test_explain_passes_each_option_on():
     ((tensors, given),) = parsed
     assert [x.shape for x in tensors] == [query.shape, key.shape, value.shape]
     assert {name: given[name] for name in rules} == rules
+    assert given["sinks"].shape == sinks.shape
     assert explain(*tensors, **given) == wanted
 
 
@@ -100,7 +110,9 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
-        (["--query", "4,16,64"], "query: expected 4 axes"),
+        (["--query", "4,16,64"], "dmattn: error: query: expected 4 axes"),
+        (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
+        (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
         (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),
         (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import dmattn
 from dmattn import IntervalMask, RelativeBias, attention, explain
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.explain import Explanation, Pass
 from dmattn.problem import Problem
 
@@ -97,6 +98,9 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     ),
     "intervals": (
         QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300)), "sm_90", ("Hopper",), (QUERIES, f"{KEYS} by intervals"), {KEYS: "does not serve intervals"},
+    ),
+    "two intervals": (
+        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300, ENDS, ENDS)), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve two intervals"},
     ),
     "a learned score per key, heads that share keys": (
         HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
@@ -254,11 +258,20 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def options_of(problem: Problem) -> dict[str, Any]:
-    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2])
+    again = problem.also_first, problem.also_last
+    intervals = None if problem.first is None else IntervalMask(problem.first, problem.last, problem.query.shape[2], *again)
     window = None if problem.left is problem.right is None else (problem.left, problem.right)
     mask = intervals if problem.mask is None else problem.mask
     bias = problem.bias if problem.bias is None or problem.zero is None else RelativeBias(problem.bias[:, :, 0], problem.zero)
-    return dict(mask=mask, bias=bias, window=window, scale=problem.scale, softcap=problem.softcap, dropout_p=problem.dropout_p)
+    return dict(
+        mask=mask,
+        bias=bias,
+        window=window,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+        sinks=problem.sinks,
+    )
 
 
 @not_interpreted
@@ -271,12 +284,12 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
             continue
         forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target).passes
         out, lse, states = backend.allocate_forward(problem)
-        gradients = backend.allocate_backward(problem, (True, True, True, problem.bias is not None))
+        gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
         problem = problem._replace(states=states)
         with Allocated() as by_forward:
             kernels.forward(problem, out, lse)
         with Allocated() as by_backward:
-            kernels.backward(problem, out, lse, out, None, *gradients)
+            kernels.backward(problem, out, lse, out, None, gradients)
         of_states = 0 if states is None else states.numel()
         for explained, allocated in ((forward, by_forward.bytes + of_states), (backward, by_backward.bytes)):
             assert explained.memory is not None

@@ -45,9 +45,10 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "broadcast", "distances", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states"),
+    ("arguments", "broadcast", "distances", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states", "unions"),
     ("biases", "masks"),
     ("problem",),
+    ("factors",),
     ("kernels",),
     ("reference",),
     ("execution.__init__", "execution.record", "execution.torch_kernel", "execution.watching"),

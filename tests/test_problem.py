@@ -91,6 +91,14 @@ ERRORS = [
     ("interval-sparse", {"mask": SPARSE_INTERVALS}, TypeError, r"mask.first: expected a dense tensor, received layout torch.sparse_coo"),
     ("bias-sparse", {"bias": zeros(5, 7).to_sparse()}, TypeError, r"bias: expected a dense tensor, received layout torch.sparse_coo"),
     ("bias-nested", {"bias": NESTED}, TypeError, r"bias: expected a dense tensor, received a nested tensor"),
+    ("sinks-not-a-tensor", {"sinks": [0.0] * 4}, TypeError, r"sinks: expected a torch.Tensor or None, received list"),
+    ("sinks-of-key-heads", {"sinks": zeros(2)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), a score for each query head, received \(2,\)$"),
+    ("sinks-of-one", {"sinks": zeros(1)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(1,\)$"),
+    ("sinks-rank", {"sinks": zeros(4, 1)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(4, 1\)$"),
+    ("sinks-of-no-axis", {"sinks": zeros()}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(\)$"),
+    ("sinks-integer", {"sinks": zeros(4, dtype=torch.int64)}, ValueError, r"sinks: expected a dtype of float16, bfloat16, float32 or float64, received torch.int64$"),
+    ("sinks-device", {"sinks": zeros(4, device="meta")}, ValueError, r"sinks: expected query's device cpu, received meta$"),
+    ("sinks-sparse", {"sinks": zeros(4).to_sparse()}, TypeError, r"sinks: expected a dense tensor, received layout torch.sparse_coo"),
     ("return-lse", {"return_lse": 1}, TypeError, r"return_lse: expected True or False, received int$"),
 ]  # fmt: skip
 

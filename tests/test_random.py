@@ -18,6 +18,7 @@ from dmattn.execution.backend import interpreting
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 TABLE = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.just("r")).map("".join)
 AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+FACTORS = st.tuples(*(st.tuples(st.sampled_from("b1"), st.sampled_from(heads)).map("".join) for heads in ("hg1", "g1")))
 SIDE = st.none() | st.integers(0, 70)
 
 
@@ -27,6 +28,8 @@ def problems(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 2))
     len_k = draw(st.integers(1, 70))
     masking = draw(st.sampled_from(["none", "mask", "intervals"]))
+    bias = draw(st.none() | AXES | TABLE)
+    factors = draw(st.none() | FACTORS) if bias is None else None
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
     distances = draw(st.integers(1, 12) | st.integers(1, 150))
     return Case(
@@ -40,16 +43,19 @@ def problems(draw: st.DrawFn) -> Case:
         value_dim=draw(st.none() | st.integers(1, 40)),
         mask=draw(AXES) if masking == "mask" else None,
         keep=draw(st.sampled_from(["random", "random-empty-rows", "topk", "blocks"])),
-        intervals=draw(st.sampled_from(["random", "padding", "prefix"])) if masking == "intervals" else None,
-        bias=draw(st.none() | AXES | TABLE),
+        intervals=draw(st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])) if masking == "intervals" else None,
+        bias=bias,
         distances=distances,
         zero=draw(st.none() | st.integers(0, distances - 1)),
+        factors=factors,
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),
         window=window,
         scale=draw(st.none() | st.floats(0.01, 2.0)),
-        softcap=draw(st.none() | st.floats(0.5, 50.0)),
+        softcap=draw(st.none() | st.floats(0.5, 50.0)) if factors is None else None,
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1])) if len_k > 1 else 0.0,
+        sinks=draw(st.sampled_from([None, None, "random", "far"])),
+        sinks_dtype=draw(st.sampled_from([None, torch.float32])),
         transposed=draw(st.booleans()),
         padded=draw(st.booleans()),
     )
@@ -74,7 +80,7 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         seen.append(case)
 
     collect()
-    for field in ("mask", "intervals", "bias", "window", "softcap", "causal", "dropout_p", "transposed", "padded"):
+    for field in ("mask", "intervals", "bias", "factors", "window", "softcap", "causal", "dropout_p", "sinks", "transposed", "padded"):
         assert any(getattr(case, field) for case in seen), field
     assert any((case.bias or "").endswith("r") for case in seen)
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Gradients, Problem
 from ..recording import not_to_be_repeated
 from ..states import states_shape
 from . import torch_path
@@ -33,10 +33,7 @@ class Backend(Protocol):
         lse: Tensor,
         d_out: Tensor,
         d_lse: Tensor | None,
-        d_query: Tensor | None,
-        d_key: Tensor | None,
-        d_value: Tensor | None,
-        d_bias: Tensor | None,
+        gradients: Gradients,
     ) -> None: ...
 
 
@@ -102,14 +99,14 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
 
 
-def allocate_backward(problem: Problem, needs: Sequence[bool], pads: bool = True) -> tuple[Tensor | None, ...]:
+def allocate_backward(problem: Problem, needs: Sequence[bool], pads: bool = True) -> Gradients:
     """Uninitialised gradients, None where none is needed: strides like the inputs, the bias's contiguous but for padding, if that `pads`."""
-    learned = (problem.query, problem.key, problem.value, problem.bias)
-    query, key, value, bias = (x if need else None for x, need in zip(learned, needs, strict=True))
-    gradients = [None if x is None else torch.empty_like(x) for x in (query, key, value)]
-    if bias is None:
-        return (*gradients, None)
-    return (*gradients, _empty_d_bias(bias) if pads else bias.new_empty(bias.shape))
+    made: dict[str, Tensor] = {}
+    for name, need in zip(Gradients._fields, needs, strict=True):
+        x = getattr(problem, name)
+        if need and x is not None:
+            made[name] = torch.empty_like(x) if name != "bias" else _empty_d_bias(x) if pads else x.new_empty(x.shape)
+    return Gradients(**made)
 
 
 def _empty_d_bias(bias: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..biases import RelativeBias
 from ..masks import IntervalMask
-from ..problem import Distances, Intervals, Problem, autocast
+from ..problem import Distances, Intervals, Problem, Window, autocast
 from . import operators, passes
 from .passes import Forward, fixed_of, learned_of
 from .watching import nothing_watches
@@ -23,26 +23,33 @@ def attend(
     value: Tensor,
     mask: Tensor | IntervalMask | Intervals | None,
     bias: Tensor | RelativeBias | Distances | None,
-    *options: Any,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    sinks: Tensor | None = None,
+    *others: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the arguments of :meth:`Problem.canonical`, which may be wrong; differentiable.
 
     By the operator, or where nobody can tell the difference by its functions alone: what PyTorch does in Python around an operator takes as
     long as several small problems on a GPU.
     """
-    masks: tuple[Any, ...] = (mask, None, None)
+    masks: tuple[Any, ...] = (mask, None, None, None, None)
     if type(mask) is IntervalMask:
-        mask = Intervals(mask.first, mask.last, mask.len_q)
-        masks = (None, mask.first, mask.last)
+        masks = (None, mask.first, mask.last, mask.also_first, mask.also_last)
+        mask = Intervals(mask.first, mask.last, mask.len_q, mask.also_first, mask.also_last)
     learned: Any = bias
     if type(bias) is RelativeBias:
         bias = Distances.of(bias)
         learned = bias.table
+    options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
     missing = query is None or key is None or value is None
-    if missing or not nothing_watches((query, key, value, learned, *masks)) or forward_ad._current_level >= 0:
-        return operators.by_operator(Problem.canonical(query, key, value, mask, bias, *options))
+    if missing or not nothing_watches((query, key, value, learned, sinks, *masks)) or forward_ad._current_level >= 0:
+        return operators.by_operator(Problem.canonical(query, key, value, *options))
     query, key, value = autocast(query, key, value)
-    return _directly(passes.checked_forward, (query, key, value, mask, bias, *options), (query, key, value, learned), (*masks, None))
+    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), (*masks, None))
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -56,11 +63,8 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
 def _directly(
     function: Callable[..., Forward], arguments: tuple, learned: tuple[Any, ...], fixed: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of a pass; of its arguments, `learned` are those that may require a gradient, `fixed` the other tensors."""
-    query, key, value, bias = learned
-    if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    """(out, lse) of a pass; of its arguments, `learned` are what is `LEARNED`, `fixed` the other tensors."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in learned if x is not None):
         return _apply_directly(function, arguments, fixed, *learned)
     return function(*arguments)[:2]
 

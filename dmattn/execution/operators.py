@@ -6,6 +6,7 @@ Eager calls with plain tensors reach the same passes by :mod:`.eager`, past the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
@@ -13,14 +14,20 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..masks import BOUNDS
 from ..problem import Problem, with_axes
 from . import backend, passes
-from .passes import FIELDS, LEARNED, RULES, fixed_of, learned_of, rules_of
+from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
 from .watching import nothing_watches
 
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
 # the arguments of forward, and the last of backward
 _INPUTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Problem).items())
+_GRADIENTS = ", ".join(["Tensor"] * len(LEARNED))
+_SAVED = (*LEARNED, *FIXED, "seed", "states")  # for the backward pass, of the fields of a problem
+_FEWER = dict(mask=4, bias=4) | dict.fromkeys(BOUNDS, 3)  # axes, where a caller may give fewer
+_AXES = tuple((_SAVED.index(name), axes) for name, axes in _FEWER.items())
+_in_order = itemgetter(*map((*_SAVED, *RULES).index, FIELDS))
 
 
 @torch.library.custom_op(
@@ -39,10 +46,10 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     "dmattn::backward",
     mutates_args=(),
     device_types=("cpu", "cuda"),
-    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, bool[] needs, bool pads, {_INPUTS}) -> ({_GRADIENTS})",
 )
 def backward(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], pads: bool, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and bias; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
+    """Gradients of what is `LEARNED`; an empty tensor for each that `needs` leaves out. `pads`: see `passes.backward`."""
     return tuple(_present(gradient, out) for gradient in passes.backward(d_out, d_lse, out, lse, tuple(needs), pads, Problem(*inputs)))
 
 
@@ -104,11 +111,14 @@ def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tens
     """The mapped axis joins the batch. What all its elements share is copied for them, except where the batch shares it too."""
     if inputs[FIELDS.index("seed")] is not None:
         raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
+    if axes[FIELDS.index("sinks")] is not None:
+        raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
     query, axis = inputs[0], axes[0]
     batch = query.shape[0] if axis is None else query.movedim(axis, 0).shape[1]
 
     def joined(name: str, x: Any, axis: int | None) -> Any:
-        if not isinstance(x, Tensor) or (axis is None and x.shape[0] == 1 and name in ("mask", "first", "last", "bias")):
+        shared = name in ("mask", *BOUNDS, "bias")
+        if not isinstance(x, Tensor) or name == "sinks" or (axis is None and x.shape[0] == 1 and shared):
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x.expand(info.batch_size, batch, *x.shape[2:]).flatten(0, 1)
@@ -125,12 +135,12 @@ def save(ctx: Any, learned: Sequence[Tensor | None], fixed: Sequence[Tensor | No
 
 
 def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of query, key, value and bias, each None unless it is needed."""
-    query, key, value, bias, mask, first, last, order, seed, states, out, lse = saved = ctx.saved_tensors
-    mask, first, last = with_axes(mask, 4), with_axes(first, 3), with_axes(last, 3)
-    tensors = (query, key, value, mask, first, last, with_axes(bias, 4))
-    rules = dict(zip(RULES, ctx.rules, strict=True))
-    problem = Problem(*tensors, order=order, seed=seed, states=states, **rules)
+    """Of what is `LEARNED`, each None unless it is needed."""
+    *fields, out, lse = saved = ctx.saved_tensors
+    learned = fields[: len(LEARNED)]
+    for place, axes in _AXES:
+        fields[place] = with_axes(fields[place], axes)
+    problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
     if nothing_watches((d_out, d_lse, *saved)) and not torch.is_grad_enabled():  # which it is where a second derivative may be asked for
@@ -139,10 +149,12 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
         pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))
         gradients = torch.ops.dmattn.backward(d_out, d_lse, out, lse, list(needs), pads, *problem)
-    found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-    if found[3] is not None and bias.ndim < 4:
-        found[3] = found[3].view(bias.shape)
-    return found
+    return [_shaped_like(x, gradient) if need else None for x, gradient, need in zip(learned, gradients, needs, strict=True)]
+
+
+def _shaped_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a tensor that may lack leading axes."""
+    return gradient if gradient.ndim == x.ndim else gradient.view(x.shape)
 
 
 def _save_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -169,7 +181,7 @@ backward.register_autograd(_refuse)
 
 def by_operator(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse); differentiable, once and in reverse."""
-    tensors = [x for x in (problem.query, problem.key, problem.value, problem.bias) if x is not None]
+    tensors = [x for x in (getattr(problem, name) for name in LEARNED) if x is not None]
     compiling = torch.compiler.is_compiling()  # which cannot look into a tensor, but sees that a derivative is being taken
     if not compiling and functorch.peek_interpreter_stack() is not None and any(map(_in_func_grad, tensors)):
         raise RuntimeError(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import selection
-from ..problem import Problem
+from ..problem import Gradients, Problem
 from . import backend
 from .replay import replayed
 
 FIELDS = Problem._fields
-LEARNED = ("query", "key", "value", "bias")  # what can require a gradient, in the order of `needs` and of backward's results
-FIXED = ("mask", "first", "last", "order")  # the other tensors of a caller
+LEARNED = Gradients._fields  # what can require a gradient, in the order of `needs` and of backward's results
+FIXED = ("mask", "first", "last", "also_first", "also_last", "order")  # the other tensors of a caller
 RULES = tuple(name for name, kind in get_type_hints(Problem).items() if kind not in (Tensor, Tensor | None))
 learned_of, fixed_of, rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (LEARNED, FIXED, RULES))
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules
@@ -44,13 +44,13 @@ def checked_forward(*arguments: Any) -> Forward:
 def backward(
     d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], pads: bool, problem: Problem
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of query, key, value and bias; None for each that `needs` leaves out. Whether the last may have rows with padding: `pads`."""
+    """Gradients of what is `LEARNED`; None for each that `needs` leaves out. Whether the bias's may have rows with padding: `pads`."""
     gradients = backend.allocate_backward(problem, needs, pads)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
         return tuple(gradient if gradient is None else gradient.zero_() for gradient in gradients)
-    wanted = [None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients]
+    wanted = Gradients(*(None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients))
     if any(gradient is not None for gradient in wanted):
-        backend.path(problem).backward(problem, out, lse, d_out, d_lse, *wanted)
+        backend.path(problem).backward(problem, out, lse, d_out, d_lse, wanted)
     return gradients
 
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..broadcast import per_query_head
+from ..masks import BOUNDS
 from ..problem import Problem
-from ..reference import hidden_pairs, masking_bias
+from ..reference import hidden_pairs, logsumexp, masking_bias, with_sinks
 
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
 # The fields of a problem that it computes by, or that change no result: a further one refuses it. Without a seed dropout_p drops nothing.
-UNDERSTOOD = {"query", "key", "value", "mask", "first", "last", "bias", "left", "right", "scale", "order", "dropout_p", "states", "zero"}
+UNDERSTOOD = {"query", "key", "value", "mask", *BOUNDS, "bias", "zero", "left", "right", "scale", "order", "sinks", "dropout_p", "states"}
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty
 
 
@@ -36,7 +37,7 @@ def prepared(problem: Problem) -> Problem:
 
 def scores_added(problem: Problem) -> int:
     """How many numbers :func:`attend` writes for each query: of the pairs, those between which mask, intervals, window or bias differ."""
-    ruling = [x for x in (problem.mask, problem.bias, problem.first, problem.last) if x is not None]
+    ruling = [x for x in (problem.mask, problem.bias, *(getattr(problem, name) for name in BOUNDS)) if x is not None]
     if not ruling and problem.left is None and problem.right is None:
         return 0
     batch, heads = (max((x.shape[axis] for x in ruling), default=1) for axis in (0, 1))
@@ -48,14 +49,25 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     query = _dense_rows(problem.query.to(dtype))
     rows, len_k = query.shape[2], problem.key.shape[2]
     if len_k == 0:
-        return query.new_zeros(query.shape), query.new_full(query.shape[:3], float("-inf"))
+        return _joined(query.new_zeros(query.shape), query.new_full(query.shape[:3], float("-inf")), problem.sinks)
     added = _added(problem, dtype, row_start, rows if len_q is None else len_q)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attention(query, problem.key, problem.value, attn_mask=added, scale=problem.scale)
-    if added is None:
+    if added is not None:
+        empty = (added == float("-inf")).all(-1)
+        out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
+    return _joined(out, lse, problem.sinks)
+
+
+def _joined(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the sinks, if there are any, beside all keys of a row, which are as one whose score is their lse."""
+    if sinks is None:
         return out, lse
-    empty = (added == float("-inf")).all(-1)
-    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, float("-inf"))
+    scores = with_sinks(lse[..., None], sinks)  # (B, H, rows, 2)
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    share = torch.softmax(scores, -1)[..., :1]
+    return out * share, logsumexp(scores, -1).masked_fill(empty, float("-inf")).squeeze(-1)
 
 
 def _added(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor | None:

@@ -2,24 +2,28 @@
 
 Temporaries are a few times the scores of a chunk: CHUNK_SCORES, or where that is more, MIN_ROWS rows of each (batch, head). Half precision
 is computed in float32 and rounded once, as the kernels do. A chunk has only the keys that a window leaves one of its rows, and beside intervals
-on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Forward, a
-chunk is PyTorch's own kernel's wherever that is exact (:mod:`.torch_kernel`).
+on a CPU those from the first to the last that one of its rows sees: of packed sequences those of its own, as in a loop over them. Where keys
+have two intervals these may lie far apart, and a chunk has copies of those alone. Forward, a chunk is PyTorch's own kernel's wherever that is
+exact (:mod:`.torch_kernel`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import distances, reference
 from ..broadcast import per_query_gradient, sum_to
-from ..problem import HEADS, PAIRS, QUERIES, Problem
-from ..reference import fold_groups, kept_factor, masked_scores
+from ..masks import BOUNDS
+from ..problem import DISTANCES, HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem
+from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
 
+Keys = slice | Tensor  # of a chunk: some in a row, or ascending places
 CHUNK_SCORES = 1 << 21  # scores alive at a time: 8 MiB in float32, a few times over in temporaries; of fewer, sums over chunks take long
 MIN_ROWS = 16
 WINDOW_ROWS = 128  # at most, of a chunk of a window: the same
@@ -45,20 +49,17 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor | None,
-    d_query: Tensor | None,
-    d_key: Tensor | None,
-    d_value: Tensor | None,
-    d_bias: Tensor | None,
+    gradients: Gradients,
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
     dtype = _compute_dtype(problem)
+    d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
     kv_heads = problem.key.shape[1]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else problem.bias_kind
-    if d_bias is not None and kind in (QUERIES, HEADS):
-        per_query_gradient(lse, d_lse, d_bias)
-        d_bias = None
-    d_bias_rows, d_bias_keys = (d_bias, None) if kind == PAIRS else (None, d_bias)
+    d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
+    d_bias_keys = d_bias if kind in (KEYS, DISTANCES) else None
+    d_sink_scores = None if problem.sinks is None else torch.zeros_like(lse)
     key_sum, value_sum, bias_sum = (
         None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
     )
@@ -67,7 +68,9 @@ def backward(
     for rows, keys, chunk in _chunks(problem._replace(key=key, value=value), _scores(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, _aligned_length(problem, keys))
         empty = lse[:, :, rows, None] == float("-inf")
-        p = torch.softmax(scores.masked_fill_(empty, 0.0), -1)
+        p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
+        of_sinks = p[..., scores.shape[3] :]  # of no key without sinks
+        p = p[..., : scores.shape[3]]
         d_out_rows = d_out[:, :, rows].to(dtype).masked_fill(empty, 0.0)
         factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
         if value_sum is not None:
@@ -76,19 +79,21 @@ def backward(
         delta = (d_out_rows * out[:, :, rows]).sum(-1, keepdim=True)
         if d_lse is not None:
             delta = delta - d_lse[:, :, rows, None]
+        if d_sink_scores is not None:
+            d_sink_scores[:, :, rows] = (of_sinks * -delta).masked_fill(empty, 0.0)[..., 0]
         d_p = (fold_groups(d_out_rows, kv_heads) @ chunk.value.transpose(-1, -2)).view(p.shape)
         if factor is not None:
             d_p *= factor
         d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
         if d_bias_rows is not None:  # each chunk has rows of its own
-            part = d_bias_rows[:, :, rows, keys]
-            part.copy_(sum_to(d_scores, part.shape))
+            shape = torch.Size((*d_bias_rows.shape[:2], *d_scores.shape[2:]))
+            d_bias_rows[:, :, rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
         if bias_sum is not None and problem.zero is not None:
             of_pairs = sum_to(d_scores, (*bias_sum.shape[:2], *d_scores.shape[2:]))
             distances.add_pairs(bias_sum[:, :, 0], of_pairs, problem.zero, rows.start, _aligned_length(problem, keys))
         elif bias_sum is not None:
-            part = bias_sum[..., keys]
-            part += sum_to(d_scores, part.shape)
+            shape = torch.Size((*bias_sum.shape[:3], d_scores.shape[3]))
+            bias_sum[..., keys] += sum_to(d_scores, shape)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
@@ -99,6 +104,10 @@ def backward(
     for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
+    if d_bias_queries is not None:
+        per_query_gradient(lse, d_lse, d_sink_scores, d_bias_queries)
+    if gradients.sinks is not None and d_sink_scores is not None:
+        gradients.sinks.copy_(d_sink_scores.sum((0, 2)))
 
 
 def _scores(problem: Problem) -> int:
@@ -107,8 +116,8 @@ def _scores(problem: Problem) -> int:
     return batch * heads * problem.key.shape[2]
 
 
-def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Problem]]:
-    """(row slice, key slice, `problem` restricted to those query rows and keys, which are all that the rows see).
+def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem]]:
+    """(row slice, keys, `problem` restricted to those query rows and keys, which are all that the rows see).
 
     `scores` is how many numbers are alive for a row.
     """
@@ -117,17 +126,20 @@ def _chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, slice, Probl
     if problem.left is not None or problem.right is not None:
         step = min(step, WINDOW_ROWS)
     of_places = problem.bias if problem.zero is None else None  # a table is every chunk's
-    parts: Iterable[tuple[slice, slice]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
-    first, last = problem.first, problem.last
-    if first is not None and last is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
-        parts = _parts_of_intervals(first, last, len_q, len_k, step)
+    parts: Iterable[tuple[slice, Keys]] = ((slice(start, min(start + step, len_q)), slice(0, len_k)) for start in range(0, len_q, step))
+    first = problem.first
+    if first is not None and first.is_cpu and len_q > MIN_ROWS and problem.seed is None:  # dropout counts all keys
+        if problem.also_first is not None:
+            problem = _without_window(problem)
+        parts = _parts_of_intervals(problem, step)
     for rows, keys in parts:
-        keys = _in_window(problem, rows, keys)
+        if isinstance(keys, slice):
+            keys = _in_window(problem, rows, keys)
         mask, bias = (None if x is None else _part(_part(x, 2, rows), 3, keys) for x in (problem.mask, of_places))
-        begins, ends = (None if x is None else _part(x, 2, keys) for x in (first, last))
+        bounds: dict[str, Any] = {name: _part(x, 2, keys) for name in BOUNDS if (x := getattr(problem, name)) is not None}
         query, key, value = problem.query[:, :, rows], problem.key[:, :, keys], problem.value[:, :, keys]
         bias = problem.bias if problem.zero is not None else bias
-        yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, first=begins, last=ends)
+        yield rows, keys, problem._replace(query=query, key=key, value=value, mask=mask, bias=bias, **bounds)
 
 
 def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
@@ -140,13 +152,28 @@ def _in_window(problem: Problem, rows: slice, keys: slice) -> slice:
     return slice(start, stop) if start < stop else slice(0, 0)
 
 
-def _parts_of_intervals(first: Tensor, last: Tensor, len_q: int, len_k: int, step: int) -> Iterator[tuple[slice, slice]]:
+def _without_window(problem: Problem) -> Problem:
+    """The same problem with what the window hides left out of both intervals of its keys, which a chunk may then have in any places."""
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    first, last, also_first, also_last = (getattr(problem, name) for name in BOUNDS)
+    own = torch.arange(len_k, device=first.device) - (len_k - len_q)  # the query at the key's own place
+    if problem.right is not None:
+        first, also_first = (torch.maximum(x, own - problem.right) for x in (first, also_first))
+    if problem.left is not None:
+        last, also_last = (torch.minimum(x, own + problem.left + 1) for x in (last, also_last))
+    return problem._replace(left=None, right=None, first=first, last=last, also_first=also_first, also_last=also_last)
+
+
+def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Keys]]:
     """Slices of at most `step` rows, each with the keys from the first to the last that it sees, in any batch entry and head.
 
-    Where intervals that have begun have all ended, as between packed sequences, slices end too and are shorter: of no other sequence is a key
-    computed then.
+    Where keys have two intervals, and it sees none of some keys between, only with the others, unless distances count. Where intervals that
+    have begun have all ended, as between packed sequences, slices end too and are shorter: of no other sequence is a key computed then.
     """
-    first, last = (x.expand(*x.shape[:2], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(first, last))
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    bounds = [bound for name in BOUNDS if (bound := getattr(problem, name)) is not None]
+    bounds = [x.expand(*x.shape[:2], len_k).clamp(0, len_q) for x in torch.broadcast_tensors(*bounds)]
+    first, last = torch.stack(bounds[::2]), torch.stack(bounds[1::2])
     any_row = first < last
     begun, ended = (torch.bincount(x[any_row], minlength=len_q + 1).cumsum(0) for x in (first, last))
     ends = ((begun[:-1] == ended[1:]).nonzero()[:, 0] + 1).tolist()
@@ -158,19 +185,27 @@ def _parts_of_intervals(first: Tensor, last: Tensor, len_q: int, len_k: int, ste
         before = bisect_right(ends, stop)
         if before and ends[before - 1] > start:
             stop = ends[before - 1]
-        seen = ((first < stop) & (last > start) & any_row).any(0).any(0).nonzero()
-        yield slice(start, stop), slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+        seen = ((first < stop) & (last > start) & any_row).flatten(0, 2).any(0).nonzero()[:, 0]
+        keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+        scattered = problem.also_first is not None and problem.zero is None and len(seen) < keys.stop - keys.start
+        yield slice(start, stop), seen if scattered else keys
         start = stop
 
 
-def _part(x: Tensor, axis: int, places: slice) -> Tensor:
+def _part(x: Tensor, axis: int, places: Keys) -> Tensor:
     """`x` at some places of an axis, which may also be 1 for all."""
-    return x if x.shape[axis] == 1 else x.narrow(axis, places.start, places.stop - places.start)
+    if x.shape[axis] == 1:
+        return x
+    return x.narrow(axis, places.start, places.stop - places.start) if isinstance(places, slice) else x.index_select(axis, places)
 
 
-def _aligned_length(problem: Problem, keys: slice) -> int:
-    """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side."""
-    return problem.query.shape[2] - (problem.key.shape[2] - keys.stop)
+def _aligned_length(problem: Problem, keys: Keys) -> int:
+    """The number of queries for :func:`masked_scores`: as many less as there are keys behind `keys`, as the last of both stand side by side.
+
+    Where keys are in any places there is no window that would count them.
+    """
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    return len_q - (len_k - keys.stop) if isinstance(keys, slice) else len_q
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:

@@ -28,6 +28,7 @@ from .traits import (
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
+    D_SINKS,
     D_VALUE,
     END_SUMS,
     OUT,
@@ -42,7 +43,8 @@ DISTANCES = frozenset({"bias of distances"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
-ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | {"softcap", "dropout"}
+SINKS = frozenset({"sinks"})
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | SINKS | {"two intervals", "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -173,7 +175,7 @@ def _split_keys(traits: Traits) -> str | None:
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        return f"is for few queries over many keys: {visible} visible keys are fewer than two splits of {least}"
+        return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
     if group > limits.block_m:
         return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
     _, queries, programs = split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
@@ -211,9 +213,9 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs; others are faster in the portable kernel"
+    """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | SINKS and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
     return _on_hopper(traits, (64, 128))
 
 
@@ -339,8 +341,8 @@ def _hopper_shared(traits: Traits) -> str | None:
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL, _one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW, _hopper_forward, targets=HOPPER),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS, _resident_forward, targets=HOPPER),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | SINKS, _hopper_forward, targets=HOPPER),
+    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | SINKS, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
 )
 
@@ -353,21 +355,23 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW, _hopper_keys, **WITH_COLUMNS)
-HOPPER_INTERVAL_KEYS = Row("Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW, _hopper_interval_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | SINKS, _hopper_keys, **WITH_COLUMNS)
+HOPPER_INTERVAL_KEYS = Row(
+    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | SINKS, _hopper_interval_keys, **WITH_COLUMNS
+)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
-        PAIR_BIAS,
+        PAIR_BIAS | SINKS,
         _resident_backward,
         borrows=frozenset({D_KEY, D_VALUE}),
         **ON_HOPPER,
     ),
-    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS, _resident_backward, **ON_HOPPER),
-    Row("whole rows", GRADIENTS, MASKS | BIASES, _whole_rows, reads=TERMS),
-    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | SINKS, _resident_backward, **ON_HOPPER),
+    Row("whole rows", GRADIENTS, MASKS | BIASES | SINKS, _whole_rows, reads=TERMS),
+    Row("Hopper: d_query, d_bias", OF_QUERIES_AND_SHARED, PAIR_BIAS | WINDOW | SINKS, _shared_query, **ON_HOPPER, needs=OF_QUERIES_AND_SHARED),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
     HOPPER_KEYS._replace(name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=_hopper_keys_and_bias, needs=STORED),
     HOPPER_INTERVAL_KEYS._replace(
@@ -376,13 +380,15 @@ BACKWARD = (
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, _always, reads=TERMS | {END_SUMS}),
-    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW, _hopper_query, targets=HOPPER, besides=TERMS),
+    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | SINKS, _hopper_query, targets=HOPPER, besides=TERMS),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, _always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW, _hopper_shared, **ON_HOPPER),
+    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | SINKS, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
-    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL, _always),
+    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, _always, reads=TERMS),
     Row("query terms", TERMS, ALL, _always),
 )

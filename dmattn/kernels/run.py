@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
-from ..problem import Problem
+from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
 from .base.query_terms import Incoming, fill_terms
@@ -21,7 +21,7 @@ from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
-from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, split_keys
+from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys
 from .portable import forward as portable_forward
 from .selection.reorder import reordered
 from .traits import (
@@ -32,6 +32,7 @@ from .traits import (
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
+    D_SINKS,
     D_VALUE,
     END_SUMS,
     TERM_COLUMNS,
@@ -68,6 +69,7 @@ class Call:
 
     problem: Problem
     order: Tensor | None  # (B, Hk, listed)
+    sinks: Tensor | None  # (H,), which kernels of scores need not know: lse has them in it
     out: Tensor
     lse: Tensor
     d_out: Tensor
@@ -88,18 +90,17 @@ def backward(
     lse: Tensor,
     d_out: Tensor,
     d_lse: Tensor | None,
-    d_query: Tensor | None,
-    d_key: Tensor | None,
-    d_value: Tensor | None,
-    d_bias: Tensor | None,
+    gradients: Gradients,
 ) -> None:
     """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
-    traits = Traits.of(problem, out, d_out, d_query, d_key, d_value, d_bias)
+    traits = Traits.of(problem, out, d_out, gradients)
     choices = choose_backward(traits)
-    order, len_k = problem.order, problem.key.shape[2]
+    d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
+    problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:
         problem = reordered(problem)
-    results = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value} | dict.fromkeys(traits.wanted & D_BIASES, d_bias)
+    results = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
+    results |= dict.fromkeys(traits.wanted & D_BIASES, d_bias)
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if any(END_SUMS in choice.makes for choice in choices):
@@ -108,7 +109,7 @@ def backward(
         for of_keys in map(results.get, (D_KEY, D_VALUE, D_BIAS_OF_KEYS)):
             if of_keys is not None:
                 of_keys.zero_()  # what the order does not name
-    call = Call(problem, order, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices))
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices))
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
@@ -183,7 +184,16 @@ def _portable_shared(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse(call: Call, made: Made) -> None:
-    per_query_gradient(call.lse, call.d_lse, made[D_BIAS_OF_QUERIES])
+    per_query_gradient(call.lse, call.d_lse, None, made[D_BIAS_OF_QUERIES])
+
+
+def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
+    of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
+    per_query_gradient(call.lse, call.d_lse, of_sinks, made[D_BIAS_OF_QUERIES])
+
+
+def _sinks(call: Call, made: Made) -> None:
+    sink_grad.sink_gradients(call.sinks, call.incoming, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:
@@ -218,5 +228,7 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper: d_bias": _hopper_shared,
     "portable: d_bias": _portable_shared,
     "sums of d_lse": _sums_of_d_lse,
+    "sums of d_lse and d_sinks": _sums_of_d_lse_and_sinks,
+    "d_sinks": _sinks,
     "query terms": _query_terms,
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import DISTANCES, KEYS, PAIRS, Problem, kind_of
+from ..problem import DISTANCES, KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
 from .hopper.copies import GLUON
 
@@ -23,13 +23,17 @@ D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
 D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
 D_BIAS_OF_DISTANCES = "d_bias of distances"  # (..., 1, R), a table: dS summed over the pairs of a distance
 END_SUMS = "sums at the ends"  # for each query those of dS over the keys whose distances take an end of the table
+D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
 
+NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout", "zero": "bias of distances"}
+_FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_INPUTS = ("query", "key", "value", "mask", "first", "last", "bias")
+_INTERVALS = ("first", "last", "also_first", "also_last")
+_INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
 _AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
 _AXES["d_bias"] = _AXES["bias"]
 _SIZED_BY = {"out": "value", "d_out": "value", "d_query": "query and key"}  # results, dense whatever padding their inputs have
@@ -76,10 +80,7 @@ class Traits(NamedTuple):
         problem: Problem,
         out: Tensor,
         d_out: Tensor | None = None,
-        d_query: Tensor | None = None,
-        d_key: Tensor | None = None,
-        d_value: Tensor | None = None,
-        d_bias: Tensor | None = None,
+        gradients: Gradients = NO_GRADIENTS,
         *,
         target: tuple[str, int] | None = None,
     ) -> Traits:
@@ -100,13 +101,13 @@ class Traits(NamedTuple):
         kinds = {name: kind_of(given[name].shape) for name in ("mask", "bias") if name in given}
         if problem.zero is not None:
             kinds["bias"] = DISTANCES
-        results = dict(out=out, d_out=d_out, d_query=d_query, d_bias=d_bias)
+        results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
-        pointed = {name: x for name, x in given.items() if name in ("mask", "first", "last") or (name == "bias" and kinds[name] != PAIRS)}
-        gradients = {D_QUERY: d_query, D_KEY: d_key, D_VALUE: d_value}
+        pointed = {name: x for name, x in given.items() if name in ("mask", *_INTERVALS) or (name == "bias" and kinds[name] != PAIRS)}
+        made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
-            gradients[_d_bias_of(problem, (batch, heads))] = d_bias
+            made[_d_bias_of(problem, (batch, heads))] = gradients.bias
         return cls(
             family=family,
             gluon=GLUON,
@@ -127,7 +128,7 @@ class Traits(NamedTuple):
             uncopyable=tuple((name, why) for name, x in copied.items() if (why := _why_not_copied(name, *x)) is not None),
             # Of an axis of 1, too, whose stride nobody uses.
             wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),
-            wanted=frozenset(name for name, x in gradients.items() if x is not None),
+            wanted=frozenset(name for name, x in made.items() if x is not None),
         )
 
     @property
@@ -144,7 +145,7 @@ def _features(problem: Problem, kinds: dict[str, str]) -> frozenset[str]:
     present = [name for name, x in zip(problem._fields, problem, strict=True) if x is not None and name not in _PARAMETERS]
     found = {f"{name} of {kinds[name]}" if name in kinds else _FEATURES.get(name, name) for name in present}
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (problem.first, problem.last)):
+    if heads > kv_heads and any(x is not None and x.shape[1] == heads for x in (getattr(problem, name) for name in _INTERVALS)):
         found.add("intervals by head")  # which differ among heads that share keys
     return frozenset(found | {str(x.dtype) for x in (problem.query, problem.bias) if x is not None and x.dtype not in _DTYPES})
 

@@ -25,15 +25,17 @@ CASES = [
     Case("plain", 5, 7, head_dim=8),
     Case("grouped-causal-bias", 9, 11, heads=4, kv_heads=2, head_dim=8, bias="1gqk", causal=True),
     Case("mask-softcap-key-bias", 9, head_dim=8, mask="b1qk", bias="bh1k", softcap=3.0),
+    Case("two-intervals", 19, head_dim=8, intervals="random-two", bias="b1qk"),
     Case("intervals-window-row-bias", 9, head_dim=8, intervals="padding", bias="1hq1", window=(3, None)),
     Case("padded-bias", 9, 13, head_dim=8, bias="1hqk", padded=True),
+    Case("sinks-row-bias-causal", 9, 5, heads=4, kv_heads=2, head_dim=8, bias="1hq1", causal=True, sinks="far"),
 ]
 no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
 
 
 def problem_of(case: Case, device: str) -> tuple[Problem, torch.Tensor, torch.Tensor]:
     inputs = case.inputs(torch.float32, device)
-    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, **case.options)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, sinks=inputs.sinks, **case.options)
     return problem, inputs.d_out, inputs.d_lse
 
 
@@ -69,7 +71,7 @@ def test_opcheck(case: Case, device: str) -> None:
         tests = (*tests, "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dmattn.forward.default, tuple(operands), test_utils=tests)
     out, lse, states = torch.ops.dmattn.forward(*problem)
-    needs = [True, True, True, problem.bias is not None]
+    needs = [x is not None for x in passes.learned_of(problem)]
     arguments = (d_out, d_lse, out, lse, needs, True, *problem._replace(states=states))
     torch.library.opcheck(torch.ops.dmattn.backward.default, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -36,7 +36,7 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -
         problem = problem._replace(states=states)
         operands = [*problem, out, lse, d_out, d_lse]
         seen = launches.taken(operands)
-        gradients = passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), True, problem)
+        gradients = passes.backward(d_out, d_lse, out, lse, tuple(x is not None for x in passes.learned_of(problem)), True, problem)
         return seen + launches.taken([*operands, *gradients])
 
     with launches:
@@ -56,9 +56,11 @@ def test_a_checked_call_launches_what_its_problem_would(case: Case, launches: La
         inputs = case.inputs(torch.bfloat16, "cpu", seed=seed)
         options = {"causal": False, "window": None, "scale": None, "softcap": None, "dropout_p": 0.0} | case.options
         mask, tensors = inputs.mask, (inputs.query, inputs.key, inputs.value)
-        mask = Intervals(mask.first, mask.last, mask.len_q) if isinstance(mask, IntervalMask) else mask
+        if isinstance(mask, IntervalMask):
+            mask = Intervals(mask.first, mask.last, mask.len_q, mask.also_first, mask.also_last)
         given = inputs.bias_of(inputs.bias)
         bias = Distances.of(given) if isinstance(given, RelativeBias) else given
+        options["sinks"] = inputs.sinks
         problem = Problem.canonical(*tensors, mask=mask, bias=bias, **options)
         launches.seen.clear()
         seen = []

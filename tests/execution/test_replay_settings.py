@@ -137,7 +137,8 @@ def test_calls_that_look_alike_pass_the_check(case: Case, launches: Launches, on
         problem, d_out, d_lse = problem_of(case, "cpu", seed)
         launches.seen.clear()
         out, lse, states, *_ = passes.forward(problem)
-        passes.backward(d_out, d_lse, out, lse, (True, True, True, case.bias is not None), True, problem._replace(states=states))
+        needs = tuple(x is not None for x in passes.learned_of(problem))
+        passes.backward(d_out, d_lse, out, lse, needs, True, problem._replace(states=states))
         return [name for name, *_ in launches.seen]
 
     with launches:

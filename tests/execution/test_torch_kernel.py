@@ -31,6 +31,8 @@ SERVED = (
     Case("bias-mask-empty-rows-61x83", 61, 83, mask="b1qk", keep="random-empty-rows", bias="1hqk", reason="what a mask hides beside a bias is -inf, not low"),
     Case("documents-400", 400, intervals="documents", causal=True, window=(48, 0), reason="packed sequences inside a window"),
     Case("negative-scale-causal-50", 50, scale=-0.4, causal=True, reason="-inf is not multiplied by it"),
+    Case("sinks-causal-grouped-100", 100, heads=6, kv_heads=2, causal=True, sinks="far", reason="sinks join what the kernel returns"),
+    Case("sinks-empty-rows-90x35", 90, 35, heads=3, causal=True, sinks="far", reason="chunks without any key have the sinks alone"),
     Case("transposed-130", 130, heads=3, transposed=True, reason="(B, S, H, D) in memory"),
 )  # fmt: skip
 NOT_SERVED = (

@@ -483,6 +483,16 @@ def test_sinks_take_part_in_the_softmax() -> None:
         assert error(got, expected) <= 1e-5
 
 
+def test_sinks_of_a_model_are_those_of_attention(calls: list[dict]) -> None:
+    """In each layer, as its parameters are; out is not scaled by lse afterwards."""
+    model = gpt_oss().eval()
+    with integration.using(model):
+        model(input_ids=torch.arange(6)[None])
+    sinks = [layer.self_attn.sinks for layer in model.model.layers]
+    assert [call["sinks"] is sink for call, sink in zip(calls, sinks, strict=True)] == [True] * len(sinks)
+    assert not any(call.get("return_lse") for call in calls)
+
+
 def attend(layer: nn.Module | None = None, lengths: tuple[int, int] = (5, 5), **arguments) -> tuple[Tensor, Tensor | None]:
     mask = arguments.pop("attention_mask", torch.ones(2, 1, *lengths, dtype=torch.bool))
     return integration.attend(layer or Layer(False), *random_qkv(*lengths), mask, **arguments)

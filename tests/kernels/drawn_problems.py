@@ -16,7 +16,7 @@ BIAS_DTYPES = (None, None, None, None, None, None, torch.float16, torch.bfloat16
 
 
 class Drawn(NamedTuple):
-    """A problem with the gradients that reach its backward pass, and which of query, key, value and bias want one."""
+    """A problem with the gradients that reach its backward pass, and which of its inputs want one."""
 
     problem: Problem
     d_out: Tensor
@@ -59,7 +59,9 @@ def drawn(chance: random.Random) -> Drawn:
             bias = torch.empty((*entries[2], 1, len_k), dtype=bias.dtype, device="meta")
     elif hiding == "intervals":
         leading = [(chance.choice((1, batch)), chance.choice((1, kv_heads, heads))) for _ in range(2)]
-        mask = Intervals(*(torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading), None)
+        bounds = [torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading]
+        again = bounds[::-1] if (len_q + len_k) % 3 == 0 else ()
+        mask = Intervals(*bounds, None, *again)
     given: Any = bias
     aside = random.Random(f"{sizes}")  # not of `chance`, whose problems would all be others
     if bias is not None and hiding != "order" and aside.random() < 0.15:
@@ -78,8 +80,10 @@ def drawn(chance: random.Random) -> Drawn:
     problem = Problem.canonical(query, key, value, mask, given, **options)._replace(order=order)
     d_out = _tensor(chance, (batch, heads, len_q, value_dim), dtype, odd)
     d_lse = torch.empty((batch, heads, len_q), device="meta") if chance.random() < 0.3 else None
-    needs = tuple(chance.random() < 0.75 for _ in range(3))
-    return Drawn(problem, d_out, d_lse, (*needs, bias is not None and chance.random() < 0.75))
+    needs = [*(chance.random() < 0.75 for _ in range(3)), bias is not None and chance.random() < 0.75]
+    if chance.random() < 0.2:
+        problem = problem._replace(sinks=torch.empty(heads, dtype=dtype, device="meta"))
+    return Drawn(problem, d_out, d_lse, (*needs, problem.sinks is not None and chance.random() < 0.75))
 
 
 def _sizes(chance: random.Random) -> Sizes:

@@ -24,9 +24,10 @@ from drawn_problems import Drawn, drawn
 
 from dmattn.equivalence import Case
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.kernels.dispatch import choose_backward, choose_forward
 from dmattn.kernels.traits import TERM_COLUMNS, Traits
-from dmattn.problem import Problem
+from dmattn.problem import Gradients, Problem
 
 RECORD = Path(__file__).with_name("choices.txt")
 TARGETS = {"sm_80": ("sm_80", 108), "sm_90": ("sm_90", 132), "sm_100": ("sm_100", 148), "gfx942": ("hip", 304)}  # family and processors
@@ -56,7 +57,7 @@ def placed(case: Case, dtype: torch.dtype) -> Problem:
 
 def with_gradients(problem: Problem) -> Drawn:
     """All gradients of it are wanted, with a contiguous d_out."""
-    return Drawn(problem, backend.allocate_forward(problem)[0].contiguous(), None, (True, True, True, problem.bias is not None))
+    return Drawn(problem, backend.allocate_forward(problem)[0].contiguous(), None, tuple(x is not None for x in learned_of(problem)))
 
 
 def drawn_problems(count: int) -> Iterator[Drawn]:
@@ -69,8 +70,8 @@ def choices(one: Drawn, target: str) -> str:
     """The choices for both passes on a GPU, a line each."""
     problem, d_out, _d_lse, needs = one
     out = backend.allocate_forward(problem)[0]
-    gradients = [x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)]
-    traits = Traits.of(problem, out, d_out, *gradients, target=TARGETS[target])._replace(gluon=True)
+    gradients = Gradients(*(x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)))
+    traits = Traits.of(problem, out, d_out, gradients, target=TARGETS[target])._replace(gluon=True)
     rows = [choice.row.name + (WITH_COLUMNS if TERM_COLUMNS in choice.makes else "") for choice in choose_backward(traits)]
     return f"forward: {choose_forward(traits).row.name}\nbackward: {'; '.join(rows) or 'nothing'}\n"
 
@@ -101,7 +102,7 @@ def described(one: Drawn) -> str:
         f"{word(traits.dtype)} batch {traits.batch}, {heads}, {traits.len_q} x {traits.len_k}, dims {traits.head_dim} and {traits.value_dim}"
     )
     bias = [] if traits.bias is None else [f"bias {word(traits.bias.dtype)} of {traits.bias.batch} x {traits.bias.heads}"]
-    wants = [name for name, needed in zip(("query", "key", "value", "bias"), one.needs, strict=True) if needed]
+    wants = [name for name, needed in zip(Gradients._fields, one.needs, strict=True) if needed]
     return "; ".join([sizes, *sorted(traits.features), *bias, f"gradients of {', '.join(wants) or 'nothing'}"])
 
 

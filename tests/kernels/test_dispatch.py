@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmattn.execution import backend
-from dmattn.problem import Problem
+from dmattn.problem import Gradients, Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -32,9 +32,11 @@ from dmattn.kernels.traits import (
     D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
+    D_BIAS_OF_QUERIES,
     D_BIAS_SHARED,
     D_KEY,
     D_QUERY,
+    D_SINKS,
     D_VALUE,
     END_SUMS,
     QUERY_TERMS,
@@ -89,6 +91,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     ),
     "hopper.bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["parts"]}),
     "portable.bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
+    "portable.sink_grad._sink_gradients_kernel": lambda given: ("d_sinks", {D_SINKS: given["parts"]}),
 }
 
 
@@ -141,13 +144,13 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
         row = dispatch.choose_forward(Traits.of(problem, out)).row.name
         assert [FORWARD_KERNELS[kernel] for kernel, _ in launches if kernel in FORWARD_KERNELS] == [row], f"{name}: {problem}"
 
-        gradients = [x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)]
+        gradients = Gradients(*(x if x is None or x.numel() else None for x in backend.allocate_backward(problem, needs)))
         launches.clear()
-        kernels.backward(problem, out, lse, d_out, d_lse, *gradients)
+        kernels.backward(problem, out, lse, d_out, d_lse, gradients)
         seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in launches if kernel in BACKWARD_KERNELS]
-        choices = dispatch.choose_backward(Traits.of(problem, out, d_out, *gradients))
-        by_pytorch = {"sums of d_lse"} | ({"portable: d_bias of distances"} if has_no_bands(problem) else set())
-        wanted = [(choice.row.name, choice.makes) for choice in choices if choice.row.name not in by_pytorch]
+        choices = dispatch.choose_backward(Traits.of(problem, out, d_out, gradients))
+        by_pytorch = {D_BIAS_OF_QUERIES} | ({D_BIAS_OF_DISTANCES} if has_no_bands(problem) else set())
+        wanted = [(choice.row.name, choice.makes) for choice in choices if by_pytorch.isdisjoint(choice.makes)]
         assert [(row, {result for result, x in made.items() if x is not None}) for row, made in seen] == wanted, f"{name}: {problem}"
         chosen |= {f"forward: {row}"} | {f"backward: {choice.row.name}" for choice in choices}
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
@@ -208,6 +211,8 @@ BACKWARD_SERVED = {
     "Hopper: d_bias": FOUR,
     "portable: d_bias": FOUR,
     "sums of d_lse": PLAIN,
+    "sums of d_lse and d_sinks": PLAIN._replace(features=frozenset({"sinks"})),
+    "d_sinks": PLAIN._replace(features=frozenset({"sinks"})),
     "query terms": PLAIN,
 }
 
@@ -220,10 +225,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: one tile", dict(dtype=FP32), "49 x 49 pairs are more than one tile of 32 x 32"),
     ("forward: split keys", dict(features=frozenset({"dropout", "bias of keys"})), "does not serve dropout"),
     ("forward: split keys", dict(features=frozenset({"intervals by head"})), "does not serve intervals by head"),
-    ("forward: split keys", dict(len_k=511), "is for few queries over many keys: 511 visible keys are fewer than two splits of 256"),
-    ("forward: split keys", dict(left=500), "is for few queries over many keys: 501 visible keys are fewer than two splits of 256"),
-    ("forward: split keys", dict(right=-7700), "is for few queries over many keys: 492 visible keys are fewer than two splits of 256"),
-    ("forward: split keys", dict(right=-9000), "is for few queries over many keys: 0 visible keys are fewer than two splits of 256"),
+    ("forward: split keys", dict(len_k=511), "is for few queries over many keys: 511 visible keys are fewer than 512, two splits of them"),
+    ("forward: split keys", dict(left=500), "is for few queries over many keys: 501 visible keys are fewer than 512, two splits of them"),
+    ("forward: split keys", dict(right=-7700), "is for few queries over many keys: 492 visible keys are fewer than 512, two splits of them"),
+    ("forward: split keys", dict(right=-9000), "is for few queries over many keys: 0 visible keys are fewer than 512, two splits of them"),
     ("forward: split keys", dict(heads=8 * 65, len_k=1 << 20), "65 heads share keys, more than the 64 rows of a tile"),
     ("forward: split keys", dict(heads=8, batch=9), "72 programs keep 132 processors busy with whole keys"),
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
@@ -276,6 +281,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
+    ("backward: Hopper: d_key, d_value by intervals", dict(features=INTERVALS | {"two intervals"}), "does not serve two intervals"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
@@ -368,7 +374,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
         out, _lse, _states = backend.allocate_forward(problem)
         chosen = dispatch.choose_forward(Traits.of(problem, out))
-        _terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, *backend.allocate_backward(problem, (True,) * 4)))
+        _terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, backend.allocate_backward(problem, (True,) * 5)))
         names[width] = [choice.row.name for choice in (chosen, keys, queries)]
     assert names[256] == ["Hopper", "Hopper: d_key, d_value, d_bias", "portable: d_query of d_bias"]
     assert names[251] == ["portable", "portable: d_key, d_value, d_bias", "portable: d_query of d_bias"]
@@ -391,7 +397,7 @@ def test_a_row_runs_before_those_whose_results_it_borrows(monkeypatch: pytest.Mo
     query = torch.empty(136, 4, 384, 32, dtype=BF16, device="meta")
     bias = torch.empty(1, 4, 384, 384, dtype=BF16, device="meta")
     problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
-    traits = Traits.of(problem, query, query, query, query, query, bias, target=("sm_90", 132))
+    traits = Traits.of(problem, query, query, Gradients(query, query, query, bias), target=("sm_90", 132))
     borrowing = "Hopper, bias on chip: d_query, d_bias"
     for table in (dispatch.BACKWARD, dispatch.BACKWARD[::-1]):
         kept = [row for row in table if row.name.startswith("Hopper, bias on chip") or row.name == "query terms"]

@@ -62,8 +62,8 @@ def attend(
         dropout: probability with which a weight is dropped while ``module.training``; ignored otherwise, as in Transformers' eager attention.
         scaling: factor on q . k; None is D ** -0.5. softcap: bound of the scaled score.
         position_bias: float, broadcastable to (B, H, Q, K), added to the score. Differentiable, T5's relative bias.
-        s_aux: (H,), attention sinks: a logit per head that takes part in the softmax and has no value. Differentiable.
-        sinks: (B, H, Q, 1), the same with a logit per head and query; `s_aux` is then None. Differentiable.
+        s_aux: (H,), the `sinks` of :func:`dmattn.attention`. Differentiable.
+        sinks: (B, H, Q, 1), the same with a score for each query; `s_aux` is then None. Differentiable.
         indices: integer, (B, Q, any): the keys that each query may attend, out of those that the mask leaves it, as an indexer chose them.
         block_indices: the same in blocks of keys, whose mask ``module.indexer.build_block_mask`` makes (:func:`.selected_keys.select_blocks`).
         cu_seq_lens_q, cu_seq_lens_k: integer, (documents + 1,), both or neither: where the documents packed in a row begin, from 0 to Q and to
@@ -113,14 +113,11 @@ def attend(
         bias = _with_positions(bias, position_bias, module, query, key)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
     options["dropout_p"] = dropout if module.training else 0.0
-    if sinks is not None:
-        logits = _logits_of_queries(sinks, s_aux, query)
-    elif s_aux is not None:
-        if s_aux.shape != query.shape[1:2]:
+    if sinks is None:
+        if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise ValueError(f"dmattn: s_aux: expected shape (H,) = {tuple(query.shape[1:2])}, received {tuple(s_aux.shape)}")
-        logits = s_aux[:, None]
-    else:
-        return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+        return attention(query, key, value, **options, sinks=s_aux).transpose(1, 2).contiguous(), None
+    logits = _logits_of_queries(sinks, s_aux, query)
     out, lse = attention(query, key, value, **options, return_lse=True)
     share = torch.sigmoid(lse - logits.to(lse.dtype))  # (B, H, Q): exp(lse) / (exp(lse) + exp(logits))
     return (out * share[..., None]).to(out.dtype).transpose(1, 2).contiguous(), None

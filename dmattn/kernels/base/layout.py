@@ -49,6 +49,11 @@ def strided(x: Tensor | None, heads: int) -> Strided | None:
     return Strided(x, batch, head, row, col[0] if col else 0, heads // x.shape[1])
 
 
+def strided_by_head(x: Tensor | None) -> Strided | None:
+    """`x` (H,) as a kernel argument, a number for each query head."""
+    return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
+
+
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""

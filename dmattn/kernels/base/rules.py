@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided
+from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -21,11 +21,13 @@ class Rules(NamedTuple):
     """What happens to q . k. Tensors are Strided or None.
 
     `mask_rows` and its like are None where the tensor is broadcast on that axis, else 1; `bias_by_key` is 1 where a bias is so on that of
-    queries alone. `first`, `last`: one query interval per key. `lists`: for every block of queries the blocks of keys to visit, where there are
-    a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries, where there is a mask and the kernel walks
-    queries. `states` are the mask's, where it walks neither. `left` and `right` are the window's (base/window.py). `seed` points
-    to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `shared` is 1 where batch entries share a bias or mask
-    of pairs, else None. Where `bias` is a table of `distances` numbers, `zero` is the index of distance 0; else both are None.
+    queries alone. `first`, `last`: one query interval per key; `also_first`, `also_last`: a second one. `lists`: for every block of queries
+    the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries,
+    where there is a mask or a second interval and the kernel walks queries. `states` are the mask's, where it walks neither. `left` and `right`
+    are the window's (base/window.py). `seed` points to that of dropout, or is None with `threshold` and `kept_scale`
+    (dmattn/dropout.py). `sinks`, a number for each head, are None in the backward pass, whose lse has them in it. `shared` is 1 where batch
+    entries share a bias or mask of pairs, else None. Where `bias` is a table of `distances` numbers, `zero` is the index of distance 0; else
+    both are None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -37,6 +39,7 @@ class Rules(NamedTuple):
     states: Any
     mask: Any
     bias: Any
+    sinks: Any
     left: Any
     right: Any
     scale: Any
@@ -44,6 +47,8 @@ class Rules(NamedTuple):
     seed: Any
     threshold: Any
     kept_scale: Any
+    also_first: Any
+    also_last: Any
     zero: Any
     distances: Any
     mask_rows: Any
@@ -65,9 +70,12 @@ def rules_of(problem: Problem, lists: Tensor | None = None, states: Tensor | Non
         bias=strided(problem.bias, heads),
         bias_rows=_varies(problem.bias, 2),
         bias_cols=_varies(problem.bias, 3),
+        sinks=strided_by_head(problem.sinks),
         bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
+        also_first=strided(problem.also_first, heads),
+        also_last=strided(problem.also_last, heads),
         lists=strided(lists, heads),
         states=strided(states, heads),
         left=problem.left,
@@ -130,7 +138,12 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     if rules.first is not None:
         first = by_key(load_rows(rules.first, seq, cols, 0), KEYS_DOWN)
         last = by_key(tl.minimum(load_rows(rules.last, seq, cols, 0), seq.len_q), KEYS_DOWN)  # a row past the end attends nothing
-        s = tl.where((first <= i) & (i < last), s, float("-inf"))
+        attended = (first <= i) & (i < last)
+        if rules.also_first is not None:
+            also_first = by_key(load_rows(rules.also_first, seq, cols, 0), KEYS_DOWN)
+            also_last = by_key(tl.minimum(load_rows(rules.also_last, seq, cols, 0), seq.len_q), KEYS_DOWN)
+            attended |= (also_first <= i) & (i < also_last)
+        s = tl.where(attended, s, float("-inf"))
     return within_window(s, rules.left, rules.right, seq, rows, cols, i, j)
 
 

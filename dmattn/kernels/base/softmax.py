@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .dropout import kept_factor
+from .layout import slice_pointer
 from .rules import LOG2E, by_query, scores
 
 FARTHEST = tl.constexpr(2.0**26)  # lse of a row that has gradients
@@ -60,8 +61,26 @@ def weights_at(s, row_max, factor, FAR: tl.constexpr, OF_NONE: tl.constexpr):
 
 
 @triton.jit
-def softmax_finish(acc, row_max, row_sum):
-    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row."""
+def sink2_of(sinks, seq):
+    """The score of the sink of a head times LOG2E."""
+    return tl.load(slice_pointer(sinks, seq)).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def join_sink(sink2, row_max, row_sum):
+    """(factor for what was accumulated, new maximum, new sum) with a sink, a key without a value; maxima are exponents of 2."""
+    new_max = tl.maximum(row_max, sink2)
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha = tl.exp2(row_max - pivot)
+    return alpha, new_max, row_sum * alpha + tl.exp2(sink2 - pivot)
+
+
+@triton.jit
+def softmax_finish(acc, row_max, row_sum, rules, seq):
+    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row. A sink is the last key of a row."""
+    if rules.sinks is not None:
+        alpha, row_max, row_sum = join_sink(sink2_of(rules.sinks, seq), row_max, row_sum)
+        acc *= alpha[:, None]
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) / LOG2E)
     return acc / divisor[:, None], lse

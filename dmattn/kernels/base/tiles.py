@@ -69,6 +69,7 @@ _TABLE = {
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
 _WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "one tile", which spills where heads are wider
 _INTERPRETED = Tile(32, 32, 4, 1)
+_RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields of a problem, loaded by places of queries or keys
 
 
 def pick(kernel: str, problem: Problem) -> Tile:
@@ -113,7 +114,7 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         BLOCK_DV=block_dim(value_dim),
         EVEN_M=len_q % tile.block_m == 0,
         EVEN_N=len_k % tile.block_n == 0,
-        INDEX=tl.int64 if _needs_wide_index(query, key, value, problem.mask, problem.bias, problem.first, problem.last, *outputs) else tl.int32,
+        INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,
         PRECISION=dot_precision(query),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -26,6 +26,7 @@ from ..base.launch import launch
 from ..base.layout import slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
+from ..base.softmax import join_sink, sink2_of
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -275,11 +276,18 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
 def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Normalise and store out and lse of a consumer's queries."""
     row_sum = sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
+    rules, seq = context.rules, context.seq
+    acc = sums.acc
+    if rules.sinks is not None:
+        alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), sums.row_max * exponent_factor(rules), row_sum)
+        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, config.OUT))[:, None]
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = sums.acc / gl.convert_layout(divisor, gl.SliceLayout(1, config.OUT))[:, None]
-    seq, row = context.seq, context.row + which * BLOCK_M
+    acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, config.OUT))[:, None]
+    row = context.row + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
-    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (sums.row_max * exponent_factor(context.rules) + gl.log2(divisor)) / LOG2E)
+    if rules.sinks is None:
+        row_max2 = sums.row_max * exponent_factor(rules)
+    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
     store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 

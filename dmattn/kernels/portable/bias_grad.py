@@ -54,6 +54,11 @@ class Sharing(NamedTuple):
         fill = programs_per_processor * processors(problem.query.device) // heads
         return cls(1, heads, 1, batch, _even(batch, fill))
 
+    @classmethod
+    def of_blocks(cls, heads: int, blocks: int, programs_per_processor: int, device: torch.device) -> Sharing:
+        """Where a head has one number, the sum over so many blocks of queries, split as far as is needed to fill the GPU."""
+        return cls(1, heads, 1, blocks, _even(blocks, programs_per_processor * processors(device) // heads))
+
     def parts(self, d_bias: Tensor) -> Tensor:
         """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
         if self.splits == 1:
@@ -187,7 +192,7 @@ def add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, 
         elif live:
             total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
     elif rules.first is not None:
-        if any_live_interval(rules.first, rules.last, seq, rows, cols, BLOCK_M):
+        if any_live_interval(rules, seq, rows, cols, BLOCK_M):
             total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
     else:
         total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)

@@ -49,8 +49,8 @@ class Bands(NamedTuple):
         if problem.right is not None:
             highest = min(highest, zero + problem.right + block_m - 1)
         first = origin + triton.cdiv(lowest - origin, block_n) * block_n
-        count = max(0, (highest - first) // block_n + 1) if length > 2 else 0
-        return cls(first, count, min(blocks_m, triton.cdiv(blocks_n * block_n, block_m)))
+        tiles = min(blocks_m, triton.cdiv(blocks_n * block_n, block_m))
+        return cls(first, max(0, (highest - first) // block_n + 1) if length > 2 and tiles else 0, tiles)
 
 
 def table_gradient(problem: Problem, incoming: Incoming, end_sums: Tensor, d_table: Tensor) -> None:

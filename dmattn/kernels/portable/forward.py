@@ -63,7 +63,7 @@ def _forward_kernel(
             acc, row_max, row_sum = _add_tile(
                 q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
             )
-    acc, lse_rows = softmax_finish(acc, row_max, row_sum)
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, seq)
     store_tile(out, seq, rows, value_dims, acc)
     store_rows(lse, seq, rows, lse_rows)
 

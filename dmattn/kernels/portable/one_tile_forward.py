@@ -70,6 +70,7 @@ def _one_tile_forward_kernel(
         p, _alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         if rules.seed is not None:
             p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
-        acc, lse_rows = softmax_finish(tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION), row_max, row_sum)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+        acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, seq)
         store_tile(out, seq, rows, value_dims, acc)
         store_rows(lse, seq, rows, lse_rows)

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided, strided_by_head
 from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
-from ..base.softmax import softmax_finish, softmax_start, softmax_step
+from ..base.softmax import join_sink, sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step
@@ -75,10 +75,11 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem of which `plan_of` makes a plan, with its `states` where there is a mask."""
     batch, heads, len_q, value_dim = out.shape
     tile, queries, programs, splits = plan_of(problem)
-    parts, lse_parts = out, lse
+    parts, lse_parts, sinks = out, lse, problem.sinks
     if splits > 1:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
         lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
+        problem = problem._replace(sinks=None)  # which join their sum
     mask_by_head = _by_head(problem.mask, problem)
     listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
     options = launch_options(problem, tile, out)
@@ -100,10 +101,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         **options,
     )
     if splits > 1:
-        _merge_splits(parts, lse_parts, out, lse, splits)
+        _merge_splits(parts, lse_parts, sinks, out, lse, splits)
 
 
-def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, splits: int) -> None:
+def _merge_splits(parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, splits: int) -> None:
     """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
     batch, heads, len_q, value_dim = out.shape
     dims = min(MERGED_DIMS, block_dim(value_dim))
@@ -112,6 +113,7 @@ def _merge_splits(parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, sp
         triton.cdiv(value_dim, dims) * len_q * heads * batch,
         parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
         lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
+        sinks=strided_by_head(sinks),
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -161,7 +163,8 @@ def _split_kernel(
         query = tl.where(row < QUERIES * GROUP, query, len_q)  # a row too many is a query past the end
     rows = Span(program % blocks * QUERIES, query.to(INDEX), len_q)
     seq = Sequence(batch, first_head, len_q, len_k)
-    by_row = Sequence(batch, (first_head + row % GROUP)[:, None], len_q, len_k)  # a head for each row: of tiles, not of vectors
+    head = first_head + row % GROUP
+    by_row = Sequence(batch, head[:, None], len_q, len_k)  # a head for each row: of tiles, not of vectors
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     q_tile = load_tile(q, by_row, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -179,7 +182,7 @@ def _split_kernel(
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    acc, lse_rows = softmax_finish(acc, row_max, row_sum)
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, Sequence(batch, head, len_q, len_k))
     part = Sequence(split * (tl.num_programs(0) // (blocks * splits * groups)) + batch, by_row.head, len_q, len_k)
     store_tile(parts, part, rows, value_dims, acc)
     store_tile(lse_parts, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])
@@ -204,7 +207,7 @@ def _scores(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    parts, lse_parts, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    parts, lse_parts, sinks, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from those of its `splits` parts.
 
@@ -225,6 +228,9 @@ def _merge_splits_kernel(
     pivot = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(lse2 - pivot)
     total = tl.sum(weights, 0)
+    if sinks is not None:
+        alpha, largest, total = join_sink(sink2_of(sinks, seq), largest, total)
+        weights *= alpha
     divisor = tl.where(total == 0.0, 1.0, total)
     part_tile = load_tile(parts, of_parts, each, dims)  # [BLOCK_SPLITS, BLOCK_DV]
     merged = tl.sum(weights[:, None] * part_tile, 0) / divisor

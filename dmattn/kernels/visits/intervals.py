@@ -1,5 +1,7 @@
 """Interval masks in the kernels: for every block of queries the list of the blocks of keys that any of them may attend.
 
+Where keys have two intervals, also for every block of keys the list of the blocks of queries, which may lie in two places.
+
 Intervals packed by blocks of keys and bias columns (base/bias_columns.py) are made here, too. Kernels copy them beside their keys.
 """
 
@@ -16,7 +18,7 @@ from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.place import LARGEST, place
-from ..base.window import all_in_window, first_query, keys_in_window, last_query
+from ..base.window import all_in_window, first_query, keys_in_window, last_query, queries_in_window
 from .lists import append, close, empty_lists, list_pointer, room
 
 CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it makes a list: four numbers of each
@@ -26,6 +28,11 @@ SUMMARY = 512  # keys that a program sums up
 def interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
     """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
     return _lists(problem, block_bounds(problem, block_n), block_m, block_n)
+
+
+def query_interval_lists(problem: Problem, block_m: int, block_n: int) -> Tensor:
+    """For every block of keys the list of the blocks of queries to visit, where there are intervals. The window counts too."""
+    return _lists(problem, block_bounds(problem, block_n), block_m, block_n, by_key=True)
 
 
 def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -50,17 +57,25 @@ def described_keys(problem: Problem, block_m: int, block_n: int) -> tuple[Tensor
     return _lists(problem, bounds, block_m, block_n), packed, bias_columns
 
 
-def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int) -> Tensor:
+def _lists(problem: Problem, bounds: Tensor, block_m: int, block_n: int, by_key: bool = False) -> Tensor:
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     blocks_m = triton.cdiv(len_q, block_m)
     batch, heads, blocks_n = bounds.shape[:3]
-    lists = empty_lists(bounds, batch, heads, blocks_m, blocks_n)
-    if not bounds.numel():
+    also_bounds = None
+    if problem.also_first is not None:
+        also_bounds = block_bounds(problem._replace(first=problem.also_first, last=problem.also_last), block_n)
+        batch, heads = max(batch, also_bounds.shape[0]), max(heads, also_bounds.shape[1])
+    owners, walked = (blocks_n, blocks_m) if by_key else (blocks_m, blocks_n)
+    lists = empty_lists(bounds, batch, heads, owners, walked)
+    if not lists.numel():
+        return lists
+    if not blocks_n or not blocks_m:
         return lists.zero_()
     launch(
-        _interval_lists_kernel,
-        batch * heads * blocks_m,
+        _query_interval_lists_kernel if by_key else _interval_lists_kernel,
+        batch * heads * owners,
         bounds=strided(bounds, heads),
+        also_bounds=strided(also_bounds, heads),
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
@@ -116,12 +131,20 @@ def _summary(problem: Problem, block_n: int, entries: tuple[int, int], packed: T
 
 
 @triton.jit
-def any_live_interval(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
-    """Whether a query of the tile lies in the interval of one of its keys."""
+def any_live_interval(rules, seq, rows, cols, BLOCK_M: tl.constexpr):
+    """Whether a query of the tile lies in an interval of one of its keys."""
+    live = _reaches(rules.first, rules.last, seq, rows, cols, BLOCK_M)
+    if rules.also_first is not None:
+        live |= _reaches(rules.also_first, rules.also_last, seq, rows, cols, BLOCK_M)
+    return tl.max(live.to(tl.int32)) != 0
+
+
+@triton.jit
+def _reaches(first, last, seq, rows, cols, BLOCK_M: tl.constexpr):
+    """For each key, whether a query of the tile lies in its interval."""
     first_cols = load_rows(first, seq, cols, LARGEST)
     last_cols = load_rows(last, seq, cols, 0)
-    live = (first_cols < last_cols) & (first_cols < rows.start + BLOCK_M) & (last_cols > rows.start)
-    return tl.max(live.to(tl.int32)) != 0
+    return (first_cols < last_cols) & (first_cols < rows.start + BLOCK_M) & (last_cols > rows.start)
 
 
 @triton.jit
@@ -174,7 +197,7 @@ def middle_and_length(first, last, len_q):
 
 
 @triton.jit
-def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _interval_lists_kernel(bounds, also_bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One program: the list of one block of queries of one (batch, head). Reads the bounds of all blocks of keys."""
     follow()
     block, head, batch = place(len_q, heads, BLOCK_M)
@@ -186,13 +209,69 @@ def _interval_lists_kernel(bounds, lists, left, right, heads, len_q, len_k, BLOC
     progress = (0, 0, 0, -1)
     for chunk in range(begin // BLOCK_N // CHUNK * CHUNK, tl.cdiv(end, BLOCK_N), CHUNK):
         number = chunk + tl.arange(0, CHUNK)
-        bound = slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row
+        bound, also = _bounds_of(bounds, seq, number), _bounds_of(also_bounds, seq, number)
         real = (number * BLOCK_N < end) & ((number + 1) * BLOCK_N > begin)
-        live = real & (tl.load(bound, mask=real, other=LARGEST) < row_end)
-        live = live & (tl.load(bound + bounds.col, mask=real, other=0) > rows.start)
+        live = _touched(bound, real, rows.start, row_end)
+        if also_bounds is not None:
+            live |= _touched(also, real, rows.start, row_end)
         if tl.max(live.to(tl.int32)) != 0:
-            full = tl.load(bound + 2 * bounds.col, mask=live, other=LARGEST) <= rows.start
-            full = full & (tl.load(bound + 3 * bounds.col, mask=live, other=0) >= row_end)
+            full = _filled(bound, live, rows.start, row_end)
+            if also_bounds is not None:
+                full |= _filled(also, live, rows.start, row_end)
             full = full & all_in_window(left, right, seq, rows.start, number * BLOCK_N, BLOCK_M, BLOCK_N)
             progress = append(pointer, room(len_k, BLOCK_N), progress, number, live, full)
     close(pointer, progress)
+
+
+@triton.jit
+def _query_interval_lists_kernel(
+    bounds, also_bounds, lists, left, right, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """One program: the list of one block of keys of one (batch, head), of the blocks of queries. Reads the bounds of that block."""
+    follow()
+    block, head, batch = place(len_k, heads, BLOCK_N)
+    seq = Sequence(batch, head, len_q, len_k)
+    cols = Span(block * BLOCK_N, 0, len_k)
+    begin, end = queries_in_window(left, right, seq, cols.start, BLOCK_N)
+    pointer = list_pointer(lists, seq, cols, BLOCK_N)
+    own = block + tl.zeros([CHUNK], tl.int32)
+    bound, also = _bounds_of(bounds, seq, own), _bounds_of(also_bounds, seq, own)
+    progress = (0, 0, 0, -1)
+    for chunk in range(begin // BLOCK_M // CHUNK * CHUNK, tl.cdiv(end, BLOCK_M), CHUNK):
+        number = chunk + tl.arange(0, CHUNK)
+        row = number * BLOCK_M
+        row_end = tl.minimum(row + BLOCK_M, len_q)
+        real = (row < end) & (row + BLOCK_M > begin)
+        live = _touched(bound, real, row, row_end)
+        full = _filled(bound, real, row, row_end)
+        if also_bounds is not None:
+            live |= _touched(also, real, row, row_end)
+            full |= _filled(also, real, row, row_end)
+        full = full & all_in_window(left, right, seq, row, cols.start, BLOCK_M, BLOCK_N)
+        progress = append(pointer, room(len_q, BLOCK_M), progress, number, live, full)
+    close(pointer, progress)
+
+
+@triton.jit
+def _bounds_of(bounds, seq, number):
+    """(pointers to the first bound of blocks of keys, stride between bounds)."""
+    if bounds is None:
+        return None, None
+    else:
+        return slice_pointer(bounds, seq) + tl.cast(number, tl.int64) * bounds.row, bounds.col
+
+
+@triton.jit
+def _touched(bound, real, row, row_end):
+    """Which of real blocks of keys have a key that a query from `row` to `row_end` may attend."""
+    pointer, stride = bound
+    live = real & (tl.load(pointer, mask=real, other=LARGEST) < row_end)
+    return live & (tl.load(pointer + stride, mask=real, other=0) > row)
+
+
+@triton.jit
+def _filled(bound, live, row, row_end):
+    """Of live blocks of keys, those of which all these queries attend all keys."""
+    pointer, stride = bound
+    full = tl.load(pointer + 2 * stride, mask=live, other=LARGEST) <= row
+    return full & (tl.load(pointer + 3 * stride, mask=live, other=0) >= row_end)

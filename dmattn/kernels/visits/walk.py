@@ -12,7 +12,7 @@ from ...problem import Problem
 from ..base.layout import load_rows
 from ..base.place import LARGEST
 from ..base.window import keys_in_window, queries_in_window
-from .intervals import interval_lists
+from .intervals import interval_lists, query_interval_lists
 from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
 
@@ -27,10 +27,12 @@ def key_lists(problem: Problem, block_m: int, block_n: int) -> Tensor | None:
 
 
 def query_lists(problem: Problem, block_m: int, block_n: int) -> Tensor | None:
-    """For every block of keys the list of the blocks of queries to visit; None without a mask, as a key's interval is a range anyway."""
-    if problem.mask is None or problem.query.shape[2] <= block_m:
+    """For every block of keys the list of the blocks of queries to visit; None without a mask, as one interval of a key is a range anyway."""
+    if problem.query.shape[2] <= block_m:
         return None
-    return mask_lists(problem, block_m, block_n, by_key=True)
+    if problem.mask is not None:
+        return mask_lists(problem, block_m, block_n, by_key=True)
+    return None if problem.also_first is None else query_interval_lists(problem, block_m, block_n)
 
 
 @triton.jit
@@ -62,8 +64,15 @@ def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         if rules.first is not None:
             first = load_rows(rules.first, seq, cols, LARGEST)
             last = load_rows(rules.last, seq, cols, 0)
-            end = tl.maximum(tl.minimum(end, tl.max(tl.where(first < last, last, 0))), 0)
-            begin = tl.minimum(tl.maximum(begin, tl.min(tl.where(first < last, first, LARGEST))), end)
+            from_first = tl.min(tl.where(first < last, first, LARGEST))
+            to_last = tl.max(tl.where(first < last, last, 0))
+            if rules.also_first is not None:
+                first = load_rows(rules.also_first, seq, cols, LARGEST)
+                last = load_rows(rules.also_last, seq, cols, 0)
+                from_first = tl.minimum(from_first, tl.min(tl.where(first < last, first, LARGEST)))
+                to_last = tl.maximum(to_last, tl.max(tl.where(first < last, last, 0)))
+            end = tl.maximum(tl.minimum(end, to_last), 0)
+            begin = tl.minimum(tl.maximum(begin, from_first), end)
         return begin // BLOCK_M * BLOCK_M, end, end
     else:
         partial, full = visits(rules.lists, seq, cols, BLOCK_N)

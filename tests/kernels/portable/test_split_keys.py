@@ -44,6 +44,7 @@ CASES = (
     Case("padded-dims-2x97", 2, 97, **GQA, head_dim=20, value_dim=100, causal=True, reason="dims past a power of two, in two blocks as they are merged"),
     Case("padding-2x97", 2, 97, **GQA, intervals="padding", bias="bhqk", reason="intervals, and a bias that differs within the group"),
     Case("random-intervals-5x97", 5, 97, **GQA, intervals="random", bias="1gqk", reason="an interval for each key and key-value head"),
+    Case("two-intervals-5x97", 5, 97, **GQA, intervals="random-two", bias="1gqk", reason="two for each key and key-value head"),
     Case("intervals-per-head-3x65", 3, 65, heads=2, intervals="random-per-head", causal=True, reason="groups of one head"),
     Case("shared-intervals-window-3x97", 3, 97, **GQA, intervals="random-shared", window=(80, None), reason="intervals and window"),
 )  # fmt: skip

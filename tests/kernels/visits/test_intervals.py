@@ -21,6 +21,8 @@ LISTED, CHUNK = 3, 2
         Case("documents", 70, 170, intervals="documents", bias="bhqk"),
         Case("padding", 37, 170, kv_heads=1, intervals="padding", bias="bg1k"),
         Case("random", 37, 170, batch=1, intervals="random", window=(110, 30)),
+        Case("two", 170, 90, batch=1, intervals="random-two", bias="bhqk", window=(110, 30)),
+        Case("global", 170, batch=1, kv_heads=1, intervals="global", bias="bg1k"),
         Case("mask", 170, 230, batch=1, mask="1hqk", keep="blocks", bias="bhqk"),
     ],
     ids=lambda case: case.name,

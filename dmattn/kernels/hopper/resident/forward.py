@@ -18,7 +18,7 @@ from ...base.launch import launch
 from ...base.layout import slice_pointer, strided
 from ...base.overlap import follow
 from ...base.rules import LOG2E, rules_of
-from ...base.softmax import weights_of
+from ...base.softmax import join_sink, sink2_of, weights_of
 from ..copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -217,10 +217,14 @@ def _consume(tiles, barriers, bias, rules, part, out, lse, which: gl.constexpr, 
             mbarrier.arrive(barriers.kv_free.index(stage), count=1)
             turn += 1
         total = sums_of_lanes(row_sum, PAIRS)  # [BLOCK_M]
+        row_max *= factor
+        alpha = 1.0
+        if rules.sinks is not None:
+            alpha, row_max, total = join_sink(sink2_of(rules.sinks, seq), row_max, total)
         divisor = gl.where(total == 0.0, 1.0, total)
-        lse_rows = gl.where(total == 0.0, float("-inf"), (row_max * factor + gl.log2(divisor)) / LOG2E)
+        lse_rows = gl.where(total == 0.0, float("-inf"), (row_max + gl.log2(divisor)) / LOG2E)
         gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-        acc *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
+        acc *= gl.convert_layout(alpha / divisor, gl.SliceLayout(1, OUT))[:, None]
         store_sums(out, tiles.out.index(which), seq, row, acc)
         phase ^= 1
     tma.store_wait(0)

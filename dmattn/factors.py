@@ -1,0 +1,140 @@
+"""A factored bias as columns of query and key: no kernel knows it.
+
+With columns of their own for what bfloat16 or float16 does not hold of a factor, the products say the bias as nearly as float32 does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .biases import FactoredBias
+from .precision import dot_precision
+from .problem import MAX_HEAD_DIM, autocast, check_qkv, check_tensor, checked_scale
+
+PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of float32 numbers
+LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 number, which the first part lacks
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-64, 2.0**64  # between which factors of any common size divided by it have room in float32
+
+
+class Joined(NamedTuple):
+    """Query and key with columns for the factors, and the scale to go with them."""
+
+    query: Tensor
+    key: Tensor
+    scale: float
+
+
+def joined(
+    query: Tensor, key: Tensor, value: Tensor, bias: FactoredBias, scale: Any, softcap: Any, *, is_packed: bool = False
+) -> Joined:  # fmt: skip
+    """What attention without the bias is to be given in the place of query, key and scale. Differentiable.
+
+    Query, key and value are (B, heads, length, dim). Of packed sequences the factors are (total, heads, R) or (total, R).
+    Raises as :func:`dmattn.attention` does, for these arguments.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+    query, key, value = autocast(query, key, value)
+    check_qkv(query, key, value, is_packed=is_packed)
+    scale = checked_scale(scale, query.shape[-1])
+    if softcap is not None:
+        raise ValueError(f"dmattn: softcap: expected None beside a FactoredBias, which would be capped with the products, received {softcap}")
+    if not (scale == 0 or SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE):
+        raise ValueError(f"dmattn: scale: expected 0, or a size from 2**-64 to 2**64 beside a FactoredBias, received {scale}")
+    rows = _placed("bias.rows", bias.rows, query, key.shape[-3], is_packed)
+    cols = _placed("bias.cols", bias.cols, key, key.shape[-3], is_packed, query.shape[-3])
+    if scale == 0:
+        query, scale = query * 0.0, 1.0
+    parted = torch.bfloat16 if query.is_cuda and dot_precision(query) == "tf32" else query.dtype  # TF32 holds any bfloat16 number
+    exact = rows.dtype == parted and isinstance(scale, float) and abs(math.frexp(scale)[0]) == 0.5
+    parts = (1 if exact else PARTS.get(parted, 1), 1 if cols.dtype == parted else PARTS.get(parted, 1))
+    pairs = [(i, j) for i in range(parts[0]) for j in range(parts[1]) if i + j < max(parts)]
+    columns = rows.shape[-1] * len(pairs)
+    if query.shape[-1] + columns > MAX_HEAD_DIM:
+        most, each = (
+            (MAX_HEAD_DIM - query.shape[-1]) // len(pairs),
+            f"{len(pairs)} columns of {parted} each" if len(pairs) > 1 else "a column each",
+        )
+        expected = f"at most {most} factors, {each} beside query's head dim {query.shape[-1]} of at most {MAX_HEAD_DIM}"
+        raise ValueError(f"dmattn: bias.rows: expected {expected}, received shape {tuple(bias.rows.shape)}")
+    computed = torch.promote_types(query.dtype, torch.float32)
+    rows, cols = rows.to(computed) / scale, cols.to(computed)
+    if parted == torch.float16:
+        rows, cols = _balanced(rows, cols)
+    if rows.shape[-3] != 1 and rows.shape[-3] != query.shape[-3]:
+        rows = rows.repeat_interleave(query.shape[-3] // rows.shape[-3], dim=-3)
+    row_parts, col_parts = _parts(rows, parted, parts[0]), _parts(cols, parted, parts[1])
+    query = _beside(query, [row_parts[i] for i, _ in pairs])
+    key = _beside(key, [col_parts[j] for _, j in pairs])
+    return Joined(query, key, scale)
+
+
+def _placed(name: str, factors: Tensor, tokens: Tensor, kv_heads: int, is_packed: bool, query_heads: int = 0) -> Tensor:
+    """Factors with the leading axes of `tokens`, which are query or key, each of them full or 1; raises unless they are for these."""
+    check_tensor(name, factors)
+    if factors.device != tokens.device:
+        raise ValueError(f"dmattn: {name}: expected query's device {tokens.device}, received {factors.device}")
+    *leading, heads, length, _ = tokens.shape
+    given = tuple(factors.shape)
+    if is_packed:
+        factors, leading = factors.transpose(0, 1) if factors.ndim == 3 else factors, []
+    fits = 2 <= factors.ndim <= len(leading) + 3 and factors.shape[-2] == length
+    if fits and factors.ndim > 2:
+        own = factors.shape[-3]
+        fits = own == heads or own == kv_heads or own == 1  # with ==, which torch.compile can evaluate on symbolic sizes
+        fits &= all(size == full or size == 1 for size, full in zip(factors.shape[-4::-1], leading[::-1], strict=False))
+    if not fits:
+        allowed = " or ".join(str(count) for count in sorted({heads, kv_heads, 1}, reverse=True))
+        layout = (
+            f"({length}, {allowed} heads, R) or ({length}, R)"
+            if is_packed
+            else f"({', '.join(map(str, leading))}, {allowed} heads, {length}, R)"
+        )
+        whose = "query" if name == "bias.rows" else "key"
+        hint = ""
+        if query_heads > heads and factors.ndim > 2 and factors.shape[-3] == query_heads:
+            hint = "; for factors of each query head repeat key and value to as many heads"
+        expected = f"factors of {whose}, {layout}" if is_packed else f"factors of {whose}, a shape broadcastable to {layout}"
+        raise ValueError(f"dmattn: {name}: expected {expected}, received {given}{hint}")
+    return factors[(None,) * (tokens.ndim - factors.ndim)]
+
+
+def _balanced(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """The same products of each factor, from numbers of one size on both sides: powers of two are moved, as float16 has little room."""
+    if not rows.numel() or not cols.numel():
+        return rows, cols
+    exponents = []
+    for x in (rows, cols):
+        sizes = x.detach().abs()
+        largest = torch.where(sizes < float("inf"), sizes, 0.0).amax(dim=tuple(range(x.ndim - 1)))
+        exponents.append(torch.where(largest == 0.0, 0, (largest.view(torch.int32) >> 23) - 127))
+    moved = (exponents[1] - exponents[0]) >> 1
+    power, inverse = (((127 + sign * moved).clamp(1, 254) << 23).view(torch.float32) for sign in (1, -1))
+    return rows * power, cols * inverse
+
+
+def _parts(whole: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """`count` tensors that, each rounded to `dtype`, sum to `whole`. The first is `whole`, which carries the gradient; the others have none.
+
+    Rounded by bits, to the nearest and then to even: a compiler drops a conversion to fewer bits and back.
+    """
+    parts, rest = [whole], whole.detach()
+    for _ in range(count - 1):
+        bits, low = rest.view(torch.int32), LOW_BITS[dtype]
+        half = (1 << low - 1) - 1 + (bits >> low & 1)
+        rounded = (bits + half & -1 << low).view(torch.float32)
+        rest = torch.where(rounded.isfinite(), rest - rounded, 0.0)
+        parts.append(rest)
+    return parts
+
+
+def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:
+    """Query or key with columns after its own, and zeros up to a multiple of 16 bytes."""
+    columns = [part.expand(*tokens.shape[:-1], -1).to(tokens.dtype) for part in parts]  # the gradient is widened before it is summed
+    width = tokens.shape[-1] + sum(column.shape[-1] for column in columns)
+    padding = -width % (16 // tokens.element_size())
+    return torch.cat([tokens, *columns, tokens.new_zeros(*tokens.shape[:-1], padding)], -1)

@@ -1,0 +1,70 @@
+"""The gradient of sinks: of each head's score that all queries see, summed over them. It is made of their terms, without a look at any pair."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, load_rows, store_tile, strided, strided_by_head
+from ..base.overlap import follow
+from ..base.query_terms import Incoming
+from ..base.rules import LOG2E
+from ..base.softmax import sink2_of
+from .bias_grad import Sharing
+
+QUERIES = 1024  # of a turn
+PROGRAMS_PER_PROCESSOR = 2
+
+
+def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
+    """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse)."""
+    divisor, delta = incoming.terms[..., : incoming.lse.shape[2]].unbind(2)
+    return torch.exp2((sinks[:, None].float() * LOG2E.value) - divisor) * -delta
+
+
+def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
+    """Fill `d_sinks` (H,) with the sums of these over all queries of a head."""
+    batch, heads, len_q = incoming.lse.shape
+    blocks = triton.cdiv(len_q, QUERIES)
+    sharing = Sharing.of_blocks(heads, batch * blocks, PROGRAMS_PER_PROCESSOR, d_sinks.device)
+    total = d_sinks[None, :, None, None]
+    parts = sharing.parts(total)
+    launch(
+        _sink_gradients_kernel,
+        heads * sharing.splits,
+        sinks=strided_by_head(sinks),
+        divisor=strided(incoming.terms[:, :, 0], heads),
+        delta=strided(incoming.terms[:, :, 1], heads),
+        parts=strided(parts, heads),
+        sharing=sharing.argument,
+        heads=heads,
+        blocks=blocks,
+        len_q=len_q,
+        BLOCK=QUERIES,
+        num_warps=4,
+        enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
+    )
+    sharing.sum_parts(parts, total)
+
+
+@triton.jit
+def _sink_gradients_kernel(sinks, divisor, delta, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+    """One program: the sum of -p * delta over its share of the blocks of queries of one head, those of all batch entries.
+
+    Grid of one axis: heads fastest, then shares.
+    """
+    follow()
+    _slices, _sharing_heads, members, members_per_part = sharing
+    head = tl.program_id(0) % heads
+    part = tl.program_id(0) // heads
+    begin = part * members_per_part
+    sink2 = sink2_of(sinks, Sequence(0, head, len_q, 0))
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for member in tl.range(begin, tl.minimum(begin + members_per_part, members)):
+        seq = Sequence(member // blocks, head, len_q, 0)
+        rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), len_q)
+        p = tl.exp2(sink2 - load_rows(divisor, seq, rows, float("inf")))
+        total -= p * load_rows(delta, seq, rows, 0.0)
+    one = Span(0, tl.arange(0, 1), None)
+    store_tile(parts, Sequence(part, head, len_q, 0), one, one, tl.sum(total, 0) + tl.full([1, 1], 0.0, tl.float32))
