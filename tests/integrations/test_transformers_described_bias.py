@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers", reason="the integration needs
 from dmattn.integrations import transformers as integration  # noqa: E402
 from dmattn.integrations.transformers import bucket_tables  # noqa: E402
 from dmattn.integrations.transformers.described import Described  # noqa: E402
-from dmattn.integrations.transformers.described_bias import DescribedBias, _TableGradient, describe, nothing  # noqa: E402
+from dmattn.integrations.transformers.described_bias import DescribedBias, _TableGradient, argument, describe, nothing  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("registered")
 whole_model = pytest.mark.skipif(interpreting(), reason="a whole model; the interpreter takes milliseconds for each tile")
@@ -517,11 +517,16 @@ def test_the_gradient_of_a_description_refuses_to_be_read_as_pairs() -> None:
     assert type(torch.autograd.grad(attend(pairs).sum(), pairs)[0]) is Tensor
 
 
-def test_derivatives_of_derivatives() -> None:
+@pytest.mark.parametrize("by", ["pairs", "table", "both"])
+def test_derivatives_of_derivatives(by: str) -> None:
     found = []
     for bias, table in both():
         upstream = torch.ones(1, HEADS, *LENGTHS, requires_grad=True)
-        (first,) = torch.autograd.grad((bias.exp() * upstream).sum(), table, create_graph=True)
+        result = (bias.exp() * upstream).sum() * (by != "table")
+        if by != "pairs":
+            given = argument(bias, *LENGTHS).table if isinstance(bias, DescribedBias) else table
+            result = result + given.pow(3).sum() * upstream.sum()
+        (first,) = torch.autograd.grad(result, table, create_graph=True)
         found.append((first, *torch.autograd.grad(first.square().sum(), (table, upstream))))
     for ours, want in zip(*found, strict=True):
         torch.testing.assert_close(ours, want)
@@ -610,6 +615,16 @@ def test_layers_compiled_one_by_one_take_the_description() -> None:
     for layer in (model.encoder.block[1], model.decoder.block[1]):
         layer.compile(backend="aot_eager", fullgraph=True)
     assert_equal_steps(train_step(model, batch), eager)
+
+
+@whole_model
+def test_a_model_without_memory_runs() -> None:
+    """As when memory is planned."""
+    model = t5().to("meta")
+    batch = {name: x.to("meta") for name, x in batch_for(model, "none").items()}
+    with integration.using(model):
+        model(**batch).loss.backward()
+    assert model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.shape == (8, HEADS)
 
 
 def test_what_traces_makes_the_tensor() -> None:

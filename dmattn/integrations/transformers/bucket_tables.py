@@ -83,7 +83,7 @@ class _Describing:
         furthest, buckets = self.relative_attention_max_distance, self.relative_attention_num_buckets
         saturates = furthest > buckets // 2 and self._own_methods and "_relative_position_bucket" not in vars(self)
         if aligned and saturates and query_length > 1:
-            reach = min(furthest, key_length)  # longer distances take the same bucket, or there are none
+            reach = min(furthest, 1 << key_length.bit_length())  # longer distances take the same bucket, or there are none
             table = make(1, 2 * reach + 1, device=device, past_seen_tokens=reach)[0, :, 0]
             if takes(table):
                 return describe(table.contiguous(), reach, query_length, key_length)
@@ -94,7 +94,8 @@ def _viewed(layer: Any, stock: Any, hidden_states: Tensor) -> Any:
     view: Any = object.__new__(_view_class(layer.__class__, stock))
     view.__dict__ = layer.__dict__
     device = hidden_states.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if cast else hidden_states.dtype
     object.__setattr__(view, "_dtype", dtype)
     return view
 
