@@ -343,7 +343,7 @@ class _Call:
             return 0, False
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
-        is_least = problem.mask is not None or problem.first is not None or (is_of_keys and is_hopper)
+        is_least = problem.mask is not None or problem.first is not None or ((is_of_keys or problem.zero is not None) and is_hopper)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
         from .kernels.base.query_terms import Incoming
@@ -361,9 +361,8 @@ class _Call:
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
         if "sums at the ends" in makes:
             total += 2 * _size(self.lse)
-        is_least = is_least or "d_bias of distances" in makes
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
-        in_parts = not makes.isdisjoint({"d_bias of queries", "d_sinks"})
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
 
 

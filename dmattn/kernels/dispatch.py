@@ -213,10 +213,17 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | SINKS and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128))
+    """Narrow heads only where there are many keys and no rule but a bias of pairs or distances and sinks: the portable one is faster else."""
+    if {"intervals", "bias of distances"} <= traits.features:
+        return "keys of a tile lie apart under intervals, and have no distances in common"
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | DISTANCES | SINKS and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
+    return _on_hopper(traits, _dims(traits))
+
+
+def _dims(traits: Traits) -> tuple[int, ...]:
+    """The padded head dims of forward and key kernels; beside numbers for each pair wider sums would leave registers."""
+    return (64, 128) if traits.features.isdisjoint(DISTANCES) else (64,)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -323,7 +330,9 @@ def _hopper_query(traits: Traits) -> str | None:
 
 
 def _hopper_keys(traits: Traits) -> str | None:
-    return _on_hopper(traits, (64, 128), "d_out", "mask")
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
+        return "beside numbers of distances a mask takes too many registers"
+    return _on_hopper(traits, _dims(traits), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:
@@ -341,7 +350,7 @@ def _hopper_shared(traits: Traits) -> str | None:
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL, _one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | SINKS, _hopper_forward, targets=HOPPER),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | SINKS, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | SINKS, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
 )
@@ -355,7 +364,7 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | SINKS, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | SINKS, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | SINKS, _hopper_interval_keys, **WITH_COLUMNS
 )

@@ -26,8 +26,8 @@ class Rules(NamedTuple):
     where there is a mask or a second interval and the kernel walks queries. `states` are the mask's, where it walks neither. `left` and `right`
     are the window's (base/window.py). `seed` points to that of dropout, or is None with `threshold` and `kept_scale`
     (dmattn/dropout.py). `sinks`, a number for each head, are None in the backward pass, whose lse has them in it. `shared` is 1 where batch
-    entries share a bias or mask of pairs, else None. Where `bias` is a table of `distances` numbers, `zero` is the index of distance 0; else
-    both are None.
+    entries share a bias or mask of pairs, else None. `table` is a bias by distance of so many `distances`, with
+    distance 0 at `zero`, or None with these.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -49,6 +49,7 @@ class Rules(NamedTuple):
     kept_scale: Any
     also_first: Any
     also_last: Any
+    table: Any
     zero: Any
     distances: Any
     mask_rows: Any
@@ -63,15 +64,16 @@ def rules_of(problem: Problem, lists: Tensor | None = None, states: Tensor | Non
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
+    bias, table = (problem.bias, None) if problem.zero is None else (None, problem.bias)
     return Rules(
         mask=strided(problem.mask, heads),
         mask_rows=_varies(problem.mask, 2),
         mask_cols=_varies(problem.mask, 3),
-        bias=strided(problem.bias, heads),
-        bias_rows=_varies(problem.bias, 2),
-        bias_cols=_varies(problem.bias, 3),
+        bias=strided(bias, heads),
+        bias_rows=_varies(bias, 2),
+        bias_cols=_varies(bias, 3),
         sinks=strided_by_head(problem.sinks),
-        bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
+        bias_by_key=None if _varies(bias, 2) else _varies(bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         also_first=strided(problem.also_first, heads),
@@ -85,8 +87,9 @@ def rules_of(problem: Problem, lists: Tensor | None = None, states: Tensor | Non
         seed=problem.seed,
         threshold=threshold(problem.dropout_p) if drops else None,
         kept_scale=kept_scale(problem.dropout_p) if drops else None,
+        table=strided(table, heads),
         zero=problem.zero,
-        distances=None if problem.bias is None or problem.zero is None else problem.bias.shape[3],
+        distances=None if table is None else table.shape[3],
         shared=_shared(problem),
     )
 
@@ -118,7 +121,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN
         s = tanh * (rules.softcap * LOG2E)
     if bias2 is not None:
         s += bias2
-    elif rules.bias is not None:
+    elif rules.bias is not None or rules.table is not None:
         s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
     if EDGE:
         s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
@@ -153,7 +156,7 @@ def load_bias2(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, BY_ROW: tl.const
 
     Places of `rows` follow one another, or BY_ROW they and the head in `seq` may be any.
     """
-    if rules.zero is None:
+    if rules.table is None:
         return _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
     elif BY_ROW:
         place = place_of_first(rules, seq, rows.start, cols.start) + by_key(cols.index, KEYS_DOWN) - by_query(rows.index, KEYS_DOWN)
@@ -183,7 +186,7 @@ def _load_distances(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
 def _load_places(rules, seq, place):
     """The numbers at places of the table times LOG2E, beyond its ends those of the ends."""
     place = tl.minimum(tl.maximum(place, 0), rules.distances - 1)
-    return tl.load(slice_pointer(rules.bias, seq) + tl.cast(place, tl.int64) * rules.bias.col).to(tl.float32) * LOG2E
+    return tl.load(slice_pointer(rules.table, seq) + tl.cast(place, tl.int64) * rules.table.col).to(tl.float32) * LOG2E
 
 
 @triton.jit

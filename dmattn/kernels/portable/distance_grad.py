@@ -144,8 +144,8 @@ def _bands_kernel(
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     row_index, col_index = tl.arange(0, BLOCK_M).to(INDEX), tl.arange(0, BLOCK_N).to(INDEX)
     tensors = (q, k, v, d_out, lse, delta)
-    rows, cols = Span(first_row, row_index, None), Span(first_row + shift, col_index, None)
-    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), rows, cols, KEYS_DOWN=False)  # every tile's
+    first_rows, first_cols = Span(first_row, row_index, None), Span(first_row + shift, col_index, None)
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads), first_rows, first_cols, KEYS_DOWN=False)  # every tile's
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for step in tl.range(part * steps, tl.minimum(part * steps + steps, tiles * members)):
         seq = member_of(of_slice, step // tiles, sharing_heads)
