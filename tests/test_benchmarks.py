@@ -469,17 +469,18 @@ def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):
     pytest.importorskip("transformers", reason="the script measures models of Transformers")
-    code, printed, result = run(
-        "transformers_models.py", tmp_path, "--tiny", "--models", "t5_large_512", "doge_4096", "--implementations", "dmattn", "eager"
-    )
+    models = ["t5_large_512", "t5_large_32768_checkpoints", "doge_4096"]
+    implementations = ["dmattn_pairs", "dmattn", "eager"]
+    code, printed, result = run("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", *implementations)
     assert code == 0
     check_environment(result["environment"], "transformers_models.py")
-    assert [record["model"] for record in result["models"]] == ["t5_large_512", "doge_4096"]
+    assert [record["model"] for record in result["models"]] == models
+    assert [list(record["runs"]) for record in result["models"]] == [implementations, implementations, implementations[1:]]
     for record in result["models"]:
         ours, eager = (record["runs"][name]["training"] for name in ("dmattn", "eager"))
         assert abs(ours["loss"] - eager["loss"]) < 0.01 * eager["loss"]
         assert ours["per_second"] > 0
-    assert result["models"][1]["runs"]["dmattn"]["generation"]["token_ms"] > 0
+    assert result["models"][2]["runs"]["dmattn"]["generation"]["token_ms"] > 0
     assert any("Training step" in line for line in printed)
     pytest.importorskip("matplotlib", reason="draws the plot")
     command = [sys.executable, str(BENCHMARKS / "transformers_models.py"), "--json", "result.json", "--plot", "plot.png"]

@@ -33,8 +33,9 @@ except SystemExit:
 """
 
 TRANSFORMERS = (
-    ("dense_bias", "described_mask", "interface", "packed", "saved_config", "selected_keys"),
-    ("attention",),
+    ("dense_bias", "described", "interface", "packed", "saved_config", "selected_keys"),
+    ("described_bias", "described_mask"),
+    ("attention", "bucket_tables"),
     ("families",),
     ("class_tables", "masks"),
     ("converted_layer", "patching"),
