@@ -36,7 +36,7 @@ def both(requires_grad: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
     for described in (True, False):
         table = TABLE.clone().requires_grad_(requires_grad)
         bias = describe(table, ZERO, *LENGTHS)
-        yield (bias if described else RelativeBias(table, ZERO).dense(*LENGTHS)[None]), table
+        yield (bias if described else RelativeBias(table, ZERO).to_dense(*LENGTHS)[None]), table
 
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(
