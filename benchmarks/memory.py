@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import dynamic_mask, harness
-from benchmarks.speed import OURS, PEERS, Attention, Record, attention_of
+from benchmarks.contenders import OURS, PEERS, Attention, attention_of
+from benchmarks.speed import Record
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import IntervalMask, dynamic_mask_attention
 from dmattn.report import show_table

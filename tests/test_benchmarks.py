@@ -294,7 +294,7 @@ def made_memory(ours: int | None) -> dict:
     return {"environment": environment, "workloads": [workload], "growth": growth}
 
 
-GROWTHS = ("dense_bias", "distances", "table", "key_bias_causal", "padded_batch", "dynamic_mask")
+GROWTHS = ("dense_bias", "distances", "table", "key_bias_causal", "padded_batch", "dynamic_mask", "longformer")
 
 
 def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_path):
