@@ -337,7 +337,7 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
         everything = memory.attention_of("eager", workload, {**tensors, "mask": None})(*inputs)
-        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances"))
+        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances", "table"))
 
 
 def test_flex_attention_computes_the_same_distances(memory):

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
 from dmattn.kernels import dispatch, run
+from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.portable import distance_grad
 from dmattn.kernels.traits import (
     D_BIAS_OF_DISTANCES,
@@ -160,7 +161,10 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
 
 def has_no_bands(problem: Problem) -> bool:
     """Whether no visible pair may lie between the ends of a table of distances, so that its gradient is made of the sums at the ends."""
-    return problem.zero is not None and distance_grad.Bands.of(problem, *distance_grad.tile_of(problem)[:2]).count == 0
+    if problem.zero is None:
+        return False
+    (problem,) = flattened(problem)
+    return distance_grad.Bands.of(problem, *distance_grad.tile_of(problem)[:2]).count == 0
 
 
 def test_every_row_has_its_function() -> None:
