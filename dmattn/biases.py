@@ -270,5 +270,7 @@ register_pytree_node(
     _with_table,
     flatten_with_keys_fn=lambda bias: ([(GetAttrKey("table"), bias.table)], (bias.zero, bias.longest)),
     serialized_type_name="dmattn.RelativeBias",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
 )
 torch.serialization.add_safe_globals([RelativeBias])  # a saved program holds the inputs that it was exported with

@@ -301,7 +301,7 @@ def _at_the_end(mask: Tensor | None, lengths: _Lengths) -> Tensor | None:
         if mask.shape[axis] > 1:
             place = torch.arange(longest, device=ends.device) - (longest - ends.diff())[:, None]  # [sequences, longest]
             index = place.clamp(min=0).view(-1, 1, *((longest, 1) if axis == 2 else (1, longest)))
-            sizes = [max(size, other) for size, other in zip(mask.shape, index.shape, strict=True)]
+            sizes = [other if size == 1 else size for size, other in zip(mask.shape, index.shape, strict=True)]
             mask = mask.expand(sizes).gather(axis, index.expand(sizes))
     return mask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import subprocess
@@ -160,6 +161,20 @@ def test_compiled() -> None:
         torch.testing.assert_close(out, wanted)
         gradients = [torch.autograd.grad(x.square().sum(), (weight, table)) for x in (out, wanted)]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.skipif(interpreting(), reason="the interpreter has no torch.compile")
+def test_an_exported_program_takes_other_tables() -> None:
+    class Biased(torch.nn.Module):
+        def forward(self, query: torch.Tensor, bias: RelativeBias) -> torch.Tensor:
+            return attention(query, query, query, bias=bias)
+
+    query, file, other = torch.randn(2, 4, 6, 4), io.BytesIO(), RelativeBias(torch.randn(4, 5), 1)
+    program = torch.export.export(Biased(), (query, RelativeBias(torch.randn(4, 5), 1)))
+    torch.export.save(program, file)
+    file.seek(0)
+    for found in (program, torch.export.load(file)):
+        assert torch.equal(found.module()(query, other), attention(query, query, query, bias=other))
 
 
 @pytest.mark.skipif(interpreting(), reason="float64 takes the PyTorch path")

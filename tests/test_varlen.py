@@ -90,6 +90,7 @@ CASES = (
     Case("table-query-mask", bias="n1r", mask="nhq1", options=CAUSAL, reason="rows of a mask with the padding first"),
     Case("table-one-tensor-of-lengths", bias="1hr", lengths_q=LENGTHS_Q, lengths_k=LENGTHS_Q, options=dict(window=4), reason="no copies"),
     Case("table-no-keys", bias="1hr", lengths_q=(3, 2), lengths_k=(0, 0), reason="every row is empty"),
+    Case("table-mask-no-queries", bias="1hr", mask="1hqk", lengths_q=(0, 0), lengths_k=(3, 2), reason="nothing to place"),
     Case("table-of-long-sequences", lengths_q=(70, 3, 50), lengths_k=(40, 0, 90), bias="1hr", head_dim=16, options=CAUSAL, reason="several tiles"),
     Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
 )  # fmt: skip
