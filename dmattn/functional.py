@@ -231,7 +231,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         lses: as many tensors (..., H, Sq), each share's logsumexp, float32 (float64 with float64 outs). Differentiable.
 
     Returns:
-        out: (..., H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
+        out: (..., H, Sq, Dv) in the dtype of `outs`; lse: (..., H, Sq). A query that no share attends gives 0 and -inf.
 
     Raises:
         TypeError, ValueError: no share, or not as many outs as lses, or shapes, dtypes or devices that do not match.
