@@ -38,7 +38,7 @@ class BlockMask:
     Memory: for each block 4 bytes, and 16 for what its smaller parts hold; for each partial block 4 KiB, a quarter of its bool tensor.
 
     To PyTorch a mask is a tree of its three tensors, as a :class:`dmattn.IntervalMask` is of its two or four. ``torch.func.vmap`` takes it
-    unmapped.
+    unmapped: ``in_dims`` is None for it.
 
     Args:
         blocks: int32, (B or 1, H or Hk or 1, blocks of queries, blocks of keys). Which of `bits` a block's are, or 0 where it hides all

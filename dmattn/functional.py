@@ -107,8 +107,8 @@ def attention(
         key: (..., Hk, Sk, D), the query's dtype, device and leading axes; Hk divides H (grouped-query attention). Differentiable.
         value: (..., Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head axis also Hk; True attends. Or an
-            :class:`IntervalMask`, or a :class:`BlockMask` for these lengths, whose blocks were looked at before; its batch axis is the last
-            leading one. No gradient.
+            :class:`IntervalMask`. Or a :class:`BlockMask` for these lengths, whose blocks were looked at before. Its first axis belongs to the
+            query's last leading axis, the one right before the heads; other leading axes share it. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head
             axis also Hk. What is broadcast is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
             value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may count as inf, and
@@ -195,8 +195,9 @@ def scaled_dot_product_attention(
         enable_gqa: allow Hk < H, Hk dividing H.
 
     Returns:
-        (..., H, L, Ev) in the query's dtype. A query with nothing to attend gives 0, where torch may give NaN; so does one whose float mask
-        is below -2.36e38 for every key, such as float32's finfo.min, where torch gives the mean of the values.
+        (..., H, L, Ev) in the query's dtype, laid out in memory as (..., L, H, Ev), where torch's may be contiguous. A query with nothing
+        to attend gives 0, where torch may give NaN; so does one whose float mask is below -2.36e38 for every key, such as float32's finfo.min,
+        where torch gives the mean of the values.
 
     Raises:
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not

@@ -313,7 +313,8 @@ class IntervalMask:
         """Every query attends the real keys and none of the padded ones.
 
         Args:
-            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
+            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``; torch.nn.MultiheadAttention's
+                is the opposite: pass its ``~``). Mask (B, 1, Sk), whose B belongs to the query's last leading axis.
         """
         _check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
         if key_padding_mask.ndim != 2:
