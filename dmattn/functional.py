@@ -154,8 +154,8 @@ def attention(
             what was expected and what was received. Raised before anything runs.
         RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for in a way that
             is refused: ``is_grads_batched``, ``vectorize`` of torch.autograd.functional, and under torch.func.vmap dropout, a BlockMask that
-            is mapped, sinks that are, and gradients of sinks for each element. So jacrev, jacfwd and hessian of sinks are refused, whose
-            derivatives grad, vjp and jvp have.
+            is mapped, sinks that are, and gradients of sinks for each element. So jacrev, jacfwd and hessian by sinks are refused;
+            grad, vjp and jvp are not.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """

@@ -402,8 +402,10 @@ def _checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, 
         if longest is not None and length > longest:
             _fail(name, f"a length of at most {longest}, that of RelativeBias.alibi", length)
     axes = "(sequences, H, R)" if is_packed else "(B, H, R)" if len(pairs) == 4 else "(..., H, R)"
-    _broadcastable("bias.table", table[..., 0, :], (*front, table.shape[-1]), axes, kv_heads, device, head_axis=-2)
-    return with_axes(table, len(pairs))
+    view, length = with_axes(table, len(pairs)), table.shape[-1]
+    if table.device != device or not _fits(view, (*front, 1, length), kv_heads, -3):
+        _broadcastable("bias.table", table[..., 0, :], (*front, length), axes, kv_heads, device, head_axis=-2)  # raises
+    return view
 
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
