@@ -124,9 +124,9 @@ class RelativeBias:
 
         bias_ij = table[..., clamp(j - (i + Sk - Sq) + zero, 0, R - 1)]
 
-    The distance j - (i + Sk - Sq) is 0 where ``causal`` ends, aligned bottom-right. Distances beyond the table take its ends, and their
-    gradient is added there. Accepted wherever ``bias`` is. Both passes take O(R) memory for it. The gradient of the table is summed in
-    float32, in a fixed order, and rounded once to the table's dtype.
+    The distance j - (i + Sk - Sq) is 0 where ``causal`` ends, aligned bottom-right, and grows with the key: later keys have higher indices.
+    Distances beyond the table take its ends, and their gradient is added there. Accepted wherever ``bias`` is. Both passes take O(R) memory for
+    it. The gradient of the table is summed in float32, in a fixed order, and rounded once to the table's dtype.
 
     An entry of -inf masks, as a bias's does. NaN or infinity in entries that hidden pairs alone read changes nothing. To PyTorch it is a tree
     of its table, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument.
