@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
-from dmattn import IntervalMask, RelativeBias, attention_varlen, reference, varlen
+from dmattn import IntervalMask, RelativeBias, attention_varlen, padded, reference, varlen
 from dmattn.execution.backend import interpreting
 
 compiles = pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
@@ -331,7 +331,8 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
         return torch.zeros_like(problem.query), torch.zeros(problem.query.shape[:3])
 
     room = 1000 if bias == "1hr" else 500
-    monkeypatch.setattr(varlen, "call", run)
+    for module in (varlen, padded):
+        monkeypatch.setattr(module, "call", run)
     with Watch() as watch:
         packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
     assert watch.waits == 0
@@ -357,15 +358,15 @@ def test_nothing_padded_is_kept_and_no_bit_changes(name: str, device: str, monke
     longest = {case.longest[0], case.longest[1]}
     assert kept
     assert not [shape for shape in kept if len(shape) == 4 and shape[0] == 21 and shape[2] in longest and shape[3] not in longest]
-    monkeypatch.setattr(varlen._Padded, "apply", lambda rules, of_queries, of_keys, fixed, *learned: by_copies(rules, of_queries, of_keys, fixed, learned))  # fmt: skip
+    monkeypatch.setattr(padded._Padded, "apply", lambda rules, of_queries, of_keys, fixed, *learned: by_copies(rules, of_queries, of_keys, fixed, learned))  # fmt: skip
     again = results(packed, case, given)
     assert all(torch.equal(again[name], x) for name, x in got.items())
 
 
 def by_copies(rules, of_queries, of_keys, fixed, learned) -> tuple[Tensor, Tensor]:
     mask, first, last, seed, *places = fixed
-    problem = rules._replace(seed=seed, **dict(zip(varlen.LEARNED, learned, strict=True)))
-    return varlen._by_copies(problem, mask, first, last, varlen._Places(*places[:2], *of_queries), varlen._Places(*places[2:], *of_keys))
+    problem = rules._replace(seed=seed, **dict(zip(padded.LEARNED, learned, strict=True)))
+    return padded._by_copies(problem, mask, first, last, padded.Places(*places[:2], *of_queries), padded.Places(*places[2:], *of_keys))
 
 
 @pytest.mark.parametrize(
