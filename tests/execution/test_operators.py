@@ -284,23 +284,31 @@ def test_a_bias_of_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_float32_products_follow_torchs_precision(device: str) -> None:
+    """By default, "ieee" and "tf32" compute differently, a repeated launch as its own setting says; the first two are float32's numbers."""
     inputs = Case("precision", 65, head_dim=64).inputs(torch.float32, device)
-    exact = attention(inputs.query, inputs.key, inputs.value)
-    torch.set_float32_matmul_precision("high")
+    matmul = torch.backends.cuda.matmul
+    before, outs = matmul.fp32_precision, {}
     try:
-        fast = attention(inputs.query, inputs.key, inputs.value)
+        for turn in range(3):
+            for setting in ("none", "ieee", "tf32"):
+                matmul.fp32_precision = setting
+                out = attention(inputs.query, inputs.key, inputs.value)
+                assert turn == 0 or torch.equal(out, outs[setting]), setting
+                outs[setting] = out
     finally:
-        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
     true = reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64)
-    assert (exact - true).abs().max() < 1e-5
-    assert 1e-5 < (fast - true).abs().max() < 1e-2
+    assert not torch.equal(outs["none"], outs["ieee"])
+    for setting in ("none", "ieee"):
+        assert (outs[setting] - true).abs().max() < 2e-6, setting
+    assert 1e-5 < (outs["tf32"] - true).abs().max() < 1e-2
 
 
 PRECISIONS = """
 import torch
 from benchmarks import harness
 from dmattn.kernels.base.tiles import dot_precision
-assert dot_precision(torch.float32) == "ieee"
+assert (dot_precision(torch.float32), dot_precision(torch.float16)) == ("tf32x3", "ieee")
 for line in (
     'torch.backends.fp32_precision = "tf32"',
     'torch.backends.cuda.matmul.fp32_precision = "tf32"',
@@ -311,6 +319,16 @@ for line in (
     assert (dot_precision(torch.float32), dot_precision(torch.float16)) == ("tf32", "ieee"), line
     assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
     torch.set_float32_matmul_precision("highest")
+    assert dot_precision(torch.float32) == "ieee", line
+for line in (
+    'torch.backends.fp32_precision = "ieee"',
+    'torch.backends.cuda.matmul.fp32_precision = "ieee"',
+    'torch.set_float32_matmul_precision("highest")',
+    'torch.backends.cuda.matmul.allow_tf32 = False',
+):
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    assert dot_precision(torch.float32) == "tf32x3", line
+    exec(line)
     assert dot_precision(torch.float32) == "ieee", line
 """
 

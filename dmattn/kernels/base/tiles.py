@@ -116,7 +116,7 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         EVEN_M=len_q % tile.block_m == 0,
         EVEN_N=len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,
-        PRECISION=dot_precision(query.dtype),
+        PRECISION="ieee" if device_family(query.device) == "hip" else dot_precision(query.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
