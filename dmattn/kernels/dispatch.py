@@ -159,6 +159,10 @@ def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
 
 
+def _are_wide(traits: Traits) -> bool:
+    return max(traits.head_dim, traits.value_dim) > 128
+
+
 def _always(traits: Traits) -> None:
     """The plan of a row that serves whatever it understands."""
 
@@ -198,7 +202,8 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
     if not traits.gluon:
         return "needs Triton 3.6 or later"
     dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
-    if dim not in dims or (dim != value_dim and (dim, value_dim) != (128, 64)):  # values of 64 are copied as if they had 128
+    alike = dim == value_dim or (dim, value_dim) == (128, 64)  # values of 64 are copied as if they had 128
+    if max(dim, value_dim) not in dims or not (alike or _are_wide(traits)):
         return (
             f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
         )
@@ -226,7 +231,7 @@ def _hopper_forward(traits: Traits) -> str | None:
         return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128))
+    return _on_hopper(traits, (64, 128, 256))
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
