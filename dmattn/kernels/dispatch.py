@@ -132,9 +132,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with term columns beside bias columns.
+    The kernel is 1 % slower then with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
     """
-    if {"intervals", "bias of keys"} <= traits.features:
+    if {"intervals", "bias of keys"} <= traits.features or _are_wide(traits):
         return False
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
@@ -321,7 +321,7 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128), "d_out", "d_bias", "mask")
+    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
 
 
 def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
@@ -334,13 +334,13 @@ def _hopper_query(traits: Traits) -> str | None:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
         return f"{_OF_NARROW} beside a bias of pairs; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128), "d_out", "out")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out")
 
 
 def _hopper_keys(traits: Traits) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128), "d_out", "mask")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:

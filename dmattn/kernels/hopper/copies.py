@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
@@ -131,6 +131,15 @@ def product_under_way(rows, cols, s, use_acc: gl.constexpr):
     for i in gl.static_range(len(rows)):
         s = warpgroup_mma(rows[i], cols[i].permute((1, 0)), s, use_acc=use_acc or i > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def waited(sums):
+    """Sums in pieces, once all products are done."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(0, [sums[0]]),)
+    else:
+        return warpgroup_mma_wait(0, [sums[0], sums[1], sums[2]])
 
 
 @gluon.jit
