@@ -144,7 +144,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`)."""
+    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`); whether "forward" has any."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -163,6 +163,15 @@ def _are_wide(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) > 128
 
 
+def _without_tile(traits: Traits) -> str:
+    return f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}"
+
+
+def _portable(traits: Traits) -> str | None:
+    """Float32 with head dims over 256 has no tile; the backward pass of such a call does not come to be."""
+    return _without_tile(traits) if _find_tile("forward", traits).block_m == 0 else None
+
+
 def _always(traits: Traits) -> None:
     """The plan of a row that serves whatever it understands."""
 
@@ -170,6 +179,8 @@ def _always(traits: Traits) -> None:
 def _one_tile(traits: Traits) -> str | None:
     """One tile holds all pairs of a (batch, head)."""
     tile = _find_tile("one tile", traits)
+    if tile.block_m == 0:
+        return _without_tile(traits)
     if traits.heads != traits.kv_heads:
         return _GROUPED
     if traits.len_k == 0:
@@ -182,6 +193,8 @@ def _one_tile(traits: Traits) -> str | None:
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
+    if limits.block_m == 0:
+        return _without_tile(traits)
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
         return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
@@ -280,10 +293,7 @@ def _whole_rows(traits: Traits) -> str | None:
         return _GROUPED
     tile = _find_tile("whole rows", traits)
     if tile.block_m == 0:
-        return (
-            f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}, "
-            "as it keeps all queries of a (batch, head) in registers"
-        )
+        return f"{_without_tile(traits)}, as it keeps all queries of a (batch, head) in registers"
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
         return f"{traits.len_q} x {traits.len_k} pairs are no whole tiles of {tile.block_m} x {tile.block_n}"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
@@ -360,7 +370,7 @@ FORWARD = (
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
     Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
-    Row("portable", frozenset({OUT}), ALL, _always),
+    Row("portable", frozenset({OUT}), ALL, _portable),
 )
 
 KEYS_AND_VALUES = frozenset({D_KEY, D_VALUE})

@@ -235,6 +235,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: split keys", dict(right=-9000), "is for few queries over many keys: 0 visible keys are fewer than 512, two splits of them"),
     ("forward: split keys", dict(heads=8 * 65, len_k=1 << 20), "65 heads share keys, more than the 64 rows of a tile"),
     ("forward: split keys", dict(heads=8, batch=9), "72 programs keep 132 processors busy with whole keys"),
+    ("forward: portable", dict(dtype=FP32, head_dim=512), "has no tile for torch.float32 with head dims 512 and 128 on sm_80"),
+    ("forward: split keys", dict(dtype=FP32, value_dim=264), "has no tile for torch.float32 with head dims 128 and 264 on sm_90"),
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
     ("forward: Hopper", dict(features=frozenset({"softcap"})), "does not serve softcap"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
