@@ -45,15 +45,16 @@ from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_l
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    blocks_ahead,
-    blocks_of,
+    allocate_numbers,
     copy_blocks,
     copy_described,
-    first_blocks,
     key_walk,
     listed_keys,
+    next_block,
     programs_of,
+    tell_next,
     tile_range,
+    told_next,
     visits_of,
     work_of,
 )
@@ -82,7 +83,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     pairs = problem.pair_bias is not None
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
     rules = with_spread_table(problem, rules)
-    works, programs, turns = programs_of(problem, rules, consumers * block_m)
+    works, programs, turns = programs_of(problem, consumers * block_m)
     launch(
         _forward_kernel,
         programs,
@@ -187,7 +188,7 @@ def _allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: g
 
 @gluon.jit
 def _make_barriers(config: gl.constexpr):
-    """The barriers of a program, and room for votes."""
+    """The barriers of a program, and room for numbers and votes."""
     return Barriers(
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, config.CONSUMERS),
@@ -196,6 +197,7 @@ def _make_barriers(config: gl.constexpr):
         v_full=allocate_barriers(config.STAGES, 1),
         v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
         turns=allocate_barriers(config.CONSUMERS, 1),
+        numbers=allocate_numbers(),
         votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 
@@ -209,17 +211,17 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        after = next_block(number, count, lengths)
         visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell_next(after, count, barriers.numbers, lengths)
         mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
         for i in gl.static_range(config.CONSUMERS):
             copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
@@ -243,6 +245,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
             copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
+        number, count = after, count + 1
 
 
 @gluon.jit
@@ -262,18 +265,18 @@ def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: g
 def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
         q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
         context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
         sums = _no_sums(turn, tiles.v.dtype, config)
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
+        number = told_next(number, count, barriers.numbers, lengths)
+        visited = visits_of(number, rules, lengths, config.QUERIES)
+        count += 1
         if config.BIAS_FIRST:
             _multiply(q_tile, rules.scale)
         if walk.begin < walk.full_end:

@@ -25,18 +25,19 @@ from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGIST
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
 from .walk import (
     Lengths,
+    allocate_numbers,
     bias_columns_of,
-    blocks_ahead,
-    blocks_of,
     copy_blocks,
     copy_described,
-    first_blocks,
     intervals_of,
     key_walk,
     listed_key,
     listed_keys,
+    next_block,
     programs_of,
+    tell_next,
     tile_range,
+    told_next,
     visits_of,
     work_of,
 )
@@ -84,13 +85,14 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers: full when a copy has come, free when both consumers have used it."""
+    """Barriers: full when a copy has come, free when both consumers have used it. And what the producer tells the consumers."""
 
     q_full: Any  # [1, 1], of queries and dO
     q_free: Any  # [1, 1]
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
+    numbers: Any  # [2, 1], int32 (`walk.told_next`)
 
 
 class Vectors(NamedTuple):
@@ -134,7 +136,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     kv_heads, len_k = problem.key.shape[1:3]
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works, programs, turns = programs_of(problem, rules, 2 * block_m)
+    works, programs, turns = programs_of(problem, 2 * block_m)
     launch(
         _query_gradients_kernel,
         programs,
@@ -200,6 +202,7 @@ def _query_gradients_kernel(
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
+        numbers=allocate_numbers(),
     )
     fence_async_shared()
     lengths = Lengths(works, heads, len_q, len_k, turns)
@@ -232,14 +235,13 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
     q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
+        after = next_block(number, count, lengths)
         visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
         stage, phase = stage_of(turn, STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
         mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
@@ -247,7 +249,8 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         mbarrier.expect(barriers.v_full.index(stage), OUT_BYTES)
         copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
         turn += 1
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell_next(after, count, barriers.numbers, lengths)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
             copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.q.index(i))
@@ -269,6 +272,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
             copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
+        number, count = after, count + 1
 
 
 @gluon.jit
@@ -276,17 +280,17 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
     DIM: gl.constexpr = config.DIM
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, DIM])
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)
+        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        number = told_next(number, count, barriers.numbers, lengths)
+        visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+        count += 1
         stage, phase = stage_of(turn, STAGES)
         mbarrier.wait(barriers.k_full.index(stage), phase)
         mbarrier.wait(barriers.v_full.index(stage), phase)

@@ -5,6 +5,7 @@ What a tile has to know of its keys (intervals, a bias of keys) is copied with t
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,7 +20,6 @@ from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
-from ..visits.rounds import even_rounds
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
 from .copies import PANEL, copy, tiled_vectors
@@ -28,13 +28,13 @@ KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic 
 
 
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys, and the order of the blocks."""
+    """How many blocks of queries there are in all, heads, queries and keys, and how many were drawn so far."""
 
     works: Any
     heads: Any
     len_q: Any
     len_k: Any
-    turns: Any = None  # which block each turn takes (visits/rounds.py); where there is none, that of its own number
+    turns: Any = None  # a pointer; None where a program takes every so many-th block (`next_block`)
 
 
 class Walk(NamedTuple):
@@ -51,7 +51,7 @@ class Walk(NamedTuple):
 
 
 def even_work(problem: Problem) -> bool:
-    """Whether a program for each processor may take every so many-th block of queries, for all have about the same work.
+    """Whether blocks of queries have about the same work.
 
     Under a dynamic mask most queries keep as many keys; a bias of keys is its sign. Other intervals may be a causal mask's.
     """
@@ -60,16 +60,12 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def programs_of(problem: Problem, rules: Rules, block_m: int) -> tuple[int, int, Tensor | None]:
-    """(blocks of queries, programs that take them, and for each turn which of them) of a walk by these rules.
-
-    Under a block mask lists are all that differs from even work, so that blocks are dealt out by them.
-    """
+def programs_of(problem: Problem, block_m: int) -> tuple[int, int, Tensor | None]:
+    """(blocks of queries, programs that take them, and what these draw their turns from, unless blocks have about the same work)."""
     batch, heads, len_q = problem.query.shape[:3]
     works, most = triton.cdiv(len_q, block_m) * heads * batch, processors(problem.query.device)
-    if problem.bits is not None and rules.lists is not None and works > most:
-        return works, most, even_rounds(rules, works, most, (heads, len_q, problem.key.shape[2]), block_m)
-    return works, min(works, most) if even_work(problem) else works, None
+    draws = works > most and not even_work(problem)
+    return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
@@ -97,36 +93,38 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def first_blocks(lengths):
-    """The numbers of the blocks of queries that a program takes in its first two turns (`blocks_of`)."""
-    if lengths.turns is None:
-        return 0, 0
-    else:
-        return _block_of(gl.program_id(0), lengths), _block_of(gl.program_id(0) + gl.num_programs(0), lengths)
+def allocate_numbers():
+    """Room for the numbers of blocks that a producer tells its consumers (`tell_next`)."""
+    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def blocks_of(turn, ahead, lengths):
-    """The numbers of the blocks of queries of a turn and of the next; `ahead` is what was found of them before."""
-    if lengths.turns is None:
-        return turn, turn + gl.num_programs(0)
-    else:
-        return ahead
+def next_block(number, count, lengths):
+    """The number of the block of queries that a program takes after one, which was its `count`-th from 0. A producer asks it once for each.
+
+    Where blocks differ in work, a program draws its third block and those after it, so that whoever is free first takes the next one.
+    """
+    after = number + gl.num_programs(0)
+    if lengths.turns is not None:
+        if count > 0:
+            after = gl.atomic_add(lengths.turns, 1, sem="relaxed") + 2 * gl.num_programs(0)
+    return after
 
 
 @gluon.jit
-def blocks_ahead(turn, ahead, lengths):
-    """What is to be found of the turn after this one: two turns ahead, for nothing to wait for it."""
-    if lengths.turns is None:
-        return ahead
-    else:
-        return ahead[1], _block_of(turn + 2 * gl.num_programs(0), lengths)
+def tell_next(after, count, numbers, lengths):
+    """Put the number of the next block where `told_next` finds it. The barrier that queries are there for stands for it, too."""
+    if lengths.turns is not None:
+        numbers.index(count & 1).store(gl.full([1], after, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def _block_of(turn, lengths):
-    """The number of the block of a turn; of the last one for a turn beyond."""
-    return gl.load(lengths.turns + gl.minimum(turn, lengths.works - 1))
+def told_next(number, count, numbers, lengths):
+    """`next_block` as a consumer knows it once the queries of a block are there."""
+    if lengths.turns is None:
+        return number + gl.num_programs(0)
+    else:
+        return gl.max(numbers.index(count & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
