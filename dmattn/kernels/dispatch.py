@@ -132,9 +132,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with term columns beside bias columns.
+    The kernel is 1 % slower then with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
     """
-    if {"intervals", "bias of keys"} <= traits.features:
+    if {"intervals", "bias of keys"} <= traits.features or _are_wide(traits):
         return False
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
@@ -157,6 +157,10 @@ _OF_NARROW = "serves head dims from 33 to 64"
 
 def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+
+
+def _are_wide(traits: Traits) -> bool:
+    return max(traits.head_dim, traits.value_dim) > 128
 
 
 def _always(traits: Traits) -> None:
@@ -198,7 +202,8 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
     if not traits.gluon:
         return "needs Triton 3.6 or later"
     dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
-    if dim not in dims or (dim != value_dim and (dim, value_dim) != (128, 64)):  # values of 64 are copied as if they had 128
+    alike = dim == value_dim or (dim, value_dim) == (128, 64)  # values of 64 are copied as if they had 128
+    if max(dim, value_dim) not in dims or not (alike or _are_wide(traits)):
         return (
             f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
         )
@@ -226,7 +231,7 @@ def _hopper_forward(traits: Traits) -> str | None:
         return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128))
+    return _on_hopper(traits, (64, 128, 256))
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -316,7 +321,7 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128), "d_out", "d_bias", "mask")
+    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
 
 
 def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
@@ -329,13 +334,13 @@ def _hopper_query(traits: Traits) -> str | None:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
         return f"{_OF_NARROW} beside a bias of pairs; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128), "d_out", "out")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out")
 
 
 def _hopper_keys(traits: Traits) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128), "d_out", "mask")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:

@@ -1,4 +1,4 @@
-"""The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
+"""The forward pass on Hopper (sm_90) for head dims from 33 to 256, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
@@ -33,9 +33,13 @@ from .copies import (
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    allocate_tiles,
     consumers_of,
     copy,
-    padded_dim,
+    copy_tile,
+    padded_dims,
+    piece_of,
+    pieces,
     stage_of,
     sync_threads,
     tiled,
@@ -78,16 +82,17 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, dim = BLOCK_M.value, padded_dim(problem)
-    consumers = consumers_of(len_q, dim) if problem.zero is None else 2  # three have no registers for numbers of pairs beside scores
+    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
+    consumers = consumers_of(len_q, max(dim, dim_v)) if problem.zero is None else 2  # three have no registers for numbers of pairs
     pairs = problem.pair_bias is not None
-    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
+    keys = keys_of(dim, dim_v, pairs)
+    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, turns = programs_of(problem, consumers * block_m)
     launch(
         _forward_kernel,
         programs,
-        q=tiled(problem.query, block_m, dim),
+        q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.bias if pairs else None, block_m, sub),
@@ -103,16 +108,22 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         len_q=len_q,
         len_k=len_k,
         VALUE_DIM=value_dim,
-        BLOCK_N=KEYS,
+        BLOCK_N=keys,
         STAGES=STAGES,
         DIM=dim,
+        DIM_V=dim_v,
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
-        EVEN_N=len_k % KEYS == 0,
-        BIAS_FIRST=pairs and scales_exactly(problem),
+        EVEN_N=len_k % keys == 0,
+        BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
+
+
+def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
+    """Keys of a tile: half as many where shared memory, or registers beside `out`, have no room for more."""
+    return KEYS if max(dim, dim_v) <= 128 or (dim == 192 and dim_v == 128 and not pairs) else KEYS // 2
 
 
 def scales_exactly(problem: Problem) -> bool:
@@ -127,8 +138,8 @@ def scales_exactly(problem: Problem) -> bool:
 @gluon.jit
 def _forward_kernel(
     q, k, v, bias, intervals, bias_columns, rules, turns, out, lse, heads, groups, works, len_q, len_k,
-    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
+    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
@@ -145,6 +156,7 @@ def _forward_kernel(
         BLOCKS=BLOCK_N // SUB,
         STAGES=STAGES,
         DIM=DIM,
+        DIM_V=DIM_V,
         VALUE_DIM=VALUE_DIM,
         IN_TURN=IN_TURN,
         EVEN_N=EVEN_N,
@@ -152,15 +164,15 @@ def _forward_kernel(
         BIAS_FIRST=BIAS_FIRST,
         BACKWARDS=rules.lists is None and bias is None,
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
-        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
+        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16]),
     )
     tiles = Tiles(
-        q=_allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
-        k=_allocate_tiles(k, STAGES, BLOCK_N, DIM),
-        v=_allocate_tiles(v, STAGES, BLOCK_N, DIM),
-        bias=None if bias is None else _allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
-        intervals=None if intervals is None else _allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
-        bias_columns=None if bias_columns is None else _allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
+        q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
+        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=allocate_tiles(v, STAGES, BLOCK_N, DIM_V),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = _make_barriers(config)
@@ -178,12 +190,6 @@ def _forward_kernel(
         [4] * (CONSUMERS - 1) + [1],
         [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
     )
-
-
-@gluon.jit
-def _allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
-    return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
 
 
 @gluon.jit
@@ -206,7 +212,8 @@ def _make_barriers(config: gl.constexpr):
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
-    TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
@@ -222,9 +229,9 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
         mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell_next(after, count, barriers.numbers, lengths)
-        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * 2 * BLOCK_M * config.DIM)
         for i in gl.static_range(config.CONSUMERS):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+            copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
@@ -234,16 +241,16 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            mbarrier.expect(full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
+            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
             if rules.bits is not None:
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
-            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
+            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         number, count = after, count + 1
 
@@ -270,15 +277,14 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
-        context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
+        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk)
         sums = _no_sums(turn, tiles.v.dtype, config)
         mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         number = told_next(number, count, barriers.numbers, lengths)
         visited = visits_of(number, rules, lengths, config.QUERIES)
         count += 1
         if config.BIAS_FIRST:
-            _multiply(q_tile, rules.scale)
+            _multiply(context.q_pieces[0], rules.scale)
         if walk.begin < walk.full_end:
             sums = add_tiles(context, sums, which, config)
             mbarrier.arrive(barriers.q_free.index(0), count=1)
@@ -294,7 +300,7 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
     """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     return Sums(
-        acc=gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.OUT),
+        acc=gl.full([BLOCK_M, config.DIM_V], 0.0, gl.float32, config.OUT),
         weights=rounded_pairs(zeros, DTYPE),
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),

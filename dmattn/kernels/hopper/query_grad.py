@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: the same as portable/query_grad.py without a dBias.
+"""dQ on Hopper (sm_90) for head dims from 33 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -15,13 +15,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import copied_entry, strided
+from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    allocate_tiles,
+    copy,
+    copy_tile,
+    padded_dims,
+    piece_of,
+    pieces,
+    pieces_of,
+    product_under_way,
+    stage_of,
+    tiled,
+    waited,
+)
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
 from .walk import (
     Lengths,
@@ -43,19 +60,24 @@ from .walk import (
 )
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
-BLOCK_N = gl.constexpr(64)
-STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
+TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # keys of a tile; tiles of keys, values and bias in shared memory
+ROOM = 232448 - 256  # bytes of shared memory beside barriers
 
 
 class Config(NamedTuple):
     """Constexprs of a launch, and the layouts in registers that follow from them."""
 
     HEAD_DIM: Any
+    VALUE_DIM: Any
     DIM: Any  # padded
+    DIM_V: Any  # padded
+    BLOCK_N: Any  # keys of a tile
+    STAGES: Any  # tiles of keys, values and bias in shared memory
     SUB: Any  # keys of a block that a tile is made of
     EVEN_N: Any
+    BY_COPY: Any  # O is copied as if it were the first tile
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
-    SUMS: Any  # of [BLOCK_M, DIM]
+    SUMS: Any  # of [BLOCK_M, DIM], or a piece of it
 
 
 class Sources(NamedTuple):
@@ -67,17 +89,17 @@ class Sources(NamedTuple):
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 SUB]
     bias_columns: Any  # [1, 1, SUB, COLUMNS]
-    d_out: Any  # [1, 1, BLOCK_M, DIM]
-    out: Any  # [1, 1, BLOCK_M, DIM]
+    d_out: Any  # [1, 1, BLOCK_M, DIM_V]
+    out: Any  # [1, 1, BLOCK_M, DIM], if it is BY_COPY
 
 
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    q: Any  # [2, 1, 1, BLOCK_M, DIM]
-    d_out: Any  # [2, 1, 1, BLOCK_M, DIM]
+    q: Any  # [2, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2, as keys
+    d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
     bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
@@ -96,8 +118,9 @@ class Barriers(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """Vectors by query in memory (`layout.Strided`): two that are read, and two for the terms."""
+    """Vectors by query in memory (`layout.Strided`): two that are read, and two for the terms; and O where it is not copied, else None."""
 
+    out: Any
     lse: Any
     d_lse: Any  # may be None
     terms: Any
@@ -113,8 +136,8 @@ class Context(NamedTuple):
     seq: Any
     row: Any  # the first query of both consumers
     walk: Any
-    q_tile: Any  # [BLOCK_M, DIM], as the next in shared memory, of one consumer
-    d_out_tile: Any  # [BLOCK_M, DIM]
+    q_pieces: Any  # of [BLOCK_M, DIM], as the next in shared memory, of one consumer
+    d_out_tile: Any  # [BLOCK_M, DIM_V]
     divisor_rows: Any  # [BLOCK_M], as the next float32
     delta_rows: Any  # [BLOCK_M]
 
@@ -122,7 +145,7 @@ class Context(NamedTuple):
 class Sums(NamedTuple):
     """State of a consumer between tiles."""
 
-    dq: Any  # [BLOCK_M, DIM] float32, without the last tile
+    dq: Any  # [BLOCK_M, DIM] float32, in pieces, without the last tile
     ds: Any  # [BLOCK_M, BLOCK_N / 2] int32, dS of the last tile (`rounded_pairs`)
     turn: Any  # tiles so far, of all blocks of queries
 
@@ -134,20 +157,21 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
-    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
+    block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     works, programs, turns = programs_of(problem, 2 * block_m)
     launch(
         _query_gradients_kernel,
         programs,
-        q=tiled(problem.query, block_m, dim),
+        q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
         bias=tiled(problem.pair_bias, block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
-        d_out=tiled(incoming.d_out, block_m, dim),
-        out=tiled(out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim_v),
+        out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
         turns=turns,
         lse=strided(incoming.lse, heads),
@@ -161,41 +185,54 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         len_q=len_q,
         len_k=len_k,
         HEAD_DIM=head_dim,
+        VALUE_DIM=problem.value.shape[3],
         DIM=dim,
+        DIM_V=dim_v,
+        BLOCK_N=block_n,
+        STAGES=stages,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
 
 
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """The first of TILES for which there is room."""
+    dims, pairs = sum(padded_dims(problem)), problem.pair_bias is not None
+    described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
+    beside = 4 * BLOCK_M.value * dims + (2 * BLOCK_M.value * COLUMNS.value if problem.key_bias is not None else 0)
+    of_key = 2 * dims + described + (4 * BLOCK_M.value if pairs else 0)
+    return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= ROOM)
+
+
 @gluon.jit
 def _query_gradients_kernel(
     q, k, v, bias, intervals, bias_columns, d_out, out, rules, turns, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None. The terms go
-    to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
+    q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None; but out, of
+    wide heads, is read by pointers. The terms go to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    config: gl.constexpr = Config(HEAD_DIM, DIM, SUB, EVEN_N, PAIRS, SUMS)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles, interval_tiles, column_tiles, ones = None, None, None, None
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if intervals is not None:
-        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
-    if bias_columns is not None:
-        column_tiles = gl.allocate_shared_memory(bias_columns.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], bias_columns.layout)
-        ones = ones_for_columns(BLOCK_M)
-    tiles = Tiles(q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, column_tiles, ones)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // pieces_of(DIM), 16])
+    config: gl.constexpr = Config(
+        HEAD_DIM, VALUE_DIM, DIM, DIM_V, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS, SUMS=SUMS
+    )
+    tiles = Tiles(
+        q=allocate_tiles(q, 2, BLOCK_M, DIM),
+        d_out=allocate_tiles(d_out, 2, BLOCK_M, DIM_V),
+        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=allocate_tiles(v, STAGES, BLOCK_N, DIM_V),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * 2, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else allocate_tiles(intervals, STAGES * (BLOCK_N // SUB), 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * (BLOCK_N // SUB), SUB, COLUMNS),
+        ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
+    )
     barriers = Barriers(
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, 2),
@@ -206,8 +243,8 @@ def _query_gradients_kernel(
     )
     fence_async_shared()
     lengths = Lengths(works, heads, len_q, len_k, turns)
-    sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out)
-    vectors = Vectors(lse, d_lse, terms, term_columns)
+    sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
+    vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
     gl.warp_specialize(
         [
             (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 0, config)),
@@ -223,13 +260,15 @@ def _query_gradients_kernel(
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, dO and O, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as stages are free.
 
-    O comes as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
+    O comes, BY_COPY, as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
     """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     SUB: gl.constexpr = config.SUB
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    OUT_BYTES: gl.constexpr = sources.out.block_type.nbytes
-    QUERY_BYTES: gl.constexpr = 2 * sources.q.block_type.nbytes + 2 * sources.d_out.block_type.nbytes
-    TILE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
+    QUERY_BYTES: gl.constexpr = 4 * BLOCK_M * (config.DIM + config.DIM_V)
+    KEY_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
+    VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
@@ -242,18 +281,19 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         after = next_block(number, count, lengths)
         visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        stage, phase = stage_of(turn, STAGES)
-        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-        mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row, 0], barriers.k_full.index(stage), tiles.k.index(stage))
-        mbarrier.expect(barriers.v_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
-        turn += 1
+        if config.BY_COPY:
+            stage, phase = stage_of(turn, STAGES)
+            mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+            mbarrier.expect(barriers.k_full.index(stage), sources.out.block_type.nbytes)
+            copy(sources.out, [seq.batch, seq.head, row, 0], barriers.k_full.index(stage), tiles.k.index(stage))
+            mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
+            copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+            turn += 1
         mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell_next(after, count, barriers.numbers, lengths)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.q.index(i))
+            copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
             copy(sources.d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, BLOCK_N):
@@ -261,16 +301,16 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage)
+            mbarrier.expect(k_full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
+            copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
                 entry = copied_entry(rules.bias, seq.batch)
                 head = seq.head // rules.bias.group
                 for i in gl.static_range(2):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))
-            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
+            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         number, count = after, count + 1
 
@@ -278,7 +318,8 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
 @gluon.jit
 def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr, config: gl.constexpr):
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
-    DIM: gl.constexpr = config.DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     turn = 0  # tiles so far
     number, count = gl.program_id(0), 0
     visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
@@ -286,21 +327,26 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB)
         own_row = row + which * BLOCK_M
-        d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, DIM])
+        d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
         mbarrier.wait(barriers.q_full.index(0), count & 1)
         number = told_next(number, count, barriers.numbers, lengths)
         visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
         count += 1
+        out_tile = None
         stage, phase = stage_of(turn, STAGES)
-        mbarrier.wait(barriers.k_full.index(stage), phase)
-        mbarrier.wait(barriers.v_full.index(stage), phase)
-        out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, DIM])
+        if config.BY_COPY:
+            mbarrier.wait(barriers.k_full.index(stage), phase)
+            mbarrier.wait(barriers.v_full.index(stage), phase)
+            out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, config.DIM])
         divisor_rows, delta_rows = _terms(vectors, rules.scale, out_tile, d_out_tile, seq, own_row, config)  # [BLOCK_M] each
-        mbarrier.arrive(barriers.free.index(stage), count=1)
-        turn += 1
-        q_tile = tiles.q.index(which).reshape([BLOCK_M, DIM])
-        context = Context(tiles, barriers, rules, seq, row, walk, q_tile, d_out_tile, divisor_rows, delta_rows)
-        dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, config.SUMS)
+        if config.BY_COPY:
+            mbarrier.arrive(barriers.free.index(stage), count=1)
+            turn += 1
+        q_pieces = pieces(tiles.q, which, config.DIM)
+        context = Context(tiles, barriers, rules, seq, row, walk, q_pieces, d_out_tile, divisor_rows, delta_rows)
+        dq = ()
+        for _ in gl.static_range(len(q_pieces)):
+            dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
         sums = Sums(dq, ds, turn)
         if walk.begin < walk.full_end:
@@ -324,12 +370,12 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             turn = sums.turn
             mbarrier.arrive(barriers.q_free.index(0), count=1)
             last = (turn - 1) % STAGES
-            dq = _added(sums, tiles, last, config)
-            dq = warpgroup_mma_wait(0, [dq])
+            dq = waited(_added(sums, tiles, last, config))
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        store_tile(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
+        for i in gl.static_range(len(dq)):
+            store_tile(d_q, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
 
 
 @gluon.jit
@@ -337,7 +383,15 @@ def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr)
     """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
-    delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)
+    if config.BY_COPY:
+        delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.DIM_V, config.DIM_V // 8], [4, 1], [1, 0])
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+        cols = gl.arange(0, config.DIM_V, gl.SliceLayout(0, LAYOUT))
+        pointers = slice_pointer(vectors.out, seq) + ((row + rows).to(gl.int64) * vectors.out.row)[:, None] + (cols * vectors.out.col)[None, :]
+        out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
+        delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_tile.load(LAYOUT).to(gl.float32), 1)
     delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
     if vectors.d_lse is not None:
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
@@ -353,14 +407,19 @@ def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr)
 def _added(sums, tiles, stage, config: gl.constexpr):
     """dQ with the last tile, whose keys are in a stage, under way."""
     ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, config.SUMS, 2))
-    return warpgroup_mma(ds, tiles.k.index(stage).reshape([BLOCK_N, config.DIM]), sums.dq, is_async=True)
+    k_pieces = pieces(tiles.k, stage, config.DIM)
+    dq = ()
+    for i in gl.static_range(len(k_pieces)):
+        dq += (warpgroup_mma(ds, k_pieces[i], sums.dq[i], is_async=True),)
+    return dq
 
 
 @gluon.jit
 def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
     """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
     tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
-    DIM: gl.constexpr = config.DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     PAIRS: gl.constexpr = config.PAIRS
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
@@ -376,12 +435,11 @@ def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, ED
         hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(barriers.k_full.index(stage), phase)
-    k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
-    s = warpgroup_mma(context.q_tile, k_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(barriers.v_full.index(stage), phase)
-    v_tile = tiles.v.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
+    v_tile = tiles.v.index(stage).reshape([BLOCK_N, config.DIM_V]).permute((1, 0))
     d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
     dq = sums.dq
     if not FIRST:
@@ -393,12 +451,13 @@ def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, ED
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    s = warpgroup_mma_wait(1 if FIRST else 2, [s])
+    AFTER: gl.constexpr = 0 if FIRST else len(context.q_pieces)  # products for dQ, behind dP
+    s = warpgroup_mma_wait(1 + AFTER, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     p = gl.exp2(s * exponent_factor(rules) - context.divisor_rows[:, None])
-    d_p = warpgroup_mma_wait(0 if FIRST else 1, [d_p])
+    d_p = warpgroup_mma_wait(AFTER, [d_p])
     d_s = p * (d_p - context.delta_rows[:, None])
     if not FIRST:
-        dq = warpgroup_mma_wait(0, [dq])
+        dq = waited(dq)
         mbarrier.arrive(barriers.free.index(before), count=1)
     return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1)

@@ -79,7 +79,7 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
         rules = rules_of(problem, key_lists(problem, block_m, block_n))
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
-        sub = KEYS_TOGETHER if problem.key_bias is not None else PANEL.value
+        sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n)
         lists, intervals, bias_columns = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_columns(bias_columns, sub), sub
@@ -179,12 +179,12 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def copy_blocks(t, batch, head, starts, full, tiles, stage):
+def copy_blocks(t, batch, head, starts, full, tiles, stage, DIM: gl.constexpr):
     """Copy a tile that is made of blocks to its stage of `tiles`, and tell the barrier."""
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
-    PANELS: gl.constexpr = tiles.shape[4] // PANEL
-    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * PANELS * BLOCKS, 1, 1, SUB, PANEL], t.layout)
+    PANELS: gl.constexpr = DIM // PANEL
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // PANEL) * BLOCKS, 1, 1, SUB, PANEL], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
             copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
