@@ -237,19 +237,18 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     if OF_SCORES and rules.table is not None:
         numbers = numbers_of(rules, seq, start, context.col, BLOCK_M, BLOCK_N)
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
-    q_pieces = pieces(tiles.q, turn.stage, DIM)
-    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
-    term_columns = None
-    if AS_COLUMNS:
-        term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
     if OF_SCORES:
         # Loads that stand behind products are long in coming: these read all that shared memory gives.
         bias = _bias_of(context, keys, seq, turn, start)  # [BLOCK_N, BLOCK_M], or broadcast to it
+    q_pieces = pieces(tiles.q, turn.stage, DIM)
+    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+    if OF_SCORES:
         s = product_under_way(context.k, q_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
         if rules.bias_by_key is not None:
             s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
-        if AS_COLUMNS:
-            s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
+    if AS_COLUMNS:  # of consumers that make all sums
+        term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
+        s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
     d_out_tile = tiles.d_out.index(turn.stage).reshape([BLOCK_M, context.v.shape[1]])
     if OF_D_SCORES:
