@@ -105,10 +105,12 @@ def next_block(number, count, lengths):
     Where blocks differ in work, a program draws its third block and those after it, so that whoever is free first takes the next one.
     """
     after = number + gl.num_programs(0)
-    if lengths.turns is not None:
+    if lengths.turns is None:
+        return after
+    else:
         if count > 0:
             after = gl.atomic_add(lengths.turns, 1, sem="relaxed") + 2 * gl.num_programs(0)
-    return after
+        return after
 
 
 @gluon.jit
