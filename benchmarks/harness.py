@@ -101,12 +101,12 @@ def write_json(path: Path, payload: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def read_json(path: Path | None) -> dict[str, Any]:
-    """The result file that --plot draws from; ends the script where none is named or found."""
+def read_json(path: Path | None, option: str = "--plot") -> dict[str, Any]:
+    """The result file that an option needs; ends the script where none is named or found."""
     if path is None:
-        raise SystemExit("--plot draws from a result file; name it with --json")
+        raise SystemExit(f"{option} needs a result file; name it with --json")
     if not path.exists():
-        raise SystemExit(f"--plot draws from a result file; there is no {path}")
+        raise SystemExit(f"{option} needs a result file; there is no {path}")
     return json.loads(path.read_text())
 
 

@@ -53,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return against.run(options.against, options.rows, settings, where, target, options.jobs, deadline)
     target = options.json or harness.result_file("matrix", device)
     result: Record = {"environment": where, "rows": [], "means": {}, "first_calls": {}}
+    if options.add:
+        kept = harness.read_json(target, "--add")
+        if kept["environment"]["sources"] != where["sources"]:
+            harness.refuse(f"--add: expected a result of the sources at hand, received one of commit {kept['environment']['commit']}")
+        again = {workload.name for workload in options.rows}
+        result["rows"] = [entry for entry in kept["rows"] if entry["work"] not in again]
+        result["first_calls"] = kept["first_calls"]
 
     def save() -> None:
         result["means"] = means(result["rows"])
@@ -220,6 +227,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
+    parser.add_argument("--add", action="store_true", help="keep what the result file has of other rows; it must be of the same sources")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/matrix_<GPU>.json, and none on a CPU")
     options = parser.parse_args(arguments)
     if options.jobs < 1:

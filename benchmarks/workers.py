@@ -28,7 +28,7 @@ from benchmarks.workloads import Workload
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
 MOST_LIVE = 50  # processes that wait with compiled kernels, each with a CUDA context of half a GiB
-PREPARING = 0.6  # of the time of a batch of rows
+PREPARING = 0.75  # of the time of a batch of rows
 BUDGET_MS, MOST_RUNS = 200.0, 30  # of one pass of one contender
 PAIRED_BUDGET_MS, PAIRED_RUNS = 40.0, 10  # of one turn of a pass, of which the median counts
 

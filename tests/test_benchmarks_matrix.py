@@ -55,6 +55,18 @@ def test_matrix_measures_rows_in_processes_of_their_own(tmp_path):
     assert result["means"]["all"]["of"] == 5
     assert result["means"]["biased"]["of"] == 2
     assert any(line.startswith("backward: geometric mean") for line in printed)
+    before = [entry for entry in result["rows"] if entry["work"] != names[2]]
+    code, _, added = run("matrix.py", tmp_path, "--tiny", "--rows", names[2], "--peers", "--add")
+    assert code == 0
+    assert added["rows"][:-1] == before, "other rows are kept"
+    assert added["rows"][-1]["best_peer"] is None
+    assert added["means"]["all"]["of"] == 4
+    target = tmp_path / "result.json"
+    target.write_text(json.dumps({**added, "environment": {**added["environment"], "sources": "others"}}))
+    command = [sys.executable, str(BENCHMARKS / "matrix.py"), "--tiny", "--device", "cpu", "--json", str(target), "--add"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--add: expected a result of the sources at hand" in done.stderr
 
 
 def test_rows_are_many_and_of_every_kind(scripts):
@@ -237,6 +249,9 @@ def test_ratios_are_medians_of_pairs(scripts, capsys):
     against = scripts("against")
     drifting = [[1.00 * drift, 1.00 * drift] for drift in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)] + [[9.0, 1.0]]
     assert against.judged(drifting)["ratio"] == 1.0
+    scattered = against.judged([[ratio, 1.0] for ratio in (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4)])
+    assert scattered["ratio"] == 1.05
+    assert not against.behind(scattered)
     same, slow = against.judged([[1.01, 1.0]] * 9), against.judged([[1.05, 1.0]] * 9)
     assert slow["ratio"] == pytest.approx(1.05)
     first = {"work": "a", "pass": "forward"}
