@@ -9,7 +9,7 @@ from torch import Tensor
 
 NORMAL = "normal"
 OUTLIER, OUTLIER_SIZE = 3, 8.0  # a channel, and how many standard deviations from 0 it lies
-SINK_SCORE = 6.0  # by which the first key's scores are above the others': it gets some tenths of the attention
+SINK_SCORE = 6.0  # by which the first key's scores are above the others': it gets about a tenth of the attention
 
 
 def distribute(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
