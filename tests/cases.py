@@ -353,6 +353,16 @@ LARGE = (
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
 )  # fmt: skip
 
+WIDEST = (  # which float32 on a GPU has no kernel for
+    Case("widest-512-causal-grouped-65x97", 65, 97, **GQA, head_dim=512, causal=True, reason="Gemma 4's head dim"),
+    Case("widest-512-mask-dense-bias-37x65", 37, 65, head_dim=512, mask="b1qk", keep="random-empty-rows", bias="bhqk", reason="the largest head dim"),
+    Case("widest-264-shared-bias-softcap-65x37", 65, 37, head_dim=264, value_dim=72, bias="1hqk", softcap=20.0, reason="padded to 512, narrow values"),
+    Case("widest-values-320-documents-key-bias-97", 97, head_dim=48, value_dim=320, intervals="documents", bias="bh1k", reason="wide values"),
+    Case("widest-512-distances-window-65", 65, head_dim=512, bias="1hr", distances=33, window=(40, 3), sinks="random", reason="a table, and sinks"),
+    Case("widest-512-blocked-mask-65x160", 65, 160, head_dim=512, mask="11qk", keep="random", blocked=True, dropout_p=0.2, reason="bits, dropout"),
+    Case("widest-512-decoding-1x1100", 1, 1100, **GQA, head_dim=512, causal=True, bias="bg1k", reason="keys split over programs"),
+)  # fmt: skip
+
 LARGE_FACTORS = (
     Case("large-factors-head-dim-64-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, factors=("bh", "bg"), bias_dtype=torch.float32, reason="columns past a padded head dim"),
     Case("large-factors-head-dim-96-causal-1023", 1023, heads=4, head_dim=96, factors=("1h", "11"), bias_dtype=torch.float32, causal=True, reason="columns within a padded head dim, on Hopper"),
@@ -516,16 +526,21 @@ HOPPER = (
 
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
-    cases = CASES + FACTORS
+    cases = CASES + WIDEST + FACTORS
     if interpreting():
         dtypes = (torch.float32, torch.float16)
         cpu = [(case, dtype) for case in cases for dtype in dtypes if case.bias_dtype != torch.bfloat16]
     else:
         cpu = [(case, dtype) for case in cases for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in gpu_dtypes(case)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
     ]
+
+
+def gpu_dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    """Those of inputs for which a GPU has kernels."""
+    return (torch.bfloat16, torch.float16) if case in WIDEST else (torch.bfloat16, torch.float16, torch.float32)
 
 
 def name(case: Case, device: str, dtype: torch.dtype) -> str:

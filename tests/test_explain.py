@@ -20,7 +20,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from cases import CASES, HOPPER, LARGE
+from cases import CASES, HOPPER, LARGE, WIDEST
 from compile_report import FORWARD, LAUNCHES, meta, on_gpu
 from triton.runtime.jit import JITFunction
 
@@ -280,7 +280,7 @@ def options_of(problem: Problem) -> dict[str, Any]:
 @not_interpreted
 def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
     exact = 0
-    cases = [(case, dtype) for case in (*CASES, *LARGE, *HOPPER) for dtype in (BF16, FP32)]
+    cases = [(case, dtype) for case in (*CASES, *LARGE, *HOPPER) for dtype in (BF16, FP32)] + [(case, BF16) for case in WIDEST]
     for case, dtype in (*cases, *LAUNCHES, *FORWARD):
         problem = meta(case, dtype)
         if any(side is not None and side < 0 for side in (problem.left, problem.right)):  # aligned at the first key, as attention is not

@@ -37,6 +37,7 @@ SPILLED_IN = {
     "distances-causal-d128": 1024,
     "dense-bias-causal-d128": 1024,
     "documents-bias-by-head-gqa-d128": 1024,
+    "documents-bias-by-head-gqa-d256": 1024,
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
     "leading-rows-shared-bias-d32": 1024,

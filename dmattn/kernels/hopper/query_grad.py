@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import copied_entry, slice_pointer, strided
+from ..base.layout import copied_entry, strided
 from ..base.overlap import follow
-from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
-from ..base.softmax import divisor2
+from ..base.query_terms import Incoming
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
 from .copies import (
@@ -34,21 +33,18 @@ from .copies import (
     piece_of,
     pieces,
     pieces_of,
-    product_under_way,
     stage_of,
     tiled,
     waited,
 )
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
+from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
+from .registers import rounded_pairs, store_tile
 from .walk import (
     Lengths,
     allocate_numbers,
-    bias_columns_of,
     copy_blocks,
     copy_described,
-    intervals_of,
     key_walk,
-    listed_key,
     listed_keys,
     next_block,
     programs_of,
@@ -59,7 +55,6 @@ from .walk import (
     work_of,
 )
 
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # keys of a tile; tiles of keys, values and bias in shared memory
 ROOM = 232448 - 256  # bytes of shared memory beside barriers
 
@@ -115,39 +110,6 @@ class Barriers(NamedTuple):
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
     numbers: Any  # [2, 1], int32 (`walk.told_next`)
-
-
-class Vectors(NamedTuple):
-    """Vectors by query in memory (`layout.Strided`): two that are read, and two for the terms; and O where it is not copied, else None."""
-
-    out: Any
-    lse: Any
-    d_lse: Any  # may be None
-    terms: Any
-    term_columns: Any  # may be None
-
-
-class Context(NamedTuple):
-    """Everything that tiles of keys of a block of queries share."""
-
-    tiles: Any
-    barriers: Any
-    rules: Any
-    seq: Any
-    row: Any  # the first query of both consumers
-    walk: Any
-    q_pieces: Any  # of [BLOCK_M, DIM], as the next in shared memory, of one consumer
-    d_out_tile: Any  # [BLOCK_M, DIM_V]
-    divisor_rows: Any  # [BLOCK_M], as the next float32
-    delta_rows: Any  # [BLOCK_M]
-
-
-class Sums(NamedTuple):
-    """State of a consumer between tiles."""
-
-    dq: Any  # [BLOCK_M, DIM] float32, in pieces, without the last tile
-    ds: Any  # [BLOCK_M, BLOCK_N / 2] int32, dS of the last tile (`rounded_pairs`)
-    turn: Any  # tiles so far, of all blocks of queries
 
 
 def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
@@ -338,7 +300,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             mbarrier.wait(barriers.k_full.index(stage), phase)
             mbarrier.wait(barriers.v_full.index(stage), phase)
             out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, config.DIM])
-        divisor_rows, delta_rows = _terms(vectors, rules.scale, out_tile, d_out_tile, seq, own_row, config)  # [BLOCK_M] each
+        divisor_rows, delta_rows = terms_of(vectors, rules.scale, out_tile, d_out_tile, seq, own_row, config)  # [BLOCK_M] each
         if config.BY_COPY:
             mbarrier.arrive(barriers.free.index(stage), count=1)
             turn += 1
@@ -351,113 +313,28 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
         sums = Sums(dq, ds, turn)
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
-            sums = _add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
+            sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
-                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(open_begin, open_end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
                 if rules.right is not None or not config.EVEN_N:
                     for step in range(open_end, walk.end, BLOCK_N):
-                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
             else:
                 for step in range(after, walk.end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                    sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(walk.end, walk.full_end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
             turn = sums.turn
             mbarrier.arrive(barriers.q_free.index(0), count=1)
             last = (turn - 1) % STAGES
-            dq = waited(_added(sums, tiles, last, config))
+            dq = waited(added(sums, tiles, last, config))
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
         for i in gl.static_range(len(dq)):
             store_tile(d_q, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
-
-
-@gluon.jit
-def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr):
-    """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
-    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
-    if config.BY_COPY:
-        delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.DIM_V, config.DIM_V // 8], [4, 1], [1, 0])
-        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
-        cols = gl.arange(0, config.DIM_V, gl.SliceLayout(0, LAYOUT))
-        pointers = slice_pointer(vectors.out, seq) + ((row + rows).to(gl.int64) * vectors.out.row)[:, None] + (cols * vectors.out.col)[None, :]
-        out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
-        delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_tile.load(LAYOUT).to(gl.float32), 1)
-    delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
-    if vectors.d_lse is not None:
-        of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
-        delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
-    if row < seq.len_q:
-        places = (vectors.terms, vectors.term_columns, scale)
-        columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))
-        store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)
-    return divisor2(lse_rows), delta_rows
-
-
-@gluon.jit
-def _added(sums, tiles, stage, config: gl.constexpr):
-    """dQ with the last tile, whose keys are in a stage, under way."""
-    ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, config.SUMS, 2))
-    k_pieces = pieces(tiles.k, stage, config.DIM)
-    dq = ()
-    for i in gl.static_range(len(k_pieces)):
-        dq += (warpgroup_mma(ds, k_pieces[i], sums.dq[i], is_async=True),)
-    return dq
-
-
-@gluon.jit
-def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
-    """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
-    tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
-    BLOCK_N: gl.constexpr = config.BLOCK_N
-    STAGES: gl.constexpr = config.STAGES
-    PAIRS: gl.constexpr = config.PAIRS
-    start = 0  # where there are intervals, nothing needs it
-    if rules.first is None:
-        start = listed_key(rules, seq, context.row, step, 0, context.walk, 2 * BLOCK_M, config.SUB)
-    row = context.row + which * BLOCK_M
-    stage, phase = stage_of(sums.turn, STAGES)
-    before = (sums.turn - 1) % STAGES
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    hiding = Hiding()
-    if EDGE:
-        words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False, partial=context.walk.partial)
-        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    mbarrier.wait(barriers.k_full.index(stage), phase)
-    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
-    if rules.bias_by_key is not None:
-        s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(barriers.v_full.index(stage), phase)
-    v_tile = tiles.v.index(stage).reshape([BLOCK_N, config.DIM_V]).permute((1, 0))
-    d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
-    dq = sums.dq
-    if not FIRST:
-        dq = _added(sums, tiles, before, config)
-    if rules.bias_rows is not None and rules.bias_cols is not None:
-        bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    else:
-        bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
-    if EDGE and rules.first is not None:
-        middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
-        hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    AFTER: gl.constexpr = 0 if FIRST else len(context.q_pieces)  # products for dQ, behind dP
-    s = warpgroup_mma_wait(1 + AFTER, [s])
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - context.divisor_rows[:, None])
-    d_p = warpgroup_mma_wait(AFTER, [d_p])
-    d_s = p * (d_p - context.delta_rows[:, None])
-    if not FIRST:
-        dq = waited(dq)
-        mbarrier.arrive(barriers.free.index(before), count=1)
-    return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1)
