@@ -377,7 +377,7 @@ HOPPER = (
     Case("hopper-distances-causal-700x900", 700, 900, heads=3, head_dim=64, bias="11r", distances=129, zero=128, causal=True, reason="edges of causal, dK and dV"),
     Case("hopper-distances-wide-causal-300x2100", 300, 2100, **GQA, head_dim=128, bias="1hr", distances=257, causal=True, reason="wide sums beside numbers of pairs"),
     Case("hopper-distances-shared-sinks-2048", 2048, heads=2, head_dim=64, bias="11r", distances=33, sinks="random", bias_dtype=torch.float32, reason="a table of float32, with sinks"),
-    Case("hopper-drawn-blocks-causal-511", 511, batch=8, heads=16, kv_heads=8, head_dim=64, causal=True, reason="more blocks than processors: programs draw them"),
+    Case("hopper-drawn-blocks-causal-300x2100", 300, 2100, batch=8, heads=16, kv_heads=8, head_dim=64, causal=True, reason="more blocks than processors, so that programs draw them, of three consumers"),
     Case("hopper-drawn-blocks-causal-bias-900x1030", 900, 1030, batch=2, heads=16, head_dim=128, bias="bh1k", causal=True, reason="the same, two consumers"),
     Case("hopper-drawn-blocks-empty-rows-1500x700", 1500, 700, heads=16, head_dim=96, causal=True, reason="drawn blocks without keys"),
     Case("hopper-drawn-blocks-block-mask-1300", 1300, heads=16, head_dim=128, mask="1hqk", keep="blocks", blocked=True, reason="drawn blocks by lists"),

@@ -83,8 +83,8 @@ class Barriers(NamedTuple):
     k_free: Any  # [STAGES, 1]
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
-    turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
-    numbers: Any  # [2, 1], int32 (`walk.told_next`)
+    turns: Any  # [CONSUMERS, 1]: a consumer may multiply; None unless IN_TURN
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
     votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 

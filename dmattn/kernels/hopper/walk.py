@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
@@ -28,13 +29,13 @@ KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic 
 
 
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys, and how many were drawn so far."""
+    """How many blocks of queries there are in all, heads, queries and keys, and a pointer to how many were drawn."""
 
     works: Any
     heads: Any
     len_q: Any
     len_k: Any
-    turns: Any = None  # a pointer; None where a program takes every so many-th block (`next_block`)
+    drawn: Any = None  # None where a program takes every so many-th block (`even_work`), or there is one for each
 
 
 class Walk(NamedTuple):
@@ -61,7 +62,7 @@ def even_work(problem: Problem) -> bool:
 
 
 def programs_of(problem: Problem, block_m: int) -> tuple[int, int, Tensor | None]:
-    """(blocks of queries, programs that take them, and what these draw their turns from, unless blocks have about the same work)."""
+    """(blocks of queries, programs that take them, and a count of those they draw, unless blocks have about the same work)."""
     batch, heads, len_q = problem.query.shape[:3]
     works, most = triton.cdiv(len_q, block_m) * heads * batch, processors(problem.query.device)
     draws = works > most and not even_work(problem)
@@ -94,39 +95,83 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def allocate_numbers():
-    """Room for the numbers of blocks that a producer tells its consumers (`tell_next`)."""
-    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    """Room for what a producer tells its consumers of the next block of queries (`tell`), twice in turns."""
+    return gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def next_block(number, count, lengths):
-    """The number of the block of queries that a program takes after one, which was its `count`-th from 0. A producer asks it once for each.
+def ahead_of(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
+    """(the number of a program's next block of queries, `visits_of` it); the same as it is where blocks are drawn, which says it later."""
+    if lengths.drawn is None:
+        after = number + gl.num_programs(0)
+        return after, visits_of(after, rules, lengths, BLOCK_M)
+    else:
+        return number, visited
 
-    Where blocks differ in work, a program draws its third block and those after it, so that whoever is free first takes the next one.
+
+@gluon.jit
+def draw(after, now, lengths):
+    """The number of the next block; where blocks are drawn, it is drawn `now` or stays.
+
+    A producer draws before it copies the last tile of a block: early enough for nothing to wait for the number, and late enough for programs
+    with short blocks to take more of them.
     """
-    after = number + gl.num_programs(0)
-    if lengths.turns is None:
+    if lengths.drawn is None:
         return after
     else:
-        if count > 0:
-            after = gl.atomic_add(lengths.turns, 1, sem="relaxed") + 2 * gl.num_programs(0)
+        if now:
+            after = gl.atomic_add(lengths.drawn, 1, sem="relaxed") + gl.num_programs(0)
         return after
 
 
 @gluon.jit
-def tell_next(after, count, numbers, lengths):
-    """Put the number of the next block where `told_next` finds it. The barrier that queries are there for stands for it, too."""
-    if lengths.turns is not None:
-        numbers.index(count & 1).store(gl.full([1], after, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def visits_of_drawn(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
+    """`visits_of` a block that was drawn; `visited`, which has them, where none are."""
+    if lengths.drawn is None:
+        return visited
+    else:
+        return visits_of(number, rules, lengths, BLOCK_M)
 
 
 @gluon.jit
-def told_next(number, count, numbers, lengths):
-    """`next_block` as a consumer knows it once the queries of a block are there."""
-    if lengths.turns is None:
-        return number + gl.num_programs(0)
+def tell(number, visited, count, numbers, rules, lengths):
+    """Put what a producer knows of its `count`-th block where `told` finds it. The barrier of the block's queries is to follow."""
+    if lengths.drawn is not None:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        place = 3 * (count & 1)
+        numbers.index(place).store(gl.full([1], number, gl.int32, LAYOUT))
+        if rules.lists is not None:
+            numbers.index(place + 1).store(gl.full([1], visited[0], gl.int32, LAYOUT))
+            numbers.index(place + 2).store(gl.full([1], visited[1], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def tell_end(number, visited, count, barriers, rules, lengths):
+    """Tell a number beyond the last block, with the barriers of queries that do not come."""
+    if lengths.drawn is not None:
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
+        mbarrier.arrive(barriers.q_full.index(0), count=1)
+
+
+@gluon.jit
+def told(number, visited, count, barriers, rules, lengths):
+    """(the number of a program's `count`-th block, `visits_of` it) as its consumers know them, once it has queries or there is none."""
+    if lengths.drawn is None:
+        return number, visited
     else:
-        return gl.max(numbers.index(count & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        place = 3 * (count & 1)
+        if rules.lists is None:
+            return _number_at(barriers.numbers, place), visited
+        else:
+            return _number_at(barriers.numbers, place), (_number_at(barriers.numbers, place + 1), _number_at(barriers.numbers, place + 2))
+
+
+@gluon.jit
+def _number_at(numbers, place):
+    """One of the numbers. The maximum of one element makes a scalar of it."""
+    return gl.max(numbers.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
