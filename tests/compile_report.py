@@ -269,9 +269,10 @@ class Compiler:
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums and early starts of one compiled kernel.
 
-    Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order. An uneven sum adds another
-    lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers. A kernel that is
-    launched before another ends has to wait for it before it touches global memory, or starts early.
+    Atomics on shared memory are how tl.histogram counts, and relaxed sums of
+    integers how programs draw numbers: neither is a sum of rounded numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes then hold
+    different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global memory, or
+    starts early.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -282,7 +283,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
         code = compiled.asm["ptx"]
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", code, re.M)
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared|global\.gpu\.relaxed\.add\.u32)", code, re.M)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]

@@ -65,6 +65,7 @@ CASES = (
     Case("windows-in-parts-dropout", 17, 19, batch=70, bias="11qk", head_dim=64, dropout_p=0.2),
     Case("shared-bias-in-parts-odd-lengths", 97, 70, batch=64, heads=2, head_dim=40, bias="1hqk", mask="b11k"),
     Case("hopper-mask-dense-bias-causal", 136, 208, heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True),
+    Case("hopper-drawn-blocks-causal", 200, batch=5, heads=16, kv_heads=8, head_dim=128, causal=True),
     Case("hopper-documents-grouped", 200, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"),
     Case("hopper-intervals-dense-bias", 136, 200, heads=2, head_dim=64, intervals="random", bias="bhqk"),
     Case("rows-shared-bias-mask", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk", mask="b1qk", keep="random-empty-rows"),

@@ -153,10 +153,16 @@ _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 
 _CROWDED = "beside numbers of distances a mask takes too many registers"
 _OF_NARROW = "serves head dims from 33 to 64"
+_MANY_KEYS = 2048  # from which Hopper's forward kernel is the faster one for narrow heads
 
 
 def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+
+
+def _sees_all_before(traits: Traits) -> bool:
+    """Queries see all keys before them, as under a causal mask."""
+    return traits.left is None and traits.right is not None
 
 
 def _are_wide(traits: Traits) -> bool:
@@ -237,11 +243,14 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs or distances and sinks: the portable one is faster else."""
+    """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | DISTANCES | EVERY and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
+    understood = PAIR_BIAS | EVERY | (WINDOW if _sees_all_before(traits) else DISTANCES)
+    if _are_narrow(traits) and not (traits.len_k >= _MANY_KEYS and traits.features <= understood):
+        return (
+            f"{_OF_NARROW} from {_MANY_KEYS} keys on, with sinks, a bias of pairs, causal or without it a bias of distances, and no other rule"
+        )
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
     return _on_hopper(traits, (64, 128, 256))
@@ -339,11 +348,11 @@ def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
 
 
 def _hopper_query(traits: Traits) -> str | None:
-    """Narrow heads only beside a bias of pairs, as the portable kernel is faster without pairs to load."""
+    """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
-    if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
-        return f"{_OF_NARROW} beside a bias of pairs; others are faster in the portable kernel"
+    if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
+        return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
     return _on_hopper(traits, (64, 128, 256), "d_out", "out")
 
 

@@ -21,6 +21,7 @@ from ..base.tiles import block_dim
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
+ROOM = 232448 - 1536  # bytes of shared memory that tiles may take; barriers and what warps exchange take the others
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
@@ -39,7 +40,7 @@ def consumers_of(length: int, dim: int) -> int:
 
 
 def padded_dim(problem: Problem) -> int:
-    """What the head dims of query and value are padded to as they are copied, which is the same."""
+    """What the head dims of query and value are both padded to, where neither is over 128."""
     return max(block_dim(x.shape[3]) for x in (problem.query, problem.value))
 
 

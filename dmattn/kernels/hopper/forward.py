@@ -5,7 +5,7 @@ shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issu
 softmax the others multiply. Three consumers do so in turn, except beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
 https://arxiv.org/abs/2407.08608).
 
-Where blocks of queries have about the same work, there is one program for each processor. Its producer begins the next block while the
+Where there are more blocks of queries than processors, there is one program for each processor. Its producer begins the next block while the
 consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
@@ -49,16 +49,20 @@ from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_l
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    blocks_ahead,
-    blocks_of,
+    ahead_of,
+    allocate_numbers,
     copy_blocks,
     copy_described,
-    first_blocks,
+    draw,
     key_walk,
     listed_keys,
     programs_of,
+    tell,
+    tell_end,
     tile_range,
+    told,
     visits_of,
+    visits_of_drawn,
     work_of,
 )
 
@@ -87,7 +91,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     keys = keys_of(dim, dim_v, pairs)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, turns = programs_of(problem, rules, consumers * block_m)
+    works, programs, drawn = programs_of(problem, consumers * block_m)
     launch(
         _forward_kernel,
         programs,
@@ -98,7 +102,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
-        turns=turns,
+        drawn=drawn,
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -136,7 +140,7 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, turns, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, drawn, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -177,7 +181,7 @@ def _forward_kernel(
     barriers = _make_barriers(config)
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k, turns)
+    lengths = Lengths(works, heads, len_q, len_k, drawn)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
@@ -193,7 +197,7 @@ def _forward_kernel(
 
 @gluon.jit
 def _make_barriers(config: gl.constexpr):
-    """The barriers of a program, and room for votes."""
+    """The barriers of a program, and room for numbers and votes."""
     return Barriers(
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, config.CONSUMERS),
@@ -201,7 +205,8 @@ def _make_barriers(config: gl.constexpr):
         k_free=allocate_barriers(config.STAGES, config.CONSUMERS),
         v_full=allocate_barriers(config.STAGES, 1),
         v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
-        turns=allocate_barriers(config.CONSUMERS, 1),
+        turns=allocate_barriers(config.CONSUMERS, 1) if config.IN_TURN else None,
+        numbers=allocate_numbers(),
         votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 
@@ -216,17 +221,16 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
         mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * 2 * BLOCK_M * config.DIM)
         for i in gl.static_range(config.CONSUMERS):
             copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
@@ -236,6 +240,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
                 starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
             else:
                 starts = following
+            upcoming = draw(upcoming, step + config.BLOCK_N >= walk.full_end, lengths)
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
@@ -250,6 +255,10 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
+        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
+        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.QUERIES)
+        number, count = upcoming, count + 1
+    tell_end(number, visited, count, barriers, rules, lengths)
 
 
 @gluon.jit
@@ -269,17 +278,15 @@ def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: g
 def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk)
         sums = _no_sums(turn, tiles.v.dtype, config)
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:
             _multiply(context.q_pieces[0], rules.scale)
         if walk.begin < walk.full_end:
@@ -290,6 +297,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
             mbarrier.arrive(barriers.q_free.index(0), count=1)
         _store(context, sums, out, lse, which, config)
         turn = sums.turn
+        count += 1
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers between the producer and the consumers, and the votes of a consumer's threads.
+    """Barriers between the producer and the consumers, what the producer tells them, and the votes of a consumer's threads.
 
     The barriers of keys stand for the bias, intervals and bias columns of their tile too.
     """
@@ -83,7 +83,8 @@ class Barriers(NamedTuple):
     k_free: Any  # [STAGES, 1]
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
-    turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
+    turns: Any  # [CONSUMERS, 1]: a consumer may multiply; None unless IN_TURN
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
     votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 

@@ -17,15 +17,13 @@ from ..base.layout import copied_entry, slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
-from .copies import copy, padded_dims, pieces, pieces_of, product_under_way, stage_of, store, tiled_vectors, waited
+from .copies import ROOM, copy, padded_dims, pieces, pieces_of, product_under_way, stage_of, store, tiled_vectors, waited
 from .distances import add_apart, numbers_of
 from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.value, 16]))  # of [BLOCK_N, BLOCK_M] in registers: keys down
-
-ROOM = 232448 - 1024  # bytes of shared memory beside barriers
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 

@@ -25,6 +25,7 @@ from .copies import (
     LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
+    ROOM,
     allocate_barriers,
     allocate_tiles,
     copy,
@@ -41,21 +42,24 @@ from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_
 from .registers import rounded_pairs, store_tile
 from .walk import (
     Lengths,
-    blocks_ahead,
-    blocks_of,
+    ahead_of,
+    allocate_numbers,
     copy_blocks,
     copy_described,
-    first_blocks,
+    draw,
     key_walk,
     listed_keys,
     programs_of,
+    tell,
+    tell_end,
     tile_range,
+    told,
     visits_of,
+    visits_of_drawn,
     work_of,
 )
 
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # keys of a tile; tiles of keys, values and bias in shared memory
-ROOM = 232448 - 256  # bytes of shared memory beside barriers
 
 
 class Config(NamedTuple):
@@ -101,13 +105,14 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers: full when a copy has come, free when both consumers have used it."""
+    """Barriers: full when a copy has come, free when both consumers have used it. And what the producer tells the consumers."""
 
     q_full: Any  # [1, 1], of queries and dO
     q_free: Any  # [1, 1]
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
 
 
 def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
@@ -120,7 +125,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works, programs, turns = programs_of(problem, rules, 2 * block_m)
+    works, programs, drawn = programs_of(problem, 2 * block_m)
     launch(
         _query_gradients_kernel,
         programs,
@@ -133,7 +138,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         d_out=tiled(incoming.d_out, block_m, dim_v),
         out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
-        turns=turns,
+        drawn=drawn,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=strided(incoming.terms, heads),
@@ -167,7 +172,7 @@ def tile_of(problem: Problem) -> tuple[int, int]:
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, turns, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
@@ -199,9 +204,10 @@ def _query_gradients_kernel(
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
+        numbers=allocate_numbers(),
     )
     fence_async_shared()
-    lengths = Lengths(works, heads, len_q, len_k, turns)
+    lengths = Lengths(works, heads, len_q, len_k, drawn)
     sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
     vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
     gl.warp_specialize(
@@ -233,14 +239,12 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
     q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         if config.BY_COPY:
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -249,7 +253,8 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
             copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
             turn += 1
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
             copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
@@ -257,6 +262,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+            upcoming = draw(upcoming, step + BLOCK_N >= walk.full_end, lengths)
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -271,6 +277,10 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
+        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
+        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, 2 * BLOCK_M)
+        number, count = upcoming, count + 1
+    tell_end(number, visited, count, barriers, rules, lengths)
 
 
 @gluon.jit
@@ -279,17 +289,15 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)
+        mbarrier.wait(barriers.q_full.index(0), count & 1)
         out_tile = None
         stage, phase = stage_of(turn, STAGES)
         if config.BY_COPY:
@@ -334,3 +342,5 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             mbarrier.arrive(barriers.q_free.index(0), count=1)
         for i in gl.static_range(len(dq)):
             store_tile(d_q, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
+        count += 1
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
