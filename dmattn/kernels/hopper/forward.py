@@ -178,7 +178,17 @@ def _forward_kernel(
         bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = _make_barriers(config)
+    barriers = Barriers(  # a function could not return a None among them up to Triton 3.6
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, CONSUMERS),
+        k_full=allocate_barriers(STAGES, 1),
+        k_free=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1),
+        v_free=allocate_barriers(STAGES, CONSUMERS),
+        turns=allocate_barriers(CONSUMERS, 1) if IN_TURN else None,
+        numbers=allocate_numbers(),
+        votes=gl.allocate_shared_memory(gl.int8, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
     lengths = Lengths(works, heads, len_q, len_k, drawn)
@@ -192,22 +202,6 @@ def _forward_kernel(
         ],
         [4] * (CONSUMERS - 1) + [1],
         [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _make_barriers(config: gl.constexpr):
-    """The barriers of a program, and room for numbers and votes."""
-    return Barriers(
-        q_full=allocate_barriers(1, 1),
-        q_free=allocate_barriers(1, config.CONSUMERS),
-        k_full=allocate_barriers(config.STAGES, 1),
-        k_free=allocate_barriers(config.STAGES, config.CONSUMERS),
-        v_full=allocate_barriers(config.STAGES, 1),
-        v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
-        turns=allocate_barriers(config.CONSUMERS, 1) if config.IN_TURN else None,
-        numbers=allocate_numbers(),
-        votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
 
 
