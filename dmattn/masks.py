@@ -167,7 +167,8 @@ class IntervalMask:
         _check_lengths("packed", len_q=len_q, len_k=len_k)
         left, right = _checked_sides("packed", left, right, len_q + len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
-        sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
+        position = torch.arange(len_k, device=ends_k.device)
+        sequence = sequence_of(ends_k, position)
         first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
         return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)
 
@@ -343,12 +344,11 @@ register_pytree_node(
 torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
 
 
-def sequence_of(ends: Tensor, length: int) -> Tensor:
-    """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
+def sequence_of(ends: Tensor, place: Tensor) -> Tensor:
+    """The number of the sequence in which each of some packed places lies, from their cumulative lengths (sequences + 1,), int64.
 
     Never one that does not exist, whatever `ends` holds.
     """
-    place = torch.arange(length, device=ends.device)
     return (torch.searchsorted(ends.contiguous(), place, right=True) - 1).clamp(0, ends.shape[0] - 2)
 
 

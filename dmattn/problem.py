@@ -83,6 +83,11 @@ class Problem(NamedTuple):
 
     ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
     them.
+
+    ``ends_q`` and ``ends_k`` (sequences + 1,), int64, say where packed sequences end among the queries and keys of the one batch entry, and
+    stand beside intervals that keep the sequences apart. A mask and a bias of pairs are then in the coordinates of each sequence: (sequences or
+    1, H or Hk or 1, longest queries, longest keys). Those of other kinds are of the packed tokens. Whatever the ends hold, nothing outside the
+    tensors is read or written.
     """
 
     query: Tensor
@@ -105,6 +110,8 @@ class Problem(NamedTuple):
     blocks: Tensor | None = None
     bits: Tensor | None = None
     states: Tensor | None = None
+    ends_q: Tensor | None = None
+    ends_k: Tensor | None = None
 
     def with_states(self, states: Tensor | None) -> Problem:
         """The same with the states of its mask, where the forward pass made some."""

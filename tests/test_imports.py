@@ -51,7 +51,7 @@ LAYERS = (
     ("factors",),
     ("kernels",),
     ("reference",),
-    ("execution.__init__", "execution.mapped", "execution.record", "execution.torch_kernel", "execution.watching"),
+    ("execution.__init__", "execution.mapped", "execution.record", "execution.sequences", "execution.torch_kernel", "execution.watching"),
     ("execution.recorder", "execution.torch_path"),
     ("execution.backend", "execution.replay"),
     ("execution.passes",),

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
 from dmattn import IntervalMask, attention_varlen, reference, varlen
+from dmattn.execution import passes
 from dmattn.execution.backend import interpreting
+from dmattn.problem import Problem
 
 compiles = pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -69,15 +71,22 @@ CASES = (
     Case("query-mask-query-bias", mask="nhq1", bias="1gq1", reason="the mask has more heads"),
     Case("group-mask-query-bias", mask="1gq1", bias="nhq1", reason="the bias has more heads"),
     Case("query-mask-key-bias", mask="n1q1", bias="nh1k", options=CAUSAL, reason="together they are of pairs"),
-    Case("pair-bias-each", bias="nhqk", options=CAUSAL, reason="padded copies, aligned with the end of each"),
+    Case("pair-bias-each", bias="nhqk", options=CAUSAL, reason="aligned with the end of each"),
     Case("pair-bias-shared", bias="1hqk", options=dict(window=(3, 0)), reason="T5's, summed over the sequences"),
-    Case("pair-bias-key-mask", bias="1gqk", mask="n11k", options=CAUSAL, reason="hidden keys are empty intervals among the padded ones"),
+    Case("pair-bias-shared-by-heads", bias="n1qk", options=CAUSAL, reason="summed over the heads of each sequence"),
+    Case("pair-bias-key-mask", bias="1gqk", mask="n11k", options=CAUSAL, reason="hidden keys are empty intervals"),
+    Case("pair-bias-query-mask", bias="nhqk", mask="1gq1", reason="a mask of packed queries beside a bias of pairs"),
+    Case("pair-bias-of-one-sequence", bias="nhqk", lengths_q=(9,), lengths_k=(7,), options=CAUSAL, reason="dS itself, though one sequence is all"),
     Case("pair-mask", mask="n1qk", options=dict(window=2), reason="combined with the window"),
     Case("pair-mask-pair-bias", mask="1gqk", bias="n1qk", options=dict(causal=True, softcap=3.0), reason="both of pairs"),
-    Case("pair-mask-key-bias", mask="nhqk", bias="1h1k", reason="a bias by key among padded copies"),
+    Case("pair-mask-key-bias", mask="nhqk", bias="1h1k", reason="a packed bias beside a mask in the coordinates of each"),
+    Case("pair-mask-query-bias", mask="n1qk", bias="1gq1", options=CAUSAL, reason="likewise by query"),
     Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
+    Case("pair-bias-longer-than-a-tile", lengths_q=(70, 3, 50), lengths_k=(90, 0, 50), bias="nhqk", head_dim=16, options=CAUSAL, reason="full tiles, and tiles of two sequences"),
+    Case("shared-pair-bias-longer-than-a-tile", lengths_q=(33, 3, 70), lengths_k=(75, 5, 66), bias="1gqk", mask="nhqk", head_dim=16, reason="full tiles under a mask, sequences that end within a tile"),
+    Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip
-IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "pair-bias-each", "pair-mask-key-bias", "longer-than-a-tile")  # fmt: skip
+IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "longer-than-a-tile")  # fmt: skip
 
 
 def ends(lengths: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.int32) -> Tensor:
@@ -110,6 +119,12 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
             bias[:, :, max(case.lengths_q) :] = float("nan")
         if case.bias[3] == "k":
             bias[..., max(case.lengths_k) :] = float("nan")
+        if case.bias[0] == "n":
+            for own, len_q, len_k in zip(bias, case.lengths_q, case.lengths_k, strict=True):
+                if case.bias[2] == "q":
+                    own[:, len_q:] = float("nan")
+                if case.bias[3] == "k":
+                    own[..., len_k:] = float("nan")
         given["bias"] = bias
     return given
 
@@ -178,7 +193,9 @@ def test_each_sequence_is_as_it_is_alone(case: Case, device: str) -> None:
 @pytest.mark.parametrize("precision", ["single", "half"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_precisions_of_the_kernels(case: Case, precision: str, device: str, half: torch.dtype, unwritten_shows: None) -> None:
-    if interpreting() and (case.name not in IN_THE_INTERPRETER or (precision == "half" and len(case.lengths_q) < 6)):
+    if interpreting() and (
+        (case.name not in IN_THE_INTERPRETER and "pair-" not in case.name) or (precision == "half" and len(case.lengths_q) < 6)
+    ):
         pytest.skip("the interpreter is slow; the others differ in what is passed to the kernels alone")
     check(case, torch.float32 if precision == "single" else half, device)
 
@@ -282,65 +299,88 @@ def test_vmap_joins_the_batch(bias: str | None) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Counts how often the host waits for a value, and records the largest memory of a result, in bytes."""
+    """Counts how often the host waits for a value, and records the largest memory of a result that lies in none of those `given`, in bytes."""
 
     waits = size = 0
+
+    def __init__(self, *given: Tensor | None) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage().data_ptr() for x in given if x is not None}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         waiting = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.nonzero.default
         self.waits += function in waiting
         result = function(*args, **(kwargs or {}))
-        self.size = max(self.size, result.untyped_storage().nbytes() if isinstance(result, Tensor) else 0)
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in self.given:
+            self.size = max(self.size, result.untyped_storage().nbytes())
         return result
 
 
-@pytest.mark.parametrize("mask", [None, "111k", "11q1"])
+@pytest.mark.parametrize("mask", [None, "111k", "11q1", "n1qk"])
 @pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk"])
 def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("memory", mask, bias, (3,) * 99 + (203,), (203,) + (3,) * 99, 1, 1, 1, 1)
     given = inputs(case, torch.float32)
-    of_pairs = bias == "1hqk" or (mask == "11q1" and bias == "1h1k")
-    seen = []
+    seen: list[Problem] = []
 
     def run(problem):
-        seen.append(problem.query.shape[0])
+        seen.append(problem)
         return torch.zeros_like(problem.query), torch.zeros(problem.query.shape[:3])
 
     monkeypatch.setattr(varlen, "call", run)
     with Watch() as watch:
         packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
     assert watch.waits == 0
-    assert seen == [100 if of_pairs else 1]
-    assert of_pairs or watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
+    assert watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
+    (problem,) = seen
+    assert problem.query.shape == (1, 1, 500, 1)
+    of_pairs = mask == "n1qk" or bias == "1hqk" or (mask, bias) == ("11q1", "1h1k")
+    assert (problem.ends_q is not None) == (problem.ends_k is not None) == of_pairs
+    if of_pairs and interpreting():
+        with Watch(problem.mask, problem.bias) as watch:
+            out, lse, states, *_ = passes.forward(problem)
+        assert watch.waits == 0
+        assert watch.size <= 16 * 500
+        assert states is None
+        for bias_too in (True, False):
+            with Watch(problem.mask, problem.bias) as watch:
+                gradients = passes.backward(out, lse, out, lse, (True, True, True, bias_too and bias is not None, False), True, problem)
+            assert watch.waits == 0
+            assert watch.size <= max(16 * 500, *(x.untyped_storage().nbytes() for x in gradients if x is not None))
 
 
-@pytest.mark.parametrize("name", ["pair-bias-shared", "pair-mask-pair-bias", "pair-mask-key-bias"])
-def test_nothing_padded_is_kept_and_no_bit_changes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside functions that PyTorch differentiates one by one, which keep the copies."""
-    (case,) = (case for case in CASES if case.name == name)
-    case = Case(name, case.mask, case.bias, (2,) * 20 + (37,), (37,) + (2,) * 20, options=case.options)
+@pytest.mark.parametrize(("mask", "bias"), [(None, "nhqk"), ("n1qk", "1hqk"), ("1gqk", "1h1k"), ("n1q1", "ngqk")])
+def test_dropout_drops_by_packed_places(mask: str | None, bias: str, device: str) -> None:
+    """As the reference has it of packed tokens, with a dense mask and bias: in all kernels, wherever their blocks begin."""
+    case = Case("dropout", mask, bias, (37, 3, 5), (21, 0, 42), options=dict(causal=True, dropout_p=0.4))
     given = inputs(case, torch.float32, device)
-    kept: list[tuple[int, ...]] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(tuple(x.shape))
-        return x
+    def dense(x: Tensor, padding: float) -> Tensor:
+        x = x.expand(3, x.shape[1], *case.longest)
+        blocks = [x[:, :, :q, :k][n] for n, (q, k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True))]
+        found = x.new_full((1, x.shape[1], sum(case.lengths_q), sum(case.lengths_k)), padding)
+        begin_q = begin_k = 0
+        for block in blocks:
+            _, len_q, len_k = block.shape
+            found[0, :, begin_q : begin_q + len_q, begin_k : begin_k + len_k] = block
+            begin_q, begin_k = begin_q + len_q, begin_k + len_k
+        return found
 
-    got = results(packed, case, given)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        packed(case, **{name: given[name].requires_grad_() for name in ("query", "key", "value")}, mask=given["mask"], bias=given["bias"])
-    longest = {case.longest[0], case.longest[1]}
-    assert kept
-    assert not [shape for shape in kept if len(shape) == 4 and shape[0] == 21 and shape[2] in longest and shape[3] not in longest]
-    monkeypatch.setattr(varlen._Padded, "apply", lambda rules, of_queries, of_keys, fixed, *learned: by_copies(rules, of_queries, of_keys, fixed, learned))  # fmt: skip
-    again = results(packed, case, given)
-    assert all(torch.equal(again[name], x) for name, x in got.items())
+    def of_reference(case, query, key, value, *, mask, bias, causal, dropout_p):
+        torch.manual_seed(5)
+        cumulative = (ends(lengths, device) for lengths in (case.lengths_q, case.lengths_k))
+        seen = IntervalMask.packed(*cumulative, query.shape[0], key.shape[0], right=0).to_dense(query.shape[0])
+        seen = seen if mask is None else seen & dense(mask, False)
+        heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
+        bias = dense(bias.double(), 0.0)
+        out, lse = reference.attention(*heads_first, mask=seen, bias=bias, dropout_p=dropout_p, return_lse=True, dtype=torch.float64)
+        return out[0].transpose(0, 1), lse[0]
 
+    def of_packed(case, **arguments):
+        torch.manual_seed(5)
+        return packed(case, **arguments)
 
-def by_copies(rules, of_queries, of_keys, fixed, learned) -> tuple[Tensor, Tensor]:
-    mask, first, last, seed, *places = fixed
-    problem = rules._replace(seed=seed, **dict(zip(varlen.LEARNED, learned, strict=True)))
-    return varlen._by_copies(problem, mask, first, last, varlen._Places(*places[:2], *of_queries), varlen._Places(*places[2:], *of_keys))
+    assert_equal(results(of_packed, case, given), results(of_reference, case, given), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize(
@@ -406,20 +446,22 @@ def test_one_graph_serves_other_lengths(case: Case, backend: str, device: str) -
 
     torch.compiler.reset()
     compiled = torch.compile(call, backend=count, fullgraph=True)
-    given = inputs(case, torch.float32, device)
     made = []
     for lengths_q, lengths_k in ((LENGTHS_Q, LENGTHS_K), (LENGTHS_Q[::-1], LENGTHS_K[1:] + LENGTHS_K[:1])):
         other = Case(case.name, case.mask, case.bias, lengths_q, lengths_k, options=case.options)
+        given = inputs(other, torch.float32, device)
         assert_equal(results(through(compiled), other, given), results(through(call), other, given), TOLERANCE[torch.float32])
         made.append(len(graphs))
     assert made == [1, 1]
 
 
 @needs_cuda
-@pytest.mark.parametrize("bias", [None, "1h1k", "nhq1", "1hqk"])
+@pytest.mark.parametrize("bias", [None, "1h1k", "nhq1", "1hqk", "nhqk"])
 def test_a_captured_graph_serves_other_lengths(bias: str | None) -> None:
     case = Case("captured", "n11k", bias, bias_dtype=torch.float32, options=CAUSAL)
     given = inputs(case, torch.float16, "cuda")
+    if bias is not None:
+        given["bias"].nan_to_num_()  # of what other lengths read
     cumulative = [ends(case.lengths_q, "cuda"), ends(case.lengths_k, "cuda")]
     learned = [given[name].requires_grad_() for name in ("query", "key", "value", "bias") if given[name] is not None]
 

@@ -27,6 +27,7 @@ from ..masks import BOUNDS
 from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
 from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
+from .sequences import Places
 from .watching import nothing_watches
 
 Keys = slice | Tensor  # of a chunk: some in a row, or ascending places
@@ -73,11 +74,12 @@ def backward(
     kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
     kind = None if d_bias is None else kind_of(d_bias.shape)
-    d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
-    d_bias_keys = d_bias if kind == KEYS else None
+    is_summed = kind == KEYS or (kind == PAIRS and problem.ends_q is not None)  # over chunks
+    d_bias_rows, d_bias_queries = d_bias if kind == PAIRS and not is_summed else None, d_bias if kind in (QUERIES, HEADS) else None
+    d_bias_summed = d_bias if is_summed else None
     d_sink_scores = None if problem.sinks is None else torch.zeros_like(lse)
     key_sum, value_sum, bias_sum = (
-        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
+        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_summed)
     )
     if d_bias_rows is not None:
         d_bias_rows.zero_()  # a chunk may not have all keys
@@ -105,8 +107,9 @@ def backward(
             shape = torch.Size((*d_bias_rows.shape[:-2], *d_scores.shape[-2:]))
             d_bias_rows[..., rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
         if bias_sum is not None:
-            shape = torch.Size((*bias_sum.shape[:-1], d_scores.shape[-1]))
-            bias_sum[..., keys] += sum_to(d_scores, shape)
+            places = Places.of(problem, rows, keys)
+            shape = part_of("bias", bias_sum, rows, keys, places).shape
+            add_part("bias", bias_sum, rows, keys, sum_to(d_scores, shape), places)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
@@ -114,7 +117,7 @@ def backward(
             d_query[..., rows, :] = (d_scores @ chunk.key).view(*p.shape[:-1], key.shape[-1])
         if key_sum is not None:
             key_sum[..., keys, :] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
-    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
+    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_summed, bias_sum)):
         if grad is not None and total is not None:
             grad.copy_(total)
     if d_bias_queries is not None:
@@ -151,22 +154,32 @@ def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem
 
 def restricted(problem: Problem, rows: slice, keys: Keys) -> Problem:
     """`problem` of some query rows and keys."""
-    fields: dict[str, Any] = {name: part_of(name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
+    places = Places.of(problem, rows, keys)
+    fields: dict[str, Any] = {name: part_of(name, x, rows, keys, places) for name in AXES if (x := getattr(problem, name, None)) is not None}
+    fields |= dict(ends_q=None, ends_k=None)
     if problem.blocks is not None and problem.bits is not None:
         mask = unpacked(problem.blocks, problem.bits, problem.key.shape[-2], rows.start, rows.stop)
         fields |= dict(mask=mask[..., keys], blocks=None, bits=None)
     return problem._replace(**fields)
 
 
-def part_of(name: str, x: Tensor, rows: slice, keys: Keys) -> Tensor:
-    """A field of a problem, or what has the shape of one or of a result, of some query rows and keys; a view where these are slices."""
+def part_of(name: str, x: Tensor, rows: slice, keys: Keys, places: Places | None) -> Tensor:
+    """A field of a problem, or what has the shape of one or of a result, of some query rows and keys, at `places` if sequences are packed.
+
+    It is a view where these are slices.
+    """
+    if places is not None and places.serve(name, x):
+        return places.taken(x)
     of_rows, of_keys = _axes(name, x)
     x = x if of_rows is None else _at(x, of_rows, rows)
     return x if of_keys is None else _at(x, of_keys, keys)
 
 
-def add_part(name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor) -> None:
+def add_part(name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor, places: Places | None) -> None:
     """Add to the :func:`part_of` of `total`."""
+    if places is not None and places.serve(name, total):
+        places.add(total, x)
+        return
     of_rows, of_keys = _axes(name, total)
     total = total if of_rows is None else _at(total, of_rows, rows)
     if of_keys is None:

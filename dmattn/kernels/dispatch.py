@@ -45,7 +45,8 @@ PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 EVERY = SINKS | SHARED  # features that all rows serve
-ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
+ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout", "packed sequences"}
+PACKED = frozenset({"packed sequences"})
 HOPPER = frozenset({"sm_90"})
 
 
@@ -340,8 +341,8 @@ def _hopper_shared(traits: Traits) -> str | None:
 
 
 FORWARD = (
-    Row("one tile", frozenset({OUT}), ALL, _one_tile),
-    Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
+    Row("one tile", frozenset({OUT}), ALL - PACKED, _one_tile),
+    Row("split keys", frozenset({OUT}), ALL - PACKED - {"dropout", "intervals by head"}, _split_keys),
     Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
@@ -361,7 +362,7 @@ HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,

@@ -13,6 +13,7 @@ from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
 from .base.leading import flattened, flattened_gradients, in_parts
 from .base.query_terms import Incoming, fill_terms
+from .base.sequences import gradient_in_sequences, in_sequences
 from .dispatch import choose_backward, choose_forward
 from .hopper import bias_grad as hopper_bias_grad
 from .hopper import forward as hopper_forward
@@ -57,11 +58,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (..., H, Sq, Dv), `lse` (..., H, Sq) and, where there is a mask, `states` of a canonical `dmattn.problem.Problem`."""
     given, (problem, out, lse) = problem, flattened(problem, out, lse)
     kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
-    if given.mask is not None:
+    if given.mask is not None and given.states is not None:
         for mask, states in in_parts(given.mask, given.states):
             scan(mask, states)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
+    if problem.ends_q is not None:
+        problem = in_sequences(problem)
     kernels.forward(problem, out, lse)
 
 
@@ -113,8 +116,12 @@ def backward(
     problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:
         problem = reordered(problem)
+    if problem.ends_q is not None:
+        problem = in_sequences(problem)
     results = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
     results |= dict.fromkeys(traits.wanted & D_BIASES, d_bias)
+    if D_BIAS_OF_PAIRS in results:
+        results[D_BIAS_OF_PAIRS] = gradient_in_sequences(d_bias, problem.bias)
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if order is not None and order.shape[2] < len_k:

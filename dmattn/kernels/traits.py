@@ -37,6 +37,7 @@ _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # field
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _FEATURES |= {"blocks": "block mask", "bits": "block mask"}
+_FEATURES |= {"ends_q": "packed sequences", "ends_k": "packed sequences"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTERVALS = ("first", "last", "also_first", "also_last")
 _INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
@@ -113,7 +114,7 @@ class Traits(NamedTuple):
         pointed = {name: x for name, x in given.items() if name in ("mask", *_INTERVALS) or (name == "bias" and kinds[name] != PAIRS)}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
-            made[_d_bias_of(bias.shape, (batch, heads))] = gradients.bias
+            made[_d_bias_of(bias.shape, (batch if problem.ends_q is None else problem.ends_q.shape[0] - 1, heads))] = gradients.bias
         return cls(
             family=family,
             gluon=GLUON,
@@ -163,7 +164,7 @@ def _features(problem: Problem, kinds: dict[str, str], results: Sequence[Any]) -
 
 
 def _d_bias_of(sizes: tuple[int, ...], members: tuple[int, int]) -> str:
-    """Which result the gradient of a bias is, in a problem of so many (batch entries, heads)."""
+    """Which result the gradient of a bias is, in a problem of so many (batch entries or packed sequences, heads)."""
     kind = kind_of(sizes)
     if kind != PAIRS:
         return D_BIAS_OF_KEYS if kind == KEYS else D_BIAS_OF_QUERIES

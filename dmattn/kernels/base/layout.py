@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .described import OfSequences
 from .leading import Nested
 
 
@@ -54,6 +55,23 @@ class SteppedThrice(NamedTuple):
     step3: Any
 
 
+class OfPacked(NamedTuple):
+    """A tensor of pairs whose batch entries are the sequences that lie packed along rows and cols, in the coordinates of each sequence.
+
+    A tile of it is addressed by packed rows and cols. Its pairs within one sequence are loaded and stored, the others are 0 or left alone.
+    `places` points to what :func:`sequences.places_of` makes, vectors per packed col, `pitch` apart.
+    """
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    places: Any
+    pitch: Any
+
+
 class Span(NamedTuple):
     """BLOCK consecutive positions on one axis, `start + index`. Those below `length` are real; all are where it is None.
 
@@ -74,15 +92,20 @@ class Sequence(NamedTuple):
     len_k: Any
 
 
-PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields))
+PLAIN, ONCE, PACKED = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields)), tl.constexpr(len(OfPacked._fields))
 
 
-def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | None:
-    """`x` (or `leading.Nested`) with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads."""
+def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfPacked | None:
+    """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads.
+
+    Or what stands for such a tensor: `leading.Nested`, `described.OfSequences`.
+    """
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     others = head, row, col[0] if col else 0, heads // x.shape[1]
+    if isinstance(x, OfSequences):
+        return OfPacked(x.tensor, batch, *others, x.places, x.places.stride(0))
     if not isinstance(x, Nested):
         return Strided(x, batch, *others)
     unit, *quotients = x.entries if x.places is None else x.places
@@ -112,7 +135,7 @@ def stepped(number, unit, every, step):
 @triton.jit
 def own_entry(t, batch):
     """The entry of a tensor that a batch entry has: the same unless the tensor has steps, as all share the only one by its stride of 0."""
-    if len(t) == PLAIN:
+    if len(t) == PLAIN or len(t) == PACKED:
         return batch
     elif len(t) == ONCE:
         return stepped(batch, t.unit, t.every, t.step)
@@ -140,7 +163,15 @@ def inside(positions):
 @triton.jit
 def load_tile(t, seq, rows, cols):
     """[rows, cols] of one sequence, 0 beyond the bounds."""
-    pointers = _tile_pointers(t, seq, rows, cols)
+    if len(t) == PACKED:
+        pointers, own = _packed_pointers(t, seq, rows, cols)
+        return tl.load(pointers, mask=own, other=0)
+    else:
+        return _load_bounded(_tile_pointers(t, seq, rows, cols), rows, cols)
+
+
+@triton.jit
+def _load_bounded(pointers, rows, cols):
     if rows.length is None and cols.length is None:
         return tl.load(pointers)
     elif cols.length is None:
@@ -154,8 +185,15 @@ def load_tile(t, seq, rows, cols):
 @triton.jit
 def store_tile(t, seq, rows, cols, x):
     """Write [rows, cols] of one sequence inside the bounds, in the tensor's dtype."""
-    pointers = _tile_pointers(t, seq, rows, cols)
-    x = x.to(t.ptr.dtype.element_ty)
+    if len(t) == PACKED:
+        pointers, own = _packed_pointers(t, seq, rows, cols)
+        tl.store(pointers, x.to(t.ptr.dtype.element_ty), mask=own)
+    else:
+        _store_bounded(_tile_pointers(t, seq, rows, cols), rows, cols, x.to(t.ptr.dtype.element_ty))
+
+
+@triton.jit
+def _store_bounded(pointers, rows, cols, x):
     if rows.length is None and cols.length is None:
         tl.store(pointers, x)
     elif cols.length is None:
@@ -202,3 +240,26 @@ def _tile_pointers(t, seq, rows, cols):
     """Pointers to [rows, cols] of one sequence; offsets of whole blocks are 64-bit."""
     corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
     return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
+
+
+@triton.jit
+def _packed_pointers(t, seq, rows, cols):
+    """(pointers to [rows, cols] of packed sequences, which of them are pairs of one sequence).
+
+    The sequence is that of the col, for of a pair within one both have it. Few registers hold what belongs to cols: a thread has few of them.
+    """
+    entry = _place_of(t, cols, 0).to(tl.int64) * t.batch + _place_of(t, cols, 1).to(tl.int64) * t.col
+    first = tl.cast(rows.start, tl.int32) - _place_of(t, cols, 2)  # where in the col's sequence the first row would be
+    corners = t.ptr + tl.cast(seq.head // t.group, tl.int64) * t.head + entry + first.to(tl.int64) * t.row
+    row = first[None, :] + tl.cast(rows.index, tl.int32)[:, None]
+    return corners[None, :] + rows.index[:, None] * t.row, (row >= 0) & (row < _place_of(t, cols, 3)[None, :])
+
+
+@triton.jit
+def _place_of(t, cols, number):
+    """One of the vectors of places, 0 beyond the bounds."""
+    pointers = t.places + number * tl.cast(t.pitch, tl.int64) + cols.start + cols.index
+    if cols.length is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside(cols), other=0)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...problem import Gradients, Problem
+from .described import Described
 
 MOST_QUOTIENTS = 3  # that the kernels' tensors have room for
 _VECTORS = {"first", "last", "also_first", "also_last", "order"}  # fields of a problem with one axis after the heads
@@ -38,46 +38,16 @@ class Spread(NamedTuple):
     member_step: int
 
 
-class Nested:
+class Nested(Described):
     """A tensor whose first axis has its own entries, not the batch's: in the place of a tensor (batch, heads, rows, cols) or without the last.
 
     `tensor` has these axes, and if `places` are given no stride on the first. `entries` are the `Steps` from a batch entry to its own,
-    `places` those to its place in memory. It has little of what a tensor has, for what does not know of it must not take it for one.
+    `places` those to its place in memory.
     """
 
     def __init__(self, tensor: Tensor, entries: Steps, places: Steps | None = None, spread: Spread | None = None) -> None:
-        self.tensor, self.entries, self.places, self.spread = tensor, entries, places, spread
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
-    def stride(self) -> tuple[int, ...]:
-        return self.tensor.stride()
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
-
-    def element_size(self) -> int:
-        return self.tensor.element_size()
-
-    def numel(self) -> int:
-        return self.tensor.numel()
-
-    def new_empty(self, *shape: Any, **options: Any) -> Tensor:
-        return self.tensor.new_empty(*shape, **options)
+        super().__init__(tensor)
+        self.entries, self.places, self.spread = entries, places, spread
 
 
 def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..base.described import OfSequences
 from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
@@ -19,6 +20,7 @@ from ..base.overlap import follow
 from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import load_bias2, rules_of
+from ..base.sequences import Sequences, own_span
 from ..base.softmax import probabilities
 from ..base.tiles import launch_options, pick
 from ..base.window import all_in_window, any_in_window
@@ -31,7 +33,10 @@ PARTS_ROWS, PARTS_COLS = 8, 64  # of the tile of a program that adds parts: smal
 
 
 class Sharing(NamedTuple):
-    """Who shares one slice (Sq, Sk) of a bias: the members, (batch, head) pairs, and over how many programs they are split."""
+    """Who shares one slice (Sq, Sk) of a bias: the members, (batch, head) pairs, and over how many programs they are split.
+
+    Where sequences are packed, they are the batch entries.
+    """
 
     batch: int  # slices on the batch axis
     heads: int  # slices on the head axis
@@ -44,6 +49,8 @@ class Sharing(NamedTuple):
     def of(cls, d_bias: Tensor, problem: Problem, tiles: int, programs_per_processor: int) -> Sharing:
         """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
         batch, heads = problem.query.shape[:2]
+        if problem.ends_q is not None:
+            batch = problem.ends_q.shape[0] - 1
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
@@ -122,40 +129,51 @@ def _sum_parts_kernel(
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
-    """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk)."""
+    """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk), or of packed sequences (sequences or 1, heads, longest queries and keys)."""
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
+    sequences = Sequences.of(problem, d_bias)
+    if isinstance(problem.bias, OfSequences):
+        problem = problem._replace(bias=problem.bias.tensor)  # whose tiles programs own
     tile = pick("bias", problem)
     tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
     parts = sharing.parts(d_bias)
+    options = launch_options(problem, tile, incoming.d_out, parts)
+    if sequences is not None:
+        options |= dict(EVEN_M=False, EVEN_N=False)
     launch(
         _shared_gradient_kernel,
         tiles * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, states=problem.states if problem.is_masked else None),
+        rules=rules_of(problem, states=problem.states if problem.is_masked else None, unaligned=None if sequences is None else 1),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,
         spread=sharing.spread,
-        **launch_options(problem, tile, incoming.d_out, parts),
+        sequences=sequences,
+        **options,
     )
     sharing.sum_parts(parts, d_bias)
 
 
 @triton.jit
 def _shared_gradient_kernel(
-    q, k, v, rules, incoming, parts, sharing, spread, heads, len_q, len_k,
+    q, k, v, rules, incoming, parts, sharing, spread, sequences, heads, len_q, len_k,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
-    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts.
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. Where there are `sequences`, the
+    tile lies in their coordinates, and each member has its pairs elsewhere among the packed tokens.
     """
     follow()
+    packed_q, packed_k = len_q, len_k
+    if sequences is not None:
+        len_q, len_k = sequences.longest_q, sequences.longest_k
     d_out, lse, delta = incoming
     slice_batch, sharing_heads, members, members_per_part = sharing
     program = tl.program_id(0)
@@ -180,7 +198,14 @@ def _shared_gradient_kernel(
     bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
         seq = member_of(of_slice, member, sharing_heads, spread)
-        if rules.states is not None:
+        if sequences is not None:
+            own_rows = own_span(sequences.ends_q, seq.batch, rows, packed_q)
+            own_cols = own_span(sequences.ends_k, seq.batch, cols, packed_k)
+            seq = Sequence(0, seq.head, packed_q, packed_k)
+            real = (own_rows.start < own_rows.length) & (own_cols.start < own_cols.length)
+            if real & any_live_interval(rules, seq, own_rows, own_cols, BLOCK_M):
+                total += _member(tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+        elif rules.states is not None:
             live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
             if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
                 total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)

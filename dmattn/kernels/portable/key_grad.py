@@ -29,8 +29,9 @@ def key_gradients(
     """Fill those that are not None.
 
     `key_sums` are the sums of dS over the queries, (B, H, 1, Sk), or (B, Hk, 1, Sk) those over the queries of a group of heads; `d_bias`
-    (B, H, Sq, Sk) is dS itself, every element of which is written. Where the problem's keys are copies in an `order` (B, Hk, listed), with
-    intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
+    (B, H, Sq, Sk), or of packed sequences, is dS itself, every element of which is written. Where the problem's keys are copies in an `order`
+    (B, Hk, listed), with intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as
+    they are.
     """
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
     batch, len_k = problem.key.shape[0], problem.key.shape[2]

@@ -17,15 +17,15 @@ from ..visits.walk import key_lists, key_range, key_step
 
 
 def query_gradients(problem: Problem, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, stored: bool = False) -> None:
-    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), every element of which is written.
+    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), or of packed sequences, and every element of it is written.
 
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("queries of d_bias" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
-    if d_bias is not None and lists is not None and not stored:
-        d_bias.zero_()  # the blocks of keys that no list names
+    if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
+        d_bias.zero_()  # the blocks of keys that no list names, or what lies beyond the lengths of a sequence
     d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,

@@ -19,10 +19,13 @@ from .mask_blocks import mask_lists
 
 
 def key_lists(problem: Problem, block_m: int, block_n: int) -> Any:
-    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block."""
+    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block.
+
+    Of packed sequences the lists are those of their intervals.
+    """
     if problem.key.shape[2] <= block_n:
         return None
-    if problem.is_masked:
+    if problem.is_masked and problem.ends_q is None:
         return mask_lists(problem, block_m, block_n)
     return None if problem.first is None else interval_lists(problem, block_m, block_n)
 
@@ -31,7 +34,7 @@ def query_lists(problem: Problem, block_m: int, block_n: int) -> Any:
     """For every block of keys the list of the blocks of queries to visit; None without a mask, as one interval of a key is a range anyway."""
     if problem.query.shape[2] <= block_m:
         return None
-    if problem.is_masked:
+    if problem.is_masked and problem.ends_q is None:
         return mask_lists(problem, block_m, block_n, by_key=True)
     return None if problem.also_first is None else query_interval_lists(problem, block_m, block_n)
 
