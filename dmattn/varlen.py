@@ -9,13 +9,15 @@ from typing import Literal, NamedTuple, NoReturn, overload
 import torch
 from torch import Tensor
 
+from . import padded
 from .arguments import check_flag, kind, refuse_keywords
-from .biases import FactoredBias
+from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
 from .masks import IntervalMask, check_cumulative, sequence_of
+from .padded import Lengths
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]
@@ -32,7 +34,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -52,7 +54,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -72,7 +74,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -91,7 +93,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = None,
-    bias: Tensor | FactoredBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -124,6 +126,8 @@ def attention_varlen(
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
             ``cols`` (total_k, Hk or 1, R) or (total_k, R).
+            Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
+            sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
         sinks: as there, (H,): the same for all sequences.
@@ -133,6 +137,10 @@ def attention_varlen(
     Beyond its arguments and their gradients this takes memory of O(total_q + total_k), whatever the mask and bias, and tiles of other sequences
     are not visited. Only the gradient of a bias that is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) is laid out as
     (sequences, heads, max_seqlen) first. Nothing is padded: kernels read the elements of a mask or bias of pairs where each sequence has them.
+
+    A :class:`dmattn.RelativeBias` does so where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query, key and
+    value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones, in memory of sequences *
+    max_seqlen, where the table has an axis of sequences, or with two tensors beside a mask of pairs or by query.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -177,7 +185,8 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    out, lse = _attend(problem, cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
+    out, lse = _attend(problem, lengths, cu_seqlens_q is cu_seqlens_k)
     return (out, lse) if return_lse else out
 
 
@@ -197,29 +206,36 @@ class _Places(NamedTuple):
         return cls(sequence, (place - ends[sequence]).clamp(0, longest - 1), ends.shape[0] - 1, longest)
 
 
-def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences."""
-    len_q, len_k, mask, bias = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias
+def _attend(problem: Problem, lengths: Lengths, alike: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences.
+
+    Lengths of queries and keys that are known to be `alike` make distances of packed tokens those of their sequence.
+    """
+    len_q, len_k, mask, bias, has_table = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias, problem.zero is not None
+    ends_q, ends_k, longest_q, longest_k = lengths
     intervals = IntervalMask.packed(ends_q, ends_k, len_q, len_k, left=problem.left, right=problem.right)
     first, last = intervals.first[None, None], intervals.last[None, None]
+    problem = problem._replace(mask=None, left=None, right=None)
     if mask is not None or bias is not None:
-        queries, keys = _Places.of(ends_q, len_q, max_seqlen_q), _Places.of(ends_k, len_k, max_seqlen_k)
+        queries, keys = _Places.of(ends_q, len_q, longest_q), _Places.of(ends_k, len_k, longest_k)
         if mask is not None and mask.shape[2] == 1:
             last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
             mask = None
-        if bias is not None and not _of_pairs(bias):
+        if bias is not None and has_table and not (alike and bias.shape[0] == 1):
+            return padded.attend(problem._replace(first=first, last=last), mask, lengths)
+        if bias is not None and not has_table and not _of_pairs(bias):
             # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
             bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
             bias = _of_keys(bias, keys) if bias.shape[3] != 1 else _of_queries(bias, queries)
         if mask is not None and mask.shape[3] == 1:
             mask = _of_queries(mask, queries)
-            if bias is None or bias.shape[3] == 1:
+            if bias is None or (bias.shape[3] == 1 and not has_table):
                 heads = problem.query.shape[1]
                 added = 0.0 if bias is None else per_query_head(bias, heads)
                 bias, mask = torch.where(per_query_head(mask, heads), added, float("-inf")), None
-    if mask is not None or (bias is not None and _of_pairs(bias)):
+    if mask is not None or (bias is not None and not has_table and _of_pairs(bias)):
         problem = problem._replace(ends_q=ends_q, ends_k=ends_k)
-    out, lse = call(problem._replace(mask=mask, bias=bias, left=None, right=None, first=first, last=last))
+    out, lse = call(problem._replace(mask=mask, bias=bias, first=first, last=last))
     return out[0].transpose(0, 1), lse[0]
 
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ..masks import sequence_of
-from ..problem import PAIRS, Problem, kind_of
+from ..problem import Problem
+
+
+def is_of_sequences(problem: Problem, name: str, x: Tensor) -> bool:
+    """Whether a field of a problem, or a gradient of it, is in the coordinates of packed sequences."""
+    if problem.ends_q is None or name not in ("mask", "bias") or (name == "bias" and problem.zero is not None):
+        return False
+    return x.shape[-2] != 1 and x.shape[-1] != 1
 
 
 class Places(NamedTuple):
@@ -22,19 +29,15 @@ class Places(NamedTuple):
     col: Tensor
 
     @classmethod
-    def of(cls, problem: Problem, rows: slice, keys: slice | Tensor) -> Places | None:
-        """None where no sequences are packed."""
-        if problem.ends_q is None or problem.ends_k is None:
-            return None
-        ends_q, ends_k, device = problem.ends_q, problem.ends_k, problem.ends_q.device
-        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    def of(cls, problem: Problem, rows: slice, keys: slice | Tensor) -> Places:
+        """Those of a problem of packed sequences."""
+        ends_q, ends_k = problem.ends_q, problem.ends_k
+        assert ends_q is not None
+        assert ends_k is not None
+        row = torch.arange(rows.start, rows.stop, device=ends_q.device)[:, None]
         sequence = sequence_of(ends_q, row)
-        key = torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, slice) else keys
+        key = torch.arange(keys.start, keys.stop, device=ends_q.device) if isinstance(keys, slice) else keys
         return cls(sequence, row - ends_q[sequence], key - ends_k[sequence])
-
-    def serve(self, name: str, x: Tensor) -> bool:
-        """Whether a field of a problem, or its gradient, is one of pairs in the coordinates of sequences."""
-        return name in ("mask", "bias") and kind_of(x.shape) == PAIRS
 
     def taken(self, x: Tensor) -> Tensor:
         """Those of (sequences or 1, heads, longest queries, longest keys), as (1, heads, rows, keys)."""

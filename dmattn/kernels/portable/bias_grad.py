@@ -202,21 +202,30 @@ def _shared_gradient_kernel(
             own_rows = own_span(sequences.ends_q, seq.batch, rows, packed_q)
             own_cols = own_span(sequences.ends_k, seq.batch, cols, packed_k)
             seq = Sequence(0, seq.head, packed_q, packed_k)
-            real = (own_rows.start < own_rows.length) & (own_cols.start < own_cols.length)
-            if real & any_live_interval(rules, seq, own_rows, own_cols, BLOCK_M):
-                total += _member(tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
-        elif rules.states is not None:
-            live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
-            if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
-            elif live:
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
-        elif rules.first is not None:
-            if any_live_interval(rules, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+            if (own_rows.start < own_rows.length) & (own_cols.start < own_cols.length):
+                total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PRECISION=PRECISION)
         else:
-            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
+
+
+@triton.jit
+def add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION: tl.constexpr):
+    """`total` with dS of the tile in one member, where the mask or intervals leave a pair."""
+    BLOCK_M: tl.constexpr = total.shape[0]
+    BLOCK_N: tl.constexpr = total.shape[1]
+    if rules.states is not None:
+        live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
+        if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
+        elif live:
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    elif rules.first is not None:
+        if any_live_interval(rules, seq, rows, cols, BLOCK_M):
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    else:
+        total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    return total
 
 
 @triton.jit
