@@ -123,6 +123,7 @@ PACKED = (  # as many sequences as the batch has entries, each of the lengths at
     (Case("packed-shared-bias-mask-gqa-d128", 1000, batch=16, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="b1qk"), BF16),
     (Case("packed-dense-bias-softcap-d128", 1000, batch=16, heads=16, head_dim=128, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
     (Case("packed-shared-bias-dropout-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("packed-distances-mask-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hr", distances=257, mask="b1qk"), BF16),
     (Case("packed-mask-key-bias-d256", 1024, batch=3, heads=4, head_dim=256, mask="bhqk", bias="bh1k"), BF16),
     (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
 )
@@ -346,8 +347,8 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
     """The problem of a case whose batch entries are packed sequences, with a bias of keys for each key."""
     problem = meta(case, dtype)
     tokens = {name: x.movedim(0, -3).flatten(-3, -2)[None] for name in ("query", "key", "value") if (x := getattr(problem, name)) is not None}
-    bias = problem.bias
-    if bias is not None and bias.shape[2] == 1:
+    bias: Any = problem.bias
+    if problem.key_bias is not None:
         bias = bias.movedim(0, -2).flatten(-2)[None]
     bound = torch.empty((1, 1, tokens["key"].shape[2]), dtype=torch.int32, device="meta")
     ends = torch.empty(case.batch + 1, dtype=torch.int64, device="meta")
