@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class IntervalMask:
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            _refuse_operand("&", other)
         len_q = self._len_q_with(other, "&")
         met = [(torch.maximum(a, c), torch.minimum(b, d)) for a, b in self._intervals for c, d in other._intervals]
         return _fewest(united(met, len_q), len_q, "&") if len(met) > 2 else _of_intervals(*met, len_q=len_q)
@@ -89,9 +89,11 @@ class IntervalMask:
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that one of the masks allows, or both."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            _refuse_operand("|", other)
         len_q = self._len_q_with(other, "|")
         return _fewest(united([*self._intervals, *other._intervals], len_q), len_q, "|")
+
+    __rand__, __ror__ = __and__, __or__  # of what is no mask of intervals: they raise
 
     @property
     def _intervals(self) -> tuple[Interval, ...]:
@@ -167,8 +169,7 @@ class IntervalMask:
         _check_lengths("packed", len_q=len_q, len_k=len_k)
         left, right = _checked_sides("packed", left, right, len_q + len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
-        position = torch.arange(len_k, device=ends_k.device)
-        sequence = sequence_of(ends_k, position)
+        sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
         first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
         return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)
 
@@ -261,7 +262,7 @@ class IntervalMask:
         starts[..., 1:] = ~is_global[..., :-1]
         several = (is_global & starts).sum(-1) > 1
         expected = "one run of global tokens in each row"
-        _refuse_any(several, f"IntervalMask.global_tokens: is_global: expected {expected}", "several runs")
+        _refuse_several(several, f"IntervalMask.global_tokens: is_global: expected {expected}, received several runs")
         position = torch.arange(length, dtype=torch.int32, device=is_global.device)
         any_key = torch.full_like(position, length)
         begin, end = torch.where(is_global, position, any_key), torch.where(is_global, position + 1, 0)
@@ -312,7 +313,8 @@ class IntervalMask:
         """Every query attends the real keys and none of the padded ones.
 
         Args:
-            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
+            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``; torch.nn.MultiheadAttention's
+                is the opposite: pass its ``~``). Mask (B, 1, Sk), whose B belongs to the query's last leading axis.
         """
         _check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
         if key_padding_mask.ndim != 2:
@@ -321,6 +323,11 @@ class IntervalMask:
         _check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
+
+
+def _refuse_operand(sign: str, other: object) -> NoReturn:
+    hint = f"mask.to_dense(Sq) {sign} a bool tensor is a mask, too, which BlockMask.from_mask prepares"
+    raise TypeError(f"IntervalMask: {sign}: expected an IntervalMask beside an IntervalMask, received {kind(other)}; {hint}")
 
 
 def _fields(mask: IntervalMask) -> list[tuple[str, Tensor]]:
@@ -344,11 +351,12 @@ register_pytree_node(
 torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
 
 
-def sequence_of(ends: Tensor, place: Tensor) -> Tensor:
-    """The number of the sequence in which each of some packed places lies, from their cumulative lengths (sequences + 1,), int64.
+def sequence_of(ends: Tensor, length: int) -> Tensor:
+    """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
 
     Never one that does not exist, whatever `ends` holds.
     """
+    place = torch.arange(length, device=ends.device)
     return (torch.searchsorted(ends.contiguous(), place, right=True) - 1).clamp(0, ends.shape[0] - 2)
 
 
@@ -368,18 +376,22 @@ def _fewest(found: tuple[Interval, Interval, Tensor], len_q: int | None, made_by
     """The mask of what :func:`united` or :func:`runs_of` gives, with one interval a key where that is all."""
     lower, upper, third = found
     seen = read(third, upper[0] < upper[1])
-    _refuse_any(third, f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "three", seen)
+    expected, hint = f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "a bool mask or a BlockMask has any number"
+    if seen is None:
+        expect_none(third, f"{expected}, received three; {hint}")
+    elif seen[0]:
+        *entry, key = third.nonzero()[0].tolist()
+        raise ValueError(f"{expected}, received three at key {key}{f' of entry {tuple(entry)}' if entry else ''}; {hint}")
     return _of_intervals(lower, upper, len_q=len_q) if seen is None or seen[1] else _of_intervals(lower, len_q=len_q)
 
 
-def _refuse_any(condition: Tensor, expected: str, received: str, seen: list[bool] | None = None) -> None:
-    """Raise where the condition holds: now, if elements can be read, of which `seen` says it already."""
-    seen = read(condition) if seen is None else seen
+def _refuse_several(several: Tensor, message: str) -> None:
+    """Raise where the condition holds of a row: now, if elements can be read."""
+    seen = read(several)
     if seen is None:
-        expect_none(condition, f"{expected}, received {received}")
+        expect_none(several, message)
     elif seen[0]:
-        place = f" at {tuple(condition.nonzero()[0].tolist())}" if condition.ndim else ""
-        raise ValueError(f"{expected}, received {received}{place}")
+        raise ValueError(f"{message}{f' in row {tuple(several.nonzero()[0].tolist())}' if several.ndim else ''}")
 
 
 def _is_integer(x: object) -> TypeGuard[Tensor]:

@@ -20,6 +20,7 @@ MAX_HEAD_DIM = 256
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
+MAPPED_BLOCKS = "dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped"
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
@@ -99,10 +100,11 @@ class Problem(NamedTuple):
     ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
     them.
 
-    ``ends_q`` and ``ends_k`` (sequences + 1,), int64, say where packed sequences end among the queries and keys of the one batch entry, and
-    stand beside intervals that keep the sequences apart. A mask and a bias of pairs are then in the coordinates of each sequence: (sequences or
-    1, H or Hk or 1, longest queries, longest keys). Those of other kinds are of the packed tokens. Whatever the ends hold, nothing outside the
-    tensors is read or written.
+    ``ends_q`` and ``ends_k`` (sequences + 1,), int64 and contiguous, say where packed sequences end among the queries and keys of the one batch
+    entry, and ``longest_q`` and ``longest_k`` what none of them exceeds. Each sequence is then as a batch entry of its own: the mask and the
+    bias have (sequences or 1, H or Hk or 1, longest_q or 1, longest_k or 1) in its coordinates, a table (sequences or 1, H or Hk or 1, 1, R),
+    window and distances are aligned with its own last query and key. There are no intervals, block mask or order then. Whatever the ends
+    hold, nothing outside the tensors is read or written.
     """
 
     query: Tensor
@@ -128,6 +130,8 @@ class Problem(NamedTuple):
     zero: int | None = None
     ends_q: Tensor | None = None
     ends_k: Tensor | None = None
+    longest_q: int | None = None
+    longest_k: int | None = None
 
     @property
     def bias_kind(self) -> str | None:
@@ -202,14 +206,14 @@ class Problem(NamedTuple):
             first, last, also_first, also_last = _checked_intervals(mask, query, key)
             mask = None
         elif mask is not None:
-            mask = _checked_mask(mask, "a bool tensor, an IntervalMask, a BlockMask or None" if packed is None else "a bool tensor or None")
+            mask = _checked_mask(mask, is_packed=packed is not None)
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
         zero = None
         if isinstance(bias, (RelativeBias, Distances)):
             distances = Distances.of(bias) if isinstance(bias, RelativeBias) else bias
             bias, zero = _checked_table(distances, pairs, kv_heads, query.device, packed is not None), distances.zero
         elif bias is not None:
-            check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
+            check_tensor(mask_name or "bias", bias, "a float tensor, a FactoredBias, a RelativeBias or None")
             if bias.dtype not in FLOATS:
                 hint = " (which pairs are attended is the argument mask)" if bias.dtype == torch.bool and not mask_name else ""
                 expected = f"a dtype of {'bool, ' if mask_name else ''}float16, bfloat16, float32 or float64"
@@ -294,7 +298,13 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
         _fail("value", f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
 
 
-def _checked_mask(mask: Any, expected: str) -> Tensor:
+def _checked_mask(mask: Any, is_packed: bool) -> Tensor:
+    expected = "a bool tensor or None" if is_packed else "a bool tensor, an IntervalMask, a BlockMask or None"
+    if is_packed and isinstance(mask, IntervalMask):
+        hint = "dmattn.attention of the packed tokens as one sequence takes it, as mask & IntervalMask.packed(...)"
+        _fail("mask", expected, f"{kind(mask)}; {hint}", TypeError)
+    if not is_packed and callable(mask):
+        _fail("mask", expected, f"{kind(mask)}; dmattn.BlockMask.from_mask_mod(mask, B, H, Sq, Sk) is the mask of a mask_mod", TypeError)
     check_tensor("mask", mask, expected)
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
@@ -343,6 +353,8 @@ def _checked_blocks(mask: BlockMask | Blocks, pairs: tuple[int, ...], kv_heads: 
     """The `blocks` and `states` of a block mask about as many queries and keys as there are, with axes for all leading ones."""
     if mask.blocks.device != device:
         _fail("mask", f"query's device {device}", mask.blocks.device)
+    if mask.blocks.ndim != 4:
+        raise RuntimeError(MAPPED_BLOCKS)
     *leading, heads, len_q, len_k = pairs
     if not leading:
         _fail(
@@ -381,6 +393,11 @@ def _broadcastable(
             hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
+        else:
+            for at in range(1, tensor.ndim if tensor.ndim < len(full) else 1):
+                if _fits(with_axes(tensor.unsqueeze(at), len(full)), full, kv_heads, head_axis):
+                    hint = f"; with the axis that is missing {name}[{':, ' * at}None]"
+                    break
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 
@@ -394,8 +411,11 @@ def _checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, 
     for name, length in (("max_seqlen_q", len_q), ("max_seqlen_k", len_k)) if is_packed else (("query", len_q), ("key", len_k)):
         if longest is not None and length > longest:
             _fail(name, f"a length of at most {longest}, that of RelativeBias.alibi", length)
-    axes = "(sequences, H, 1, R)" if is_packed else "(B, H, 1, R)" if len(pairs) == 4 else "(..., H, 1, R)"
-    return _broadcastable("bias.table", table, (*front, 1, table.shape[-1]), axes, kv_heads, device)
+    axes = "(sequences, H, R)" if is_packed else "(B, H, R)" if len(pairs) == 4 else "(..., H, R)"
+    view, length = with_axes(table, len(pairs)), table.shape[-1]
+    if table.device != device or not _fits(view, (*front, 1, length), kv_heads, -3):
+        _broadcastable("bias.table", table[..., 0, :], (*front, length), axes, kv_heads, device, head_axis=-2)  # raises
+    return view
 
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, NoReturn, overload
 import torch
 from torch import Tensor
 
-from . import padded
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
@@ -17,7 +16,6 @@ from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
 from .masks import IntervalMask, check_cumulative, sequence_of
-from .padded import Lengths
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]
@@ -111,7 +109,9 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
-    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well.
+    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. On a GPU
+    ``torch.compile`` leaves out of its graphs what a mask of pairs, or a mask by query with a bias by key, has computed (with
+    ``fullgraph=True`` it raises).
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -125,7 +125,7 @@ def attention_varlen(
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
-            ``cols`` (total_k, Hk or 1, R) or (total_k, R).
+            ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
             Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
             sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
@@ -134,13 +134,16 @@ def attention_varlen(
         dropout_p: as there; which weights are dropped depends on how the sequences are packed.
         return_lse: return (out, lse); lse is differentiable.
 
-    Beyond its arguments and their gradients this takes memory of O(total_q + total_k), whatever the mask and bias, and tiles of other sequences
-    are not visited. Only the gradient of a bias that is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) is laid out as
-    (sequences, heads, max_seqlen) first. Nothing is padded: kernels read the elements of a mask or bias of pairs where each sequence has them.
+    Without mask and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, this
+    takes memory of O(total_q + total_k), and tiles of other sequences are not visited; only the gradient of a bias is laid out as (sequences,
+    heads, max_seqlen) first. A mask or bias of pairs, and a mask by query with a bias by key, take padded copies of query, key and
+    value: memory of sequences * max_seqlen in each pass, as a bias of each sequence does itself, but nothing padded is kept from the forward
+    pass to the backward pass. A mask of pairs or by query is there combined with the lengths into one of (sequences, heads, max_seqlen_q,
+    max_seqlen_k).
 
-    A :class:`dmattn.RelativeBias` does so where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query, key and
-    value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones, in memory of sequences *
-    max_seqlen, where the table has an axis of sequences, or with two tensors beside a mask of pairs or by query.
+    A :class:`dmattn.RelativeBias` takes no copies where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query,
+    key and value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones where the table
+    has an axis of sequences, or beside a mask of pairs or by query.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -185,8 +188,7 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    lengths = Lengths(cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
-    out, lse = _attend(problem, lengths, cu_seqlens_q is cu_seqlens_k)
+    out, lse = _attend(problem, cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
     return (out, lse) if return_lse else out
 
 
@@ -200,48 +202,48 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, ends: Tensor, total: int, longest: int) -> _Places:
-        """From cumulative lengths; always inside (sequences, longest), whatever they hold."""
-        place = torch.arange(total, device=ends.device)
-        sequence = sequence_of(ends, place)
-        return cls(sequence, (place - ends[sequence]).clamp(0, longest - 1), ends.shape[0] - 1, longest)
+        """From cumulative lengths; inside (sequences, longest), whatever they hold."""
+        sequence = sequence_of(ends, total)
+        position = torch.arange(total, device=ends.device) - ends[sequence]
+        return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
 
 
-def _attend(problem: Problem, lengths: Lengths, alike: bool) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences.
 
-    Lengths of queries and keys that are known to be `alike` make distances of packed tokens those of their sequence.
+    Where no bias is of distances and nothing differs between pairs, all tokens are one sequence under intervals, and a tile may hold several
+    short ones. Else each sequence has tiles of its own.
     """
-    len_q, len_k, mask, bias, has_table = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias, problem.zero is not None
-    ends_q, ends_k, longest_q, longest_k = lengths
-    intervals = IntervalMask.packed(ends_q, ends_k, len_q, len_k, left=problem.left, right=problem.right)
-    first, last = intervals.first[None, None], intervals.last[None, None]
-    problem = problem._replace(mask=None, left=None, right=None)
-    if mask is not None or bias is not None:
-        queries, keys = _Places.of(ends_q, len_q, longest_q), _Places.of(ends_k, len_k, longest_k)
+    mask, bias = problem.mask, problem.bias
+    of_pairs = any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias))
+    by_both = mask is not None and mask.shape[2] != 1 and bias is not None and bias.shape[3] != 1
+    if problem.zero is not None or of_pairs or by_both:
+        problem = problem._replace(ends_q=ends_q, ends_k=ends_k, longest_q=longest_q, longest_k=longest_k)
+    else:
+        queries, keys = _Places.of(ends_q, problem.query.shape[2], longest_q), _Places.of(ends_k, problem.key.shape[2], longest_k)
+        intervals = IntervalMask.packed(
+            ends_q, ends_k, problem.query.shape[2], problem.key.shape[2], left=problem.left, right=problem.right
+        )  # fmt: skip
+        first, last = intervals.first[None, None], intervals.last[None, None]
         if mask is not None and mask.shape[2] == 1:
             last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
             mask = None
-        if bias is not None and has_table and not (alike and bias.shape[0] == 1):
-            return padded.attend(problem._replace(first=first, last=last), mask, lengths)
-        if bias is not None and not has_table and not _of_pairs(bias):
-            # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
-            bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-            bias = _of_keys(bias, keys) if bias.shape[3] != 1 else _of_queries(bias, queries)
-        if mask is not None and mask.shape[3] == 1:
-            mask = _of_queries(mask, queries)
-            if bias is None or (bias.shape[3] == 1 and not has_table):
-                heads = problem.query.shape[1]
-                added = 0.0 if bias is None else per_query_head(bias, heads)
-                bias, mask = torch.where(per_query_head(mask, heads), added, float("-inf")), None
-    if mask is not None or (bias is not None and not has_table and _of_pairs(bias)):
-        problem = problem._replace(ends_q=ends_q, ends_k=ends_k)
-    out, lse = call(problem._replace(mask=mask, bias=bias, first=first, last=last))
+        bias = _packed_bias(mask, bias, problem.query.shape[1], queries, keys)
+        problem = problem._replace(mask=None, bias=bias, first=first, last=last, left=None, right=None)
+    out, lse = call(problem)
     return out[0].transpose(0, 1), lse[0]
 
 
-def _of_pairs(x: Tensor) -> bool:
-    """Whether a mask or bias differs between queries and between keys."""
-    return x.shape[2] != 1 and x.shape[3] != 1
+def _packed_bias(mask: Tensor | None, bias: Tensor | None, heads: int, queries: _Places, keys: _Places) -> Tensor | None:
+    """The bias of packed rows that says what a mask by query, and a bias by query or by key, say of the sequences."""
+    if bias is not None:
+        # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        bias = _of_keys(bias, keys) if bias.shape[3] != 1 else _of_queries(bias, queries)
+    if mask is None:
+        return bias
+    seen = per_query_head(_of_queries(mask, queries), heads)
+    return torch.where(seen, 0.0 if bias is None else per_query_head(bias, heads), float("-inf"))
 
 
 def _of_keys(x: Tensor, keys: _Places) -> Tensor:

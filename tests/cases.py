@@ -365,6 +365,7 @@ HOPPER = (
     Case("hopper-distances-of-all-700x2049", 700, 2049, **GQA, head_dim=40, bias="bhr", distances=2748, zero=2048, reason="a number for each pair of every tile"),
     Case("hopper-distances-window-grouped-300x2100", 300, 2100, **GQA, head_dim=64, bias="1gr", distances=65, window=(100, 20), reason="keys in a window"),
     Case("hopper-distances-causal-700x900", 700, 900, heads=3, head_dim=64, bias="11r", distances=129, zero=128, causal=True, reason="edges of causal, dK and dV"),
+    Case("hopper-distances-wide-causal-300x2100", 300, 2100, **GQA, head_dim=128, bias="1hr", distances=257, causal=True, reason="wide sums beside numbers of pairs"),
     Case("hopper-distances-shared-sinks-2048", 2048, heads=2, head_dim=64, bias="11r", distances=33, sinks="random", bias_dtype=torch.float32, reason="a table of float32, with sinks"),
     Case("hopper-dense-bias-causal-264x520", 264, 520, heads=4, head_dim=128, bias="bhqk", causal=True, reason="edges of tiles by causal, and dS stored"),
     Case("hopper-dense-bias-empty-rows-520x264", 520, 264, heads=2, head_dim=128, bias="bhqk", causal=True, reason="whole tiles of queries with no key"),

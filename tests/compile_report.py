@@ -88,6 +88,7 @@ LAUNCHES = (
     (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
     (Case("distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
+    (Case("distances-causal-d128", 4096, batch=2, heads=16, head_dim=128, bias="1hr", distances=8191, causal=True), BF16),
     (Case("distances-mask-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="1hr", distances=8191, mask="1hqk", causal=True), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
@@ -118,15 +119,6 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-fp32-d128", 1, 8192, heads=8, kv_heads=2, head_dim=128, bias="1h1k"), FP32),
     (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
 )
-PACKED = (  # as many sequences as the batch has entries, each of the lengths at most
-    (Case("packed-dense-bias-d64", 1024, batch=16, heads=16, head_dim=64, bias="bhqk"), BF16),
-    (Case("packed-shared-bias-mask-gqa-d128", 1000, batch=16, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="b1qk"), BF16),
-    (Case("packed-dense-bias-softcap-d128", 1000, batch=16, heads=16, head_dim=128, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
-    (Case("packed-shared-bias-dropout-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
-    (Case("packed-distances-mask-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hr", distances=257, mask="b1qk"), BF16),
-    (Case("packed-mask-key-bias-d256", 1024, batch=3, heads=4, head_dim=256, mask="bhqk", bias="bh1k"), BF16),
-    (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
-)
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
@@ -153,9 +145,6 @@ ALIKE = {
     "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
     "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
-    "packed-shared-bias-dropout-d64": "packed-shared-bias-mask-gqa-d128",
-    "packed-mask-key-bias-d256": "packed-shared-bias-mask-gqa-d128 and dense-bias-d256",
-    "packed-shared-bias-fp32-d64": "packed-shared-bias-mask-gqa-d128 and fp32-d128",
     "plan-128k": "plan-16k and plan-1m",
 }
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
@@ -343,24 +332,11 @@ def dynamic(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(first=first, last=last, order=order)
 
 
-def packed(case: Case, dtype: torch.dtype) -> Problem:
-    """The problem of a case whose batch entries are packed sequences, with a bias of keys for each key."""
-    problem = meta(case, dtype)
-    tokens = {name: x.movedim(0, -3).flatten(-3, -2)[None] for name in ("query", "key", "value") if (x := getattr(problem, name)) is not None}
-    bias: Any = problem.bias
-    if problem.key_bias is not None:
-        bias = bias.movedim(0, -2).flatten(-2)[None]
-    bound = torch.empty((1, 1, tokens["key"].shape[2]), dtype=torch.int32, device="meta")
-    ends = torch.empty(case.batch + 1, dtype=torch.int64, device="meta")
-    return problem._replace(**tokens, bias=bias, first=bound, last=bound, ends_q=ends, ends_k=ends)
-
-
 def report(name: str, few: bool = False) -> list[dict[str, Any]]:
     """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
     left_out = ALIKE if few else {}
     with Compiler(gpu_target(name)) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
-        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem.with_states(states)

@@ -53,6 +53,7 @@ LAYERS = (
         "dropout",
         "first_call",
         "graphs",
+        "own_rows",
         "precision",
         "recording",
         "selection",
@@ -73,8 +74,7 @@ LAYERS = (
     ("execution.operators",),
     ("execution.eager",),
     ("functional",),
-    ("dynamic", "explain", "padded"),
-    ("varlen",),
+    ("dynamic", "explain", "varlen"),
     ("module",),
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
@@ -84,7 +84,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

@@ -86,14 +86,14 @@ def kernels(device: torch.device, interpreted: bool = False) -> ModuleType:
 def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """Uninitialised (out, lse, states). In memory `out` is (..., Sq, H, Dv), so that merging its heads afterwards is a view.
 
-    `states` are None without a mask, beside the intervals of packed sequences, and on the PyTorch path.
+    `states` are None without a mask, and on the PyTorch path.
     """
     query = problem.query
     shape, axes = (*query.shape[:-1], problem.value.shape[-1]), query.ndim
     # not a transposed view, which the caller could not change in place
     out = torch.empty_permuted(shape, (*range(axes - 3), axes - 2, axes - 3, axes - 1), dtype=query.dtype, device=query.device)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-    if problem.mask is None or problem.ends_q is not None or not by_kernels(query):
+    if problem.mask is None or not by_kernels(query):
         return out, lse, None
     return out, lse, query.new_empty(states_shape(problem.mask), dtype=torch.uint8)
 

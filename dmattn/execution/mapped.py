@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 
 from ..masks import BOUNDS
+from ..problem import MAPPED_BLOCKS
 
 SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
 
@@ -33,11 +34,17 @@ class Mapped(NamedTuple):
         if at["seed"][0] is not None:
             raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
         if at["sinks"][1] is not None:
-            raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
+            raise RuntimeError(
+                "dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis; "
+                "jacfwd and hessian by sinks map them too: use grad, vjp or jvp"
+            )
         if at["bits"][1] is not None:
-            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
+            raise RuntimeError(MAPPED_BLOCKS)
         if "sinks" in gradients:
-            raise RuntimeError("dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch")
+            raise RuntimeError(
+                "dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch; "
+                "jacrev and hessian by sinks ask for them too: use grad, vjp or jvp"
+            )
         return cls(elements, "bias" in gradients, at["ends_q"][0] is not None)
 
     def leading(self, name: str, x: Any, axis: int | None) -> Any:

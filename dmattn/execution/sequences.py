@@ -1,62 +1,65 @@
-"""A mask or bias of pairs of packed sequences, in the coordinates of each sequence, on the PyTorch path: the pairs of a chunk of packed tokens.
-
-Pairs of two sequences have elements too, which mean nothing: intervals hide them.
-"""
+"""Packed sequences on the PyTorch path: one after the other, each a problem of views of its own tokens, mask and bias."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..masks import sequence_of
 from ..problem import Problem
 
-
-def is_of_sequences(problem: Problem, name: str, x: Tensor) -> bool:
-    """Whether a field of a problem, or a gradient of it, is in the coordinates of packed sequences."""
-    if problem.ends_q is None or name not in ("mask", "bias") or (name == "bias" and problem.zero is not None):
-        return False
-    return x.shape[-2] != 1 and x.shape[-1] != 1
+_TOKENS = {"query": -2, "out": -2, "key": -2, "value": -2, "lse": -1}  # the axis of tokens
 
 
-class Places(NamedTuple):
-    """Of the pairs of a chunk: the sequence (rows, 1), the place of the query in it (rows, 1), that of the key in the same (rows, keys)."""
+class Sequence(NamedTuple):
+    """One sequence: its number, and which of the packed queries and keys are its own; None where nothing is packed."""
 
-    sequence: Tensor
-    row: Tensor
-    col: Tensor
+    number: int
+    rows: slice | None
+    keys: slice | None
+    has_table: bool
 
-    @classmethod
-    def of(cls, problem: Problem, rows: slice, keys: slice | Tensor) -> Places:
-        """Those of a problem of packed sequences."""
-        ends_q, ends_k = problem.ends_q, problem.ends_k
-        assert ends_q is not None
-        assert ends_k is not None
-        row = torch.arange(rows.start, rows.stop, device=ends_q.device)[:, None]
-        sequence = sequence_of(ends_q, row)
-        key = torch.arange(keys.start, keys.stop, device=ends_q.device) if isinstance(keys, slice) else keys
-        return cls(sequence, row - ends_q[sequence], key - ends_k[sequence])
+    def of(self, name: str, x: Tensor) -> Tensor:
+        """The view of a field of the problem or of a result, or of a gradient of one, that belongs to the sequence."""
+        if self.rows is None or self.keys is None or name == "sinks":
+            return x
+        if name in _TOKENS:
+            own = self.keys if name in ("key", "value") else self.rows
+            return x.narrow(_TOKENS[name], own.start, own.stop - own.start)
+        x = x[0 if x.shape[0] == 1 else self.number][None]
+        if name == "bias" and self.has_table:
+            return x
+        for axis, own in ((-2, self.rows), (-1, self.keys)):
+            x = x if x.shape[axis] == 1 else x.narrow(axis, 0, own.stop - own.start)
+        return x
 
-    def taken(self, x: Tensor) -> Tensor:
-        """Those of (sequences or 1, heads, longest queries, longest keys), as (1, heads, rows, keys)."""
-        return x.movedim(1, -1)[self._within(x)].movedim(-1, 0)[None]
+    def problem(self, whole: Problem) -> Problem:
+        """That of the sequence alone."""
+        if self.rows is None:
+            return whole
+        own: dict[str, Any] = {
+            name: self.of(name, x) for name in ("query", "key", "value", "mask", "bias") if (x := getattr(whole, name)) is not None
+        }
+        return whole._replace(**own, ends_q=None, ends_k=None, longest_q=None, longest_k=None)
 
-    def add(self, total: Tensor, x: Tensor) -> None:
-        """The adjoint: add (1, heads, rows, keys) to a contiguous sum, in a fixed order."""
-        sequence, row, col = self._within(total)
-        _, heads, len_q, len_k = total.shape
-        head = torch.arange(heads, device=total.device)[:, None, None]
-        index = (((sequence * heads + head) * len_q + row) * len_k + col).flatten()
-        flat, x = total.view(-1), x.flatten().to(total.dtype)
-        if total.is_cuda:
-            flat.index_put_((index,), x, accumulate=True)  # which sorts, where index_add_ would add in any order
-        else:
-            flat.index_add_(0, index, x)  # one after the other, where index_put_ would have threads
 
-    def _within(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Always inside `x`, whatever the ends hold."""
-        sequences, _, len_q, len_k = x.shape
-        sequence = torch.zeros_like(self.sequence) if sequences == 1 else self.sequence
-        return sequence, self.row.clamp(0, len_q - 1), self.col.clamp(0, len_k - 1)
+def sequences_of(problem: Problem) -> Iterator[Sequence]:
+    """Those of a problem with queries. Where they are packed on a GPU, this waits for it."""
+    has_table = problem.zero is not None
+    if problem.ends_q is None or problem.ends_k is None:
+        yield Sequence(0, None, None, has_table)
+        return
+    of_queries = _slices(problem.ends_q, problem.query.shape[-2], problem.longest_q)
+    of_keys = _slices(problem.ends_k, problem.key.shape[-2], problem.longest_k)
+    for number, (rows, keys) in enumerate(zip(of_queries, of_keys, strict=True)):
+        if rows.stop > rows.start:
+            yield Sequence(number, rows, keys, has_table)
+
+
+def _slices(ends: Tensor, total: int, longest: int | None) -> list[slice]:
+    """Inside `total` tokens and at most the longest, whatever the ends hold."""
+    assert longest is not None
+    places = [min(max(end, 0), total) for end in ends.tolist()]
+    return [slice(begin, min(max(end, begin), begin + longest)) for begin, end in pairwise(places)]

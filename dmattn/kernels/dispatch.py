@@ -152,6 +152,7 @@ def _find_tile(kernel: str, traits: Traits) -> Tile:
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 
 
+_CROWDED = "beside numbers of distances a mask takes too many registers"
 _OF_NARROW = "serves head dims from 33 to 64"
 
 
@@ -224,12 +225,9 @@ def _hopper_forward(traits: Traits) -> str | None:
         return "keys of a tile lie apart under intervals, and have no distances in common"
     if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | DISTANCES | EVERY and traits.len_k >= 2048):
         return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
-    return _on_hopper(traits, _dims(traits))
-
-
-def _dims(traits: Traits) -> tuple[int, ...]:
-    """The padded head dims of forward and key kernels; beside numbers for each pair wider sums would leave registers."""
-    return (64, 128) if traits.features.isdisjoint(DISTANCES) else (64,)
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
+        return f"{_CROWDED} at head dims over 64"
+    return _on_hopper(traits, (64, 128))
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -337,8 +335,8 @@ def _hopper_query(traits: Traits) -> str | None:
 
 def _hopper_keys(traits: Traits) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
-        return "beside numbers of distances a mask takes too many registers"
-    return _on_hopper(traits, _dims(traits), "d_out", "mask")
+        return _CROWDED
+    return _on_hopper(traits, (64, 128), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:

@@ -39,7 +39,7 @@ _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # field
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout", "zero": "bias of distances"}
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _FEATURES |= {"blocks": "block mask", "bits": "block mask"}
-_FEATURES |= {"ends_q": "packed sequences", "ends_k": "packed sequences"}
+_FEATURES |= dict.fromkeys(("ends_q", "ends_k", "longest_q", "longest_k"), "packed sequences")
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTERVALS = ("first", "last", "also_first", "also_last")
 _INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
@@ -97,7 +97,7 @@ class Traits(NamedTuple):
 
         A `target`, (family, processors), stands for the device of the tensors.
         """
-        gradients = flattened_gradients(gradients, problem.query.shape[:-3])
+        gradients = flattened_gradients(gradients, problem)
         problem, out, d_out = flattened(problem, out, d_out)
         query, bias, device = problem.query, problem.bias, problem.query.device
         family, count = (device_family(device), processors(device)) if target is None else target
@@ -168,9 +168,7 @@ def _features(problem: Problem, kinds: dict[str, str], results: Sequence[Any]) -
 
 
 def _d_bias_of(problem: Problem, members: tuple[int, int]) -> str:
-    """Which result the gradient of the bias is, in a problem of so many (batch entries, heads); sequences that are packed count as entries."""
-    if problem.ends_q is not None:
-        members = (problem.ends_q.shape[0] - 1, members[1])
+    """Which result the gradient of the bias is, in a problem of so many (batch entries, heads)."""
     if problem.pair_bias is not None:
         return D_BIAS_OF_PAIRS if problem.pair_bias.shape[:2] == members else D_BIAS_SHARED
     return {KEYS: D_BIAS_OF_KEYS, DISTANCES: D_BIAS_OF_DISTANCES}.get(problem.bias_kind or "", D_BIAS_OF_QUERIES)

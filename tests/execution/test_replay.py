@@ -471,7 +471,7 @@ def results(case: Case, seed: int, device: str = "cuda") -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value, inputs.bias) if x is not None]
     bias = leaves[3] if len(leaves) == 4 else None
     torch.manual_seed(seed)
-    out, lse = attention(*leaves[:3], mask=inputs.mask, bias=bias, **case.options, return_lse=True)
+    out, lse = attention(*leaves[:3], mask=inputs.mask, bias=inputs.bias_of(bias), **case.options, return_lse=True)
     return [out, lse, *torch.autograd.grad((out, lse), leaves, (inputs.d_out, inputs.d_lse))]
 
 

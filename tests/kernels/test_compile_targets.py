@@ -32,7 +32,9 @@ MOST_SPILLED = 512
 # Rows of 49 keys are such rows too, in the forward pass. The kernels for dK and dV on Hopper spill the strides of their results, and a few
 # addresses that a tile needs; the forms that spilled less were slower (docs/history.md). That for dQ and a shared dBias spills in tiles at
 # a window's edge, that with the bias on chip between tiles and where it loads the bias.
+# A table of distances beside sums of 128 dims spills numbers of its pairs, and is still faster than the portable kernels.
 SPILLED_IN = {
+    "distances-causal-d128": 1024,
     "dense-bias-causal-d128": 1024,
     "documents-bias-by-head-gqa-d128": 1024,
     "dynamic-gqa-d128": 1024,
@@ -66,7 +68,7 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_one_tile_forward_kernel", "_one_tile_gradients_kernel", "_sum_parts_kernel"}
     expected |= {"_summary_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
-    expected |= {"_split_kernel", "_merge_splits_kernel", "_sink_gradients_kernel", "_places_kernel"}
+    expected |= {"_split_kernel", "_merge_splits_kernel", "_sink_gradients_kernel"}
     expected |= {"_bands_kernel", "_sum_bands_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
     if target == "sm_90" and hopper.GLUON:
@@ -86,9 +88,7 @@ def test_kernels_compile_without_excess(target):
 
 
 def test_what_is_left_out_is_like_something_that_is_not():
-    names = {case.name for case, _ in (*compile_report.LAUNCHES, *compile_report.PACKED, *compile_report.FORWARD)} | {
-        name for name, _ in compile_report.PLANS
-    }
+    names = {case.name for case, _ in (*compile_report.LAUNCHES, *compile_report.FORWARD)} | {name for name, _ in compile_report.PLANS}
     assert names > compile_report.ALIKE.keys()
     for stand_ins in compile_report.ALIKE.values():
         assert any(name in stand_ins for name in names - compile_report.ALIKE.keys())

@@ -242,7 +242,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=2047), "serves head dims from 33 to 64 from 2048 keys on, without rules but a bias of pairs"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims padded to 64 or 128 here, not 32 of queries and 20 of values"),
     ("forward: Hopper", dict(features=INTERVALS | {"bias of distances"}), "keys of a tile lie apart under intervals"),
-    ("forward: Hopper", dict(features=frozenset({"bias of distances"})), "serves head dims padded to 64 here, not 128 of queries"),
+    ("forward: Hopper", dict(features=frozenset({"bias of distances", "mask of keys"})), "beside numbers of distances a mask takes too many registers"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),
     ("forward: Hopper", dict(len_q=(1 << 22) + 1, features=INTERVALS), "4194305 queries under intervals are more than 4194304"),

@@ -46,15 +46,29 @@ class Described:
         return self.tensor.new_empty(*shape, **options)
 
 
-class OfSequences(Described):
-    """A tensor (sequences or 1, heads, longest queries, longest keys), in the place of a mask or bias of pairs of packed tokens.
+class Packed(Described):
+    """Packed sequences (1, heads, total, ...) in the place of (sequences, heads, longest, ...), of queries or `of_keys`.
 
-    `places` (`sequences.places_of`) say which of its columns are those of the packed keys.
+    With `in_blocks` sequences begin as `layout.begin_of` says. The first axis has the stride of that on which they lie one after another, an
+    `axis` of the tensor.
     """
 
-    def __init__(self, tensor: Tensor, places: Tensor) -> None:
+    def __init__(
+        self, tensor: Tensor, sequences: int, longest: int, of_keys: bool = False, in_blocks: bool = False, axis: int = 2
+    ) -> None:  # fmt: skip
         super().__init__(tensor)
-        self.places = places
+        self.sequences, self.longest, self.of_keys, self.in_blocks, self.axis = sequences, longest, of_keys, in_blocks, axis
 
-    def zero_(self) -> None:
-        self.tensor.zero_()
+    @property
+    def unit(self) -> int:
+        """How far apart two rows lie."""
+        return self.tensor.stride(self.axis)
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.tensor.shape)
+        sizes[0], sizes[self.axis] = self.sequences, self.longest
+        return torch.Size(sizes)
+
+    def stride(self) -> tuple[int, ...]:
+        return self.unit, *self.tensor.stride()[1:]

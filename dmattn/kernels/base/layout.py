@@ -2,10 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from .described import OfSequences
+from ...problem import Problem
+from .described import Packed
 from .leading import Nested
 
 
@@ -56,20 +58,16 @@ class SteppedThrice(NamedTuple):
 
 
 class OfPacked(NamedTuple):
-    """A tensor of pairs whose batch entries are the sequences that lie packed along rows and cols, in the coordinates of each sequence.
-
-    A tile of it is addressed by packed rows and cols. Its pairs within one sequence are loaded and stored, the others are 0 or left alone.
-    `places` points to what :func:`sequences.places_of` makes, vectors per packed col, `pitch` apart.
-    """
+    """The same of packed sequences, which lie one after another, `unit` apart: those of queries, or OF_KEYS. IN_BLOCKS: see `begin_of`."""
 
     ptr: Any
-    batch: Any
     head: Any
     row: Any
     col: Any
     group: Any
-    places: Any
-    pitch: Any
+    unit: Any
+    OF_KEYS: Any
+    IN_BLOCKS: Any
 
 
 class Span(NamedTuple):
@@ -83,6 +81,15 @@ class Span(NamedTuple):
     length: Any
 
 
+class SpanFromBefore(NamedTuple):
+    """The same from anywhere on: positions below `first`, which is 0, are not real either. Kernels tell them by their lengths."""
+
+    start: Any
+    index: Any
+    length: Any
+    first: Any
+
+
 class Sequence(NamedTuple):
     """One sequence under one query head: its batch entry, the head, and the numbers of queries and keys."""
 
@@ -92,20 +99,42 @@ class Sequence(NamedTuple):
     len_k: Any
 
 
+class PackedSequence(NamedTuple):
+    """The same of packed sequences, with the places of the first query and key among all. Kernels tell them by their lengths."""
+
+    batch: Any
+    head: Any
+    len_q: Any
+    len_k: Any
+    begin_q: Any
+    begin_k: Any
+
+
+class Ends(NamedTuple):
+    """Pointers to where packed sequences end among the queries and keys (`dmattn.problem.Problem`), and how many of these there are in all."""
+
+    ends_q: Any
+    ends_k: Any
+    total_q: Any
+    total_k: Any
+
+
 PLAIN, ONCE, PACKED = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields)), tl.constexpr(len(OfPacked._fields))
+ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
+UNIT = tl.constexpr(64)  # rows of a block where sequences lie IN_BLOCKS
 
 
 def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfPacked | None:
     """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads.
 
-    Or what stands for such a tensor: `leading.Nested`, `described.OfSequences`.
+    Or what stands for such a tensor: `leading.Nested`, `described.Packed`.
     """
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     others = head, row, col[0] if col else 0, heads // x.shape[1]
-    if isinstance(x, OfSequences):
-        return OfPacked(x.tensor, batch, *others, x.places, x.places.stride(0))
+    if isinstance(x, Packed):
+        return OfPacked(x.tensor, *others, x.unit, 1 if x.of_keys else None, 1 if x.in_blocks else None)
     if not isinstance(x, Nested):
         return Strided(x, batch, *others)
     unit, *quotients = x.entries if x.places is None else x.places
@@ -120,10 +149,76 @@ def strided_by_head(x: Any) -> Strided | None:
     return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
 
 
+def ends_of(problem: Problem) -> Ends | None:
+    """Those of a problem as a kernel argument; None where no sequences are packed."""
+    if problem.ends_q is None:
+        return None
+    total_q, total_k = (x.tensor.shape[2] if isinstance(x, Packed) else x.shape[2] for x in (problem.query, problem.key))
+    return Ends(problem.ends_q, problem.ends_k, total_q, total_k)
+
+
+@triton.jit
+def sequence(ends, batch, head, len_q, len_k):
+    """The sequence of a batch entry, of so many queries and keys, or where it is packed of its own, which are not more."""
+    if ends is None:
+        return Sequence(batch, head, len_q, len_k)
+    else:
+        begin_q, own_q = _begin_and_length(ends.ends_q, batch, ends.total_q, len_q)
+        begin_k, own_k = _begin_and_length(ends.ends_k, batch, ends.total_k, len_k)
+        return PackedSequence(batch, head, own_q, own_k, begin_q, begin_k)
+
+
+@triton.jit
+def _begin_and_length(ends, batch, total, longest):
+    """Both inside the tensor, whatever the ends hold."""
+    begin = tl.minimum(tl.maximum(tl.load(ends + batch), 0), total).to(tl.int32)
+    end = tl.minimum(tl.load(ends + batch + 1), total).to(tl.int32)
+    return begin, tl.minimum(tl.maximum(end - begin, 0), longest)
+
+
+@triton.jit
+def under_head(seq, head):
+    """The same sequence under another head."""
+    if len(seq) == ALONE:
+        return Sequence(seq.batch, head, seq.len_q, seq.len_k)
+    else:
+        return PackedSequence(seq.batch, head, seq.len_q, seq.len_k, seq.begin_q, seq.begin_k)
+
+
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+    if len(t) == PACKED:
+        return t.ptr + tl.cast(begin_of(t, seq), tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    else:
+        return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+
+
+@triton.jit
+def begin_of(t, seq):
+    """The row with which a packed sequence begins in a tensor. IN_BLOCKS each has whole blocks of UNIT rows to itself."""
+    if t.OF_KEYS is not None:
+        return seq.begin_k
+    elif t.IN_BLOCKS is None:
+        return seq.begin_q
+    else:
+        return first_row_in_blocks(seq)
+
+
+@triton.jit
+def first_row_in_blocks(seq):
+    """That of a packed sequence of queries IN_BLOCKS."""
+    return (seq.begin_q // UNIT + seq.batch) * UNIT
+
+
+def first_rows_in_blocks(begins: Any) -> Any:
+    """The same of all sequences, whose first queries are these, on the host."""
+    return (begins // UNIT.value + torch.arange(len(begins), device=begins.device)) * UNIT.value
+
+
+def rows_in_blocks(total: int, sequences: int) -> int:
+    """How many rows so many tokens of packed sequences take IN_BLOCKS."""
+    return (total // UNIT.value + sequences) * UNIT.value
 
 
 @triton.jit
@@ -135,7 +230,7 @@ def stepped(number, unit, every, step):
 @triton.jit
 def own_entry(t, batch):
     """The entry of a tensor that a batch entry has: the same unless the tensor has steps, as all share the only one by its stride of 0."""
-    if len(t) == PLAIN or len(t) == PACKED:
+    if len(t) == PLAIN:
         return batch
     elif len(t) == ONCE:
         return stepped(batch, t.unit, t.every, t.step)
@@ -157,21 +252,16 @@ def inside(positions):
     """Which positions of a span are real."""
     # Not start + index < length: that costs an addition per element, and LLVM up to Triton 3.6 may pack the start with a thread's index into
     # one 64-bit register where the index overflows into the start (tests/cases.py, fp32-bias-softcap-*).
-    return positions.index < positions.length - positions.start
+    if len(positions) == FROM_BEFORE:
+        return (positions.index < positions.length - positions.start) & (positions.index >= positions.first - positions.start)
+    else:
+        return positions.index < positions.length - positions.start
 
 
 @triton.jit
 def load_tile(t, seq, rows, cols):
     """[rows, cols] of one sequence, 0 beyond the bounds."""
-    if len(t) == PACKED:
-        pointers, own = _packed_pointers(t, seq, rows, cols)
-        return tl.load(pointers, mask=own, other=0)
-    else:
-        return _load_bounded(_tile_pointers(t, seq, rows, cols), rows, cols)
-
-
-@triton.jit
-def _load_bounded(pointers, rows, cols):
+    pointers = _tile_pointers(t, seq, rows, cols)
     if rows.length is None and cols.length is None:
         return tl.load(pointers)
     elif cols.length is None:
@@ -185,15 +275,8 @@ def _load_bounded(pointers, rows, cols):
 @triton.jit
 def store_tile(t, seq, rows, cols, x):
     """Write [rows, cols] of one sequence inside the bounds, in the tensor's dtype."""
-    if len(t) == PACKED:
-        pointers, own = _packed_pointers(t, seq, rows, cols)
-        tl.store(pointers, x.to(t.ptr.dtype.element_ty), mask=own)
-    else:
-        _store_bounded(_tile_pointers(t, seq, rows, cols), rows, cols, x.to(t.ptr.dtype.element_ty))
-
-
-@triton.jit
-def _store_bounded(pointers, rows, cols, x):
+    pointers = _tile_pointers(t, seq, rows, cols)
+    x = x.to(t.ptr.dtype.element_ty)
     if rows.length is None and cols.length is None:
         tl.store(pointers, x)
     elif cols.length is None:
@@ -240,26 +323,3 @@ def _tile_pointers(t, seq, rows, cols):
     """Pointers to [rows, cols] of one sequence; offsets of whole blocks are 64-bit."""
     corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
     return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
-
-
-@triton.jit
-def _packed_pointers(t, seq, rows, cols):
-    """(pointers to [rows, cols] of packed sequences, which of them are pairs of one sequence).
-
-    The sequence is that of the col, for of a pair within one both have it. Few registers hold what belongs to cols: a thread has few of them.
-    """
-    entry = _place_of(t, cols, 0).to(tl.int64) * t.batch + _place_of(t, cols, 1).to(tl.int64) * t.col
-    first = tl.cast(rows.start, tl.int32) - _place_of(t, cols, 2)  # where in the col's sequence the first row would be
-    corners = t.ptr + tl.cast(seq.head // t.group, tl.int64) * t.head + entry + first.to(tl.int64) * t.row
-    row = first[None, :] + tl.cast(rows.index, tl.int32)[:, None]
-    return corners[None, :] + rows.index[:, None] * t.row, (row >= 0) & (row < _place_of(t, cols, 3)[None, :])
-
-
-@triton.jit
-def _place_of(t, cols, number):
-    """One of the vectors of places, 0 beyond the bounds."""
-    pointers = t.places + number * tl.cast(t.pitch, tl.int64) + cols.start + cols.index
-    if cols.length is None:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside(cols), other=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .layout import Span, ends_of, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,9 +30,8 @@ class Rules(NamedTuple):
     a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
-    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `packed` is 1 where sequences are packed, whose
-    tiles are those of their intervals whatever a mask beside says of them. `unaligned` is 1 where blocks of keys begin anywhere, not at
-    multiples of 4.
+    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
+    (`layout.Ends`). `unaligned` is 1 where blocks of keys begin anywhere, not at multiples of 4.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -59,13 +58,13 @@ class Rules(NamedTuple):
     table: Any
     zero: Any
     distances: Any
+    ends: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
     bias_cols: Any
     bias_by_key: Any
     shared: Any
-    packed: Any
     unaligned: Any
 
 
@@ -102,7 +101,7 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned:
         zero=problem.zero,
         distances=None if table is None else table.shape[3],
         shared=_shared(problem),
-        packed=None if problem.ends_q is None else 1,
+        ends=ends_of(problem),
         unaligned=unaligned,
     )
 
@@ -119,9 +118,8 @@ def _shared(problem: Problem) -> int | None:
 def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
-    A tile that is no EDGE hides no pair, and nothing that hides is asked but a mask of packed sequences. With KEYS_DOWN both are
-    [BLOCK_N, BLOCK_M], so that a sum over queries takes them for its left factor without leaving registers. `bias2` is what
-    :func:`load_bias2` gave, where the caller has it already.
+    A tile that is no EDGE hides no pair, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
+    queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
@@ -139,8 +137,6 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN
         s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
     if EDGE:
         s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
-    elif rules.packed is not None and rules.mask is not None:
-        s = tl.where(_attended(rules, seq, rows, cols, KEYS_DOWN), s, float("-inf"))
     return s, tanh
 
 
@@ -152,7 +148,8 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
     if rules.mask is not None:
-        s = tl.where(_attended(rules, seq, rows, cols, KEYS_DOWN), s, float("-inf"))
+        attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
+        s = tl.where(attended, s, float("-inf"))
     if rules.bits is not None:
         s = tl.where(_load_bits(rules, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
     if rules.first is not None:
@@ -165,12 +162,6 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
             attended |= (also_first <= i) & (i < also_last)
         s = tl.where(attended, s, float("-inf"))
     return within_window(s, rules.left, rules.right, seq, rows, cols, i, j)
-
-
-@triton.jit
-def _attended(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
-    """Which pairs of a tile the mask keeps."""
-    return _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
 
 
 @triton.jit

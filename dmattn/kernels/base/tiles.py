@@ -39,16 +39,6 @@ _DEFAULT = {
     "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "whole rows": _NO_WHOLE_ROWS,
 }
-# Of packed sequences with a bias or mask of pairs, whose tiles are loaded element by element with an address and a bound for each key. On every
-# device they are the largest that do not spill, or that spill least, by the compile-only report.
-_OF_SEQUENCES = {
-    "forward of sequences": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 4, 1))),
-    "keys of sequences": ((64, Tile(32, 64, 4, 2)), (128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1))),
-    "queries of sequences": ((64, Tile(64, 32, 4, 2)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))),
-    "queries of d_bias of sequences": ((64, Tile(64, 32, 4, 2)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))),
-    "bias of sequences": ((64, Tile(64, 32, 4, 2)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))),
-}
-_DEFAULT |= _OF_SEQUENCES
 _TABLE = {
     # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json, where "split keys" are "decoding" and
     # "queries of d_bias" are "products"); head dim 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
@@ -56,11 +46,6 @@ _TABLE = {
     # 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with two stages ptxas
     # serialises the matrix products of "whole rows".
     "sm_90": {
-        "forward of sequences": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 8, 2)), (256, Tile(64, 32, 8, 1))),
-        "keys of sequences": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 8, 2)), (256, Tile(32, 32, 8, 1))),
-        "queries of sequences": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 32, 8, 2)), (256, Tile(32, 32, 8, 1))),
-        "queries of d_bias of sequences": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 8, 3)), (256, Tile(64, 32, 8, 2))),
-        "bias of sequences": ((64, Tile(64, 64, 8, 2)), (128, Tile(64, 32, 8, 2)), (256, Tile(32, 32, 8, 1))),
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
@@ -90,9 +75,7 @@ _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields
 def pick(kernel: str, problem: Problem) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
     query = problem.query
-    kinds = [f"{kernel} of sequences"] if problem.ends_q is not None else []
-    if problem.first is not None:
-        kinds.append(f"{kernel} by intervals")
+    kinds = [f"{kernel} by intervals"] if problem.first is not None else []
     if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
         kinds.append(f"{kernel} with pairs")
     tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
@@ -130,8 +113,8 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         BLOCK_N=tile.block_n,
         BLOCK_D=block_dim(head_dim),
         BLOCK_DV=block_dim(value_dim),
-        EVEN_M=len_q % tile.block_m == 0,
-        EVEN_N=len_k % tile.block_n == 0,
+        EVEN_M=problem.ends_q is None and len_q % tile.block_m == 0,
+        EVEN_N=problem.ends_q is None and len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,
         PRECISION=dot_precision(query.dtype),
         num_warps=tile.warps,

@@ -67,6 +67,7 @@ class Context(NamedTuple):
     seq: Any  # of the slice of the bias
     sharing_heads: Any  # heads of a batch entry that share the slice
     spread: Any  # and batch entries (`member_of`)
+    ends: Any  # of packed sequences, or None
     row: Any  # the first query of both consumers
     col: Any
     begin: Any
@@ -162,7 +163,7 @@ def _shared_gradient_kernel(
     mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
     for i in gl.static_range(2):
         copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end)
+    context = Context(tiles, barriers, seq, sharing_heads, spread, rules.ends, row, col, begin, end)
     vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
@@ -180,7 +181,7 @@ def _produce(q, k, d_out, v, context, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
     tiles, barriers, row, col = context.tiles, context.barriers, context.row, context.col
     for member in range(context.begin, context.end):
-        seq = member_of(context.seq, member, context.sharing_heads, context.spread)
+        seq = member_of(context.ends, context.seq, member, context.sharing_heads, context.spread)
         step = member - context.begin
         stage, phase = stage_of(step, config.STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -226,7 +227,7 @@ def _member(context, rules, vectors, row, member, which: gl.constexpr, config: g
     DIM: gl.constexpr = config.DIM
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    seq = member_of(context.seq, member, context.sharing_heads, context.spread)
+    seq = member_of(context.ends, context.seq, member, context.sharing_heads, context.spread)
     step = member - context.begin
     stage = step % config.STAGES
     late = step % config.LATE_STAGES

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_rows, load_tile, sequence, store_rows, store_tile, store_zeros, strided
 from ..base.overlap import follow
 from ..base.place import place_queries
 from ..base.query_terms import Incoming
@@ -19,7 +19,7 @@ from ..visits.walk import key_lists, key_range, key_step
 def query_gradients(
     problem: Problem, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, end_sums: Tensor | None = None, stored: bool = False
 ) -> None:
-    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), or of packed sequences, and every element of it is written.
+    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), every element of which is written.
 
     `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the last, if another.
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
@@ -28,7 +28,7 @@ def query_gradients(
     tile = pick("queries of d_bias" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
-        d_bias.zero_()  # the blocks of keys that no list names, or what lies beyond the lengths of a sequence
+        d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
@@ -60,8 +60,8 @@ def _query_gradients_kernel(
     """
     follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    seq = sequence(rules.ends, batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -73,7 +73,7 @@ def _query_gradients_kernel(
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(
             q_tile,
             d_out_tile,
@@ -112,7 +112,7 @@ def _query_gradients_kernel(
                 STORED=STORED,
                 PRECISION=PRECISION,
             )
-    if rules.lists is None and not STORED:
+    if rules.lists is None and rules.ends is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
             store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
