@@ -49,8 +49,8 @@ class Described:
 class Packed(Described):
     """Packed sequences (1, heads, total, ...) in the place of (sequences, heads, longest, ...), of queries or `of_keys`.
 
-    With `in_blocks` sequences begin as `layout.begin_of` says. The first axis has the stride of that on which they lie one after another, an
-    `axis` of the tensor.
+    With `in_blocks` sequences begin as `layout.first_row_in_blocks` says. The first axis has the stride of that on which they lie one after
+    another, an `axis` of the tensor.
     """
 
     def __init__(

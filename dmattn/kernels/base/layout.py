@@ -57,17 +57,39 @@ class SteppedThrice(NamedTuple):
     step3: Any
 
 
-class OfPacked(NamedTuple):
-    """The same of packed sequences, which lie one after another, `unit` apart: those of queries, or OF_KEYS. IN_BLOCKS: see `begin_of`."""
+class OfQueries(NamedTuple):
+    """The same of the queries of packed sequences, which lie one after another, `unit` apart. Up to Triton 3.6 no field may be None."""
 
     ptr: Any
+    batch: Any
     head: Any
     row: Any
     col: Any
     group: Any
     unit: Any
-    OF_KEYS: Any
-    IN_BLOCKS: Any
+
+
+class OfKeys(NamedTuple):
+    """The same of keys, of so many in all."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    unit: Any
+    total: Any
+
+
+class OfTerms(NamedTuple):
+    """The same of query terms (`query_terms.Incoming`), of which each sequence has whole blocks (`first_row_in_blocks`)."""
+
+    ptr: Any
+    head: Any
+    row: Any
+    col: Any
+    unit: Any
 
 
 class Span(NamedTuple):
@@ -100,7 +122,10 @@ class Sequence(NamedTuple):
 
 
 class PackedSequence(NamedTuple):
-    """The same of packed sequences, with the places of the first query and key among all. Kernels tell them by their lengths."""
+    """The same of packed sequences: the places of the first query and key among all, and how many keys no sequence exceeds.
+
+    Kernels tell them by their lengths.
+    """
 
     batch: Any
     head: Any
@@ -108,6 +133,7 @@ class PackedSequence(NamedTuple):
     len_k: Any
     begin_q: Any
     begin_k: Any
+    longest_k: Any
 
 
 class Ends(NamedTuple):
@@ -119,12 +145,13 @@ class Ends(NamedTuple):
     total_k: Any
 
 
-PLAIN, ONCE, PACKED = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields)), tl.constexpr(len(OfPacked._fields))
+PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields))
+QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
-UNIT = tl.constexpr(64)  # rows of a block where sequences lie IN_BLOCKS
+UNIT = tl.constexpr(64)  # of terms
 
 
-def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfPacked | None:
+def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
     """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads.
 
     Or what stands for such a tensor: `leading.Nested`, `described.Packed`.
@@ -134,7 +161,9 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfPacked 
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     others = head, row, col[0] if col else 0, heads // x.shape[1]
     if isinstance(x, Packed):
-        return OfPacked(x.tensor, *others, x.unit, 1 if x.of_keys else None, 1 if x.in_blocks else None)
+        if x.in_blocks:
+            return OfTerms(x.tensor, *others[:3], x.unit)
+        return OfKeys(x.tensor, 0, *others, x.unit, x.tensor.shape[2]) if x.of_keys else OfQueries(x.tensor, 0, *others, x.unit)
     if not isinstance(x, Nested):
         return Strided(x, batch, *others)
     unit, *quotients = x.entries if x.places is None else x.places
@@ -165,7 +194,7 @@ def sequence(ends, batch, head, len_q, len_k):
     else:
         begin_q, own_q = _begin_and_length(ends.ends_q, batch, ends.total_q, len_q)
         begin_k, own_k = _begin_and_length(ends.ends_k, batch, ends.total_k, len_k)
-        return PackedSequence(batch, head, own_q, own_k, begin_q, begin_k)
+        return PackedSequence(batch, head, own_q, own_k, begin_q, begin_k, len_k)
 
 
 @triton.jit
@@ -182,32 +211,25 @@ def under_head(seq, head):
     if len(seq) == ALONE:
         return Sequence(seq.batch, head, seq.len_q, seq.len_k)
     else:
-        return PackedSequence(seq.batch, head, seq.len_q, seq.len_k, seq.begin_q, seq.begin_k)
+        return PackedSequence(seq.batch, head, seq.len_q, seq.len_k, seq.begin_q, seq.begin_k, seq.longest_k)
 
 
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    if len(t) == PACKED:
-        return t.ptr + tl.cast(begin_of(t, seq), tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    if len(t) == QUERIES:
+        return t.ptr + tl.cast(seq.begin_q, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    elif len(t) == KEYS:
+        return t.ptr + tl.cast(seq.begin_k, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    elif len(t) == TERMS:
+        return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
     else:
         return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
 
 
 @triton.jit
-def begin_of(t, seq):
-    """The row with which a packed sequence begins in a tensor. IN_BLOCKS each has whole blocks of UNIT rows to itself."""
-    if t.OF_KEYS is not None:
-        return seq.begin_k
-    elif t.IN_BLOCKS is None:
-        return seq.begin_q
-    else:
-        return first_row_in_blocks(seq)
-
-
-@triton.jit
 def first_row_in_blocks(seq):
-    """That of a packed sequence of queries IN_BLOCKS."""
+    """With which row the terms of a packed sequence begin, of which each has whole blocks of UNIT rows to itself."""
     return (seq.begin_q // UNIT + seq.batch) * UNIT
 
 
@@ -217,7 +239,7 @@ def first_rows_in_blocks(begins: Any) -> Any:
 
 
 def rows_in_blocks(total: int, sequences: int) -> int:
-    """How many rows so many tokens of packed sequences take IN_BLOCKS."""
+    """How many rows the terms of packed sequences have, of so many queries."""
     return (total // UNIT.value + sequences) * UNIT.value
 
 
@@ -285,6 +307,27 @@ def store_tile(t, seq, rows, cols, x):
         tl.store(pointers, x, mask=inside(cols)[None, :])
     else:
         tl.store(pointers, x, mask=inside(rows)[:, None] & inside(cols)[None, :])
+
+
+@triton.jit
+def load_pairs(t, seq, rows, cols):
+    """A tile of a tensor of pairs, which has all cols that any sequence has: of a packed one those past its end, too.
+
+    By its own end, at any place, a tile could not be loaded by many elements at once.
+    """
+    if len(seq) == ALONE or cols.length is None or len(cols) == FROM_BEFORE:
+        return load_tile(t, seq, rows, cols)
+    else:
+        return load_tile(t, seq, rows, Span(cols.start, cols.index, seq.longest_k))
+
+
+@triton.jit
+def store_pairs(t, seq, rows, cols, x):
+    """Write a tile of such a tensor."""
+    if len(seq) == ALONE or cols.length is None:
+        store_tile(t, seq, rows, cols, x)
+    else:
+        store_tile(t, seq, rows, Span(cols.start, cols.index, seq.longest_k), x)
 
 
 @triton.jit

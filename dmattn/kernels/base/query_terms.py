@@ -30,7 +30,7 @@ class Incoming(NamedTuple):
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
     is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
     STORED_COLUMNS), hold both terms once more, for products to add (base/bias_columns.py); or they are None. Of packed sequences the first axis
-    of both has one entry, with blocks of their own for each (`layout.begin_of`).
+    of both has one entry, with blocks of their own for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor

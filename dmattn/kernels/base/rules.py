@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, ends_of, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .layout import Span, ends_of, inside, load_pairs, load_rows, load_tile, slice_pointer, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -288,7 +288,7 @@ def _load_pairs(t, by_row, by_col, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     elif by_col is None:
         tile = load_tile(t, seq, rows, one)
     else:
-        tile = load_tile(t, seq, rows, cols)
+        tile = load_pairs(t, seq, rows, cols)
     if KEYS_DOWN:
         tile = tl.trans(tile)
     return tile

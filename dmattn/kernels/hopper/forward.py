@@ -36,6 +36,7 @@ from .copies import (
     consumers_of,
     copy,
     padded_dim,
+    place_of_queries,
     stage_of,
     sync_threads,
     tiled,
@@ -107,7 +108,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         DIM=dim,
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
-        EVEN_N=len_k % KEYS == 0,
+        EVEN_N=problem.ends_q is None and len_k % KEYS == 0,
         BIAS_FIRST=pairs and scales_exactly(problem),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -221,8 +222,9 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
         mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
+        entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+            copy(sources.q, [entry, seq.head, first + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
@@ -233,7 +235,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
             mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            copy_blocks(sources.k, seq, kv_head, starts, full, tiles.k, stage)
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
@@ -241,7 +243,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
 
 

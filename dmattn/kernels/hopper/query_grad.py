@@ -21,7 +21,18 @@ from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
 from ..base.softmax import divisor2
 from ..base.window import open_keys
 from .bias_columns import ones_for_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    copy,
+    padded_dim,
+    place_of_queries,
+    stage_of,
+    tiled,
+)
 from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
 from .walk import (
     Lengths,
@@ -135,6 +146,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     works, programs, turns = programs_of(problem, rules, 2 * block_m)
+    terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
         programs,
@@ -150,8 +162,8 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         turns=turns,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
-        terms=strided(incoming.terms, heads),
-        term_columns=strided(incoming.term_columns, heads),
+        terms=terms,
+        term_columns=term_columns,
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -160,7 +172,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         len_k=len_k,
         HEAD_DIM=head_dim,
         DIM=dim,
-        EVEN_N=len_k % block_n == 0,
+        EVEN_N=problem.ends_q is None and len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
@@ -243,15 +255,16 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         stage, phase = stage_of(turn, STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
         mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row, 0], barriers.k_full.index(stage), tiles.k.index(stage))
+        entry, first = place_of_queries(seq, row)
+        copy(sources.out, [entry, seq.head, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
         mbarrier.expect(barriers.v_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+        copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
         turn += 1
         mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.q.index(i))
-            copy(sources.d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
+            copy(sources.q, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.q.index(i))
+            copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
@@ -259,7 +272,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             mbarrier.expect(k_full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage)
+            copy_blocks(sources.k, seq, kv_head, starts, k_full, tiles.k, stage)
             copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
                 entry = copied_entry(rules.bias, seq.batch)
@@ -267,7 +280,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
                 for i in gl.static_range(2):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))
             mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
             turn += 1
 
 

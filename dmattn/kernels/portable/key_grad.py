@@ -7,7 +7,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Span, load_rows, load_tile, sequence, store_rows, store_tile, store_zeros, strided, under_head
+from ..base.layout import Span, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided, under_head
 from ..base.overlap import follow
 from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
@@ -137,7 +137,7 @@ def _add_tile(
     if key_sums is not None:
         sums += tl.sum(ds, 1)
     if d_bias is not None:
-        store_tile(d_bias, seq, rows, cols, tl.trans(ds))
+        store_pairs(d_bias, seq, rows, cols, tl.trans(ds))
     if d_k is not None:
         dk = tl.dot(through_softcap(ds, tanh, rules).to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv, sums

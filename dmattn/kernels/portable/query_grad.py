@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Span, load_rows, load_tile, sequence, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_pairs, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided
 from ..base.overlap import follow
 from ..base.place import place_queries
 from ..base.query_terms import Incoming
@@ -135,7 +135,7 @@ def _add_tile(
     k, v, d_q, d_bias, end_sums = tensors
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     if STORED:
-        dq = tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = tl.dot(load_pairs(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
@@ -143,7 +143,7 @@ def _add_tile(
             q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION
         )
         if d_bias is not None:
-            store_tile(d_bias, seq, rows, cols, ds)
+            store_pairs(d_bias, seq, rows, cols, ds)
         if d_q is not None:
             dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
         if end_sums is not None:

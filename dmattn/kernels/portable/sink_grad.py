@@ -22,7 +22,7 @@ PROGRAMS_PER_PROCESSOR = 2
 def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
     """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse).
 
-    Of packed sequences (1, H, Sq in whole blocks), see `layout.begin_of`.
+    Of packed sequences (1, H, Sq in whole blocks), see `layout.first_row_in_blocks`.
     """
     terms = incoming.terms if isinstance(incoming.lse, Packed) else incoming.terms[..., : incoming.lse.shape[2]]
     divisor, delta = terms.unbind(2)
