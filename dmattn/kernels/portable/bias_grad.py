@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -255,5 +254,5 @@ def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.c
 def _bytes_read(problem: Problem) -> int:
     """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
     query, value = problem.query, problem.value
-    outs = 2 * math.prod(query.shape[:3]) * value.shape[3] * query.element_size()
+    outs = 2 * (query.numel() // query.shape[3]) * value.shape[3] * query.element_size()
     return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))

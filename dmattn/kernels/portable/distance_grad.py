@@ -121,7 +121,7 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
         parts=parts,
         sharing=(slice_batch, heads // slice_heads, members),
         spread=spread_of(problem.bias),
-        bands=(bands.first_place, bands.count, steps, bands.tiles),
+        bands=(bands.first_place, bands.count, steps, None if problem.ends_q is None else bands.tiles),
         **launch_options(problem, tile, incoming.d_out),
     )
     sums = torch.empty((slices, bands.count * tile.block_n + tile.block_m), dtype=torch.float32, device=problem.query.device)

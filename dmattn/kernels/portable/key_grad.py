@@ -67,10 +67,12 @@ def _key_gradients_kernel(
     """
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
-    first_seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
-    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else first_seq.len_k)
+    cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    first_seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    if rules.ends is not None:
+        cols = Span(cols.start, cols.index, first_seq.len_k)
     k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     places = cols
