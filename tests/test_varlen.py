@@ -103,6 +103,8 @@ CASES = (
     Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
     Case("pair-bias-longer-than-a-tile", lengths_q=(70, 3, 50), lengths_k=(90, 0, 50), bias="nhqk", head_dim=16, options=CAUSAL, reason="full tiles, and tiles of two sequences"),
     Case("shared-pair-bias-longer-than-a-tile", lengths_q=(33, 3, 70), lengths_k=(75, 5, 66), bias="1gqk", mask="nhqk", head_dim=16, reason="full tiles under a mask, sequences that end within a tile"),
+    Case("pair-mask-longer-than-a-tile", lengths_q=(40, 3, 0, 100), lengths_k=(66, 0, 40, 150), mask="n1qk", head_dim=16, reason="sequences of fewer tiles than the longest, some of them full"),
+    Case("pair-mask-window-longer-than-a-tile", lengths_q=(100, 40), lengths_k=(150, 66), mask="11qk", bias="nh1k", head_dim=16, options=dict(window=(90, 40)), reason="likewise of one mask for all"),
     Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip
 IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "table", "table-of-each", "table-one-tensor-of-lengths", "table-query-mask-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile")  # fmt: skip
@@ -131,7 +133,10 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
         bias=None,
     )
     if case.mask is not None:
-        given["mask"] = (torch.rand([sizes[axis] for axis in case.mask], generator=random) < 0.7).to(device)
+        mask = torch.rand([sizes[axis] for axis in case.mask], generator=random) < 0.7
+        if case.mask[2:] == "qk":
+            mask[:, :, 32:64, :32], mask[:, :, :32, 32:96] = False, True  # tiles that are wholly hidden, and others of which nothing is
+        given["mask"] = mask.to(device)
     if case.bias is not None:
         bias = normal(*(sizes[axis] for axis in case.bias)).to(case.bias_dtype or dtype)
         if case.bias[2] == "q":

@@ -151,19 +151,19 @@ def _mask_lists_kernel(
 ):  # fmt: skip
     """One program: the list of one block of OWN queries, of keys with BY_KEY, of one (batch, head). The rows of `states` are those of OWN."""
     follow()
-    if BY_KEY:
-        owned, walked = len_k, len_q
-    else:
-        owned, walked = len_q, len_k
-    block, head, batch = place(owned, heads, OWN)
+    block, head, batch = place(len_k if BY_KEY else len_q, heads, OWN)
     seq = sequence(ends, batch, head, len_q, len_k)
+    if BY_KEY:
+        owned, walked = seq.len_k, seq.len_q
+    else:
+        owned, walked = seq.len_q, seq.len_k  # a list has room for the sequence's own blocks, as those who read it count
     owner = Span(block * OWN, 0, owned)
     if BY_KEY:
         begin, end = queries_in_window(left, right, seq, owner.start, OWN)
     else:
         begin, end = keys_in_window(left, right, seq, owner.start, OWN)
     if ends is not None:
-        end = tl.where(owner.start < (seq.len_k if BY_KEY else seq.len_q), end, 0)
+        end = tl.where(owner.start < owned, end, 0)
     pointer = list_pointer(lists, seq, owner, OWN)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):
