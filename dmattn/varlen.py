@@ -109,9 +109,7 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
-    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. On a GPU
-    ``torch.compile`` leaves out of its graphs what a mask of pairs, or a mask by query with a bias by key, has computed (with
-    ``fullgraph=True`` it raises).
+    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -125,7 +123,7 @@ def attention_varlen(
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
-            ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
+            ``cols`` (total_k, Hk or 1, R) or (total_k, R).
             Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
             sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
@@ -134,16 +132,12 @@ def attention_varlen(
         dropout_p: as there; which weights are dropped depends on how the sequences are packed.
         return_lse: return (out, lse); lse is differentiable.
 
-    Without mask and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, this
-    takes memory of O(total_q + total_k), and tiles of other sequences are not visited; only the gradient of a bias is laid out as (sequences,
-    heads, max_seqlen) first. A mask or bias of pairs, and a mask by query with a bias by key, take padded copies of query, key and
-    value: memory of sequences * max_seqlen in each pass, as a bias of each sequence does itself, but nothing padded is kept from the forward
-    pass to the backward pass. A mask of pairs or by query is there combined with the lengths into one of (sequences, heads, max_seqlen_q,
-    max_seqlen_k).
-
-    A :class:`dmattn.RelativeBias` takes no copies where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query,
-    key and value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones where the table
-    has an axis of sequences, or beside a mask of pairs or by query.
+    No tensor is padded: query, key, value, out and their gradients stay as they lie, and tiles of other sequences are not visited. Without mask
+    and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, a tile may hold
+    several short sequences; only the gradient of a bias is laid out as (sequences, heads, max_seqlen) first. Beside a mask or bias of
+    pairs, a mask by query with a bias by key, or a :class:`dmattn.RelativeBias`, each sequence has tiles of its own. There `max_seqlen_q` and
+    `max_seqlen_k` should be near the longest lengths: programs are launched for so many queries and keys of every sequence, and those past its
+    end have nothing to do. What a mask of pairs takes besides itself follows from its shape, as in :func:`dmattn.attention`.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
