@@ -350,7 +350,7 @@ class _Call:
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
-        d_bias = flattened_gradients(self.gradients, self.lse.shape[:-2]).bias
+        d_bias = flattened_gradients(self.gradients, self.problem).bias
         problem, out, lse = flattened(problem, self.out, self.lse)
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0

@@ -134,6 +134,18 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-fp32-d128", 1, 8192, heads=8, kv_heads=2, head_dim=128, bias="1h1k"), FP32),
     (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
 )
+PACKED = (  # as many sequences as the batch has entries, none longer than the lengths
+    (Case("packed-dense-bias-causal-d128", 2048, batch=8, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
+    (Case("packed-dense-bias-softcap-d64", 1000, batch=8, heads=16, head_dim=64, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
+    (Case("packed-shared-bias-mask-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="bhqk"), BF16),
+    (Case("packed-shared-bias-d64", 2048, batch=8, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("packed-mask-key-bias-window-d128", 2048, batch=8, heads=16, head_dim=128, mask="b1qk", bias="bh1k", window=(512, 0)), FP16),
+    (Case("packed-shared-bias-dropout-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("packed-distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
+    (Case("packed-distances-sinks-d128", 4096, batch=4, heads=16, head_dim=128, bias="bhr", distances=8191, sinks="random"), BF16),
+    (Case("packed-query-mask-bias-d256", 1000, batch=3, heads=4, head_dim=256, mask="b1q1", bias="bhqk", causal=True), BF16),
+    (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
+)
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
@@ -171,6 +183,10 @@ ALIKE = {
     "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
     "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
+    "packed-shared-bias-d64": "packed-dense-bias-softcap-d64 and packed-shared-bias-mask-gqa-d128",
+    "packed-shared-bias-dropout-d64": "packed-dense-bias-softcap-d64 and dropout-shared-bias-d64",
+    "packed-query-mask-bias-d256": "packed-dense-bias-causal-d128 and dense-bias-d256",
+    "packed-shared-bias-fp32-d64": "packed-dense-bias-softcap-d64 and fp32-d128",
     "plan-128k": "plan-16k and plan-1m",
 }
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
@@ -359,11 +375,20 @@ def dynamic(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(first=first, last=last, order=order)
 
 
+def packed(case: Case, dtype: torch.dtype) -> Problem:
+    """The problem of a case whose batch entries are packed sequences."""
+    problem = meta(case, dtype)
+    tokens = {name: x.movedim(0, -3).flatten(-3, -2)[None] for name in ("query", "key", "value") if (x := getattr(problem, name)) is not None}
+    ends = torch.empty(case.batch + 1, dtype=torch.int64, device="meta")
+    return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
+
+
 def report(name: str, few: bool = False) -> list[dict[str, Any]]:
     """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
     left_out = ALIKE if few else {}
     with Compiler(gpu_target(name)) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
+        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem.with_states(states)

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cases
+import packed_cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
@@ -141,6 +142,23 @@ CASES = (
     Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
     *cases.FAULTS,
 )
+# Of sequences: the longest, and two more, are multiples of 8 and 16, as the copy engine reads rows; or odd; or enough for narrow heads on Hopper.
+LENGTHS, ODD = dict(lengths_q=(198, 3, 0, 70), lengths_k=(206, 0, 40, 130)), dict(lengths_q=(70, 3, 33), lengths_k=(91, 0, 64))
+LONG = dict(lengths_q=(400, 3, 130), lengths_k=(2070, 65, 130))
+PACKED = (
+    packed_cases.Case("packed-dense-bias-causal", bias="nhqk", **LENGTHS, head_dim=128, value_dim=128, options=dict(causal=True)),
+    packed_cases.Case("packed-shared-bias-window", bias="1gqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(window=(90, 20))),
+    packed_cases.Case(
+        "packed-mask-shared-bias-softcap", mask="nhqk", bias="1hqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(softcap=3.0)
+    ),
+    packed_cases.Case("packed-mask-window", mask="n1qk", **LENGTHS, head_dim=128, value_dim=128, options=dict(window=(90, 20))),
+    packed_cases.Case("packed-mask-key-bias", mask="n1qk", bias="nh1k", **LENGTHS, head_dim=128, value_dim=128),
+    packed_cases.Case("packed-mask-query-bias-odd-lengths", mask="1hqk", bias="nhq1", **ODD, head_dim=40),
+    packed_cases.Case("packed-distances-each-mask", mask="n1qk", bias="nhr", **LENGTHS, head_dim=128, value_dim=128),
+    packed_cases.Case("packed-distances-dropout-odd-lengths", bias="1hr", **ODD, options=dict(causal=True, dropout_p=0.2)),
+    packed_cases.Case("packed-long-shared-bias", bias="1hqk", **LONG, head_dim=64, value_dim=64),
+    packed_cases.Case("packed-long-distances", bias="1gr", **LONG, head_dim=64, value_dim=64),
+)
 split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
 hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias beside dQ
@@ -171,8 +189,25 @@ def check_dynamic(len_q: int, len_k: int, head_dim: int, value_dim: int, dtype: 
     return [name for name, got, want in pairs if not (got - want).abs().max() <= band * want.abs().max().clamp(min=1)]
 
 
+def check_packed(case: packed_cases.Case, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """What differs from the reference of each sequence alone; with dropout, which that has in another way, what is not finite."""
+    given = packed_cases.inputs(case, dtype, device)
+    got = packed_cases.results(packed_cases.packed, case, given)
+    if "dropout_p" in case.options:
+        return [name for name, x in got.items() if name != "lse" and not x.isfinite().all()]
+    true = packed_cases.results(packed_cases.one_by_one, case, given)
+    band = 16 * torch.finfo(dtype).eps
+    return [name for name, x in true.items() if not _error(got[name].double(), x.double()) <= band]
+
+
+def _error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """The largest difference, relative to what is larger than 1; -inf and -inf are the same."""
+    difference = (got - true).abs().masked_fill(got == true, 0.0)
+    return (difference.max() / true.masked_fill(got == true, 0.0).abs().max().clamp(min=1)).item()
+
+
 def main() -> int:
-    """Run the cases, and dynamic masks, in every dtype; 0 when all are within their budgets.
+    """Run the cases, packed sequences, and dynamic masks, in every dtype; 0 when all are within their budgets.
 
     With --portable, without the kernels for Hopper and the cases that are there for them.
     """
@@ -186,6 +221,11 @@ def main() -> int:
             wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
             failed += bool(wrong)
             print(case.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
+    for packed in PACKED:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            wrong = check_packed(packed, dtype)
+            failed += bool(wrong)
+            print(packed.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
     for sizes in DYNAMIC:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             wrong = check_dynamic(*sizes, dtype)

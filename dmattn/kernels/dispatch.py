@@ -48,7 +48,8 @@ PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 EVERY = SINKS | SHARED  # features that all rows serve
-ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
+PACKED = frozenset({"packed sequences"})
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -246,7 +247,7 @@ def _hopper_forward(traits: Traits) -> str | None:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
-    understood = PAIR_BIAS | EVERY | (WINDOW if _sees_all_before(traits) else DISTANCES)
+    understood = PAIR_BIAS | EVERY | PACKED | (WINDOW if _sees_all_before(traits) else DISTANCES)
     if _are_narrow(traits) and not (traits.len_k >= _MANY_KEYS and traits.features <= understood):
         return (
             f"{_OF_NARROW} from {_MANY_KEYS} keys on, with sinks, a bias of pairs, causal or without it a bias of distances, and no other rule"
@@ -375,9 +376,9 @@ def _hopper_shared(traits: Traits) -> str | None:
 
 
 FORWARD = (
-    Row("one tile", frozenset({OUT}), ALL, _one_tile),
-    Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
+    Row("one tile", frozenset({OUT}), ALL - PACKED, _one_tile),
+    Row("split keys", frozenset({OUT}), ALL - PACKED - {"dropout", "intervals by head"}, _split_keys),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _portable),
 )
@@ -391,12 +392,12 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
@@ -416,12 +417,19 @@ BACKWARD = (
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, _always, reads=TERMS | {END_SUMS}),
-    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_query, targets=HOPPER, besides=TERMS),
+    Row(
+        "Hopper: d_query",
+        frozenset({D_QUERY}),
+        MASKS | BIASES | INTERVALS | WINDOW | EVERY | PACKED,
+        _hopper_query,
+        targets=HOPPER,
+        besides=TERMS,
+    ),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, _always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
+    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
+from ..base.layout import ALONE, first_row_in_blocks
 from ..base.leading import by_entry
 from ..base.tiles import block_dim
 
@@ -141,6 +142,33 @@ def waited(sums):
         return (warpgroup_mma_wait(0, [sums[0]]),)
     else:
         return warpgroup_mma_wait(0, [sums[0], sums[1], sums[2]])
+
+
+@gluon.jit
+def place_of_queries(seq, row):
+    """(entry, row) of a query of a sequence as the copy engine counts. Past the end of a packed sequence are the queries of the next."""
+    if len(seq) == ALONE:
+        return seq.batch, row
+    else:
+        return 0, seq.begin_q + row
+
+
+@gluon.jit
+def place_of_keys(seq, col):
+    """The same of a key."""
+    if len(seq) == ALONE:
+        return seq.batch, col
+    else:
+        return 0, seq.begin_k + col
+
+
+@gluon.jit
+def place_of_terms(seq, row):
+    """The same of the terms of a query (`query_terms.Incoming`), whose sequences have whole blocks."""
+    if len(seq) == ALONE:
+        return seq.batch, row
+    else:
+        return 0, first_row_in_blocks(seq) + row
 
 
 @gluon.jit

@@ -40,6 +40,7 @@ from .copies import (
     padded_dims,
     piece_of,
     pieces,
+    place_of_queries,
     stage_of,
     sync_threads,
     tiled,
@@ -117,7 +118,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         DIM_V=dim_v,
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
-        EVEN_N=len_k % keys == 0,
+        EVEN_N=problem.ends_q is None and len_k % keys == 0,
         BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -178,7 +179,7 @@ def _forward_kernel(
         bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = Barriers(  # a function could not return a None among them up to Triton 3.6
+    barriers = Barriers(  # made in place: up to Triton 3.6 a helper cannot return a None
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, CONSUMERS),
         k_full=allocate_barriers(STAGES, 1),
@@ -226,8 +227,9 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
         mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * 2 * BLOCK_M * config.DIM)
+        entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):
-            copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
+            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
@@ -239,7 +241,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
             mbarrier.expect(full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage, config.DIM)
+            copy_blocks(sources.k, seq, kv_head, starts, full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
@@ -247,7 +249,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
         visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.QUERIES)

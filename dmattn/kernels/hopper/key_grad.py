@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, slice_pointer, strided
+from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
-from ..base.window import open_queries
+from ..base.window import next_step, open_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
@@ -45,6 +45,8 @@ from .copies import (
     padded_dims,
     piece_of,
     pieces,
+    place_of_keys,
+    place_of_queries,
     stage_of,
     tiled,
     tiled_mask,
@@ -111,8 +113,8 @@ def key_gradients(
     consumers = consumers_of(len_k, max(dim, dim_v)) if problem.bias is None and open_walk else 2
     blocks = consumers if max(dim, dim_v) <= 128 else 1
     lists = query_lists(problem, block_m, blocks * block_n)
-    if d_bias is not None and lists is not None:
-        d_bias.zero_()  # what no list names
+    if d_bias is not None and (lists is not None or problem.ends_q is not None):
+        d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
     launch(
         _key_gradients_kernel,
         triton.cdiv(len_k, blocks * block_n) * kv_heads * batch,
@@ -139,7 +141,7 @@ def key_gradients(
         CONSUMERS=consumers,
         BLOCKS=blocks,
         STAGES=STAGES if blocks > 1 else stages_of(problem, d_bias),
-        EVEN_N=len_k % (blocks * block_n) == 0,
+        EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -159,7 +161,7 @@ def _key_gradients_kernel(
     """
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCKS * BLOCK_N)
-    seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
@@ -192,9 +194,10 @@ def _key_gradients_kernel(
     fence_async_shared()
     kv_full = barriers.kv_full.index(0)
     mbarrier.expect(kv_full, BLOCKS * 2 * BLOCK_N * (DIM + DIM_V))
+    entry, first = place_of_keys(seq, col)
     for i in gl.static_range(BLOCKS):
-        copy_tile(k, batch, kv_head, col + i * BLOCK_N, kv_full, k_tiles, i, DIM)
-        copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
+        copy_tile(k, entry, kv_head, first + i * BLOCK_N, kv_full, k_tiles, i, DIM)
+        copy(v, [entry, kv_head, first + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
     tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias_tiles, mask_tiles, d_bias_tiles, p_tile)
     ones = Ones(key_ones, score_ones, d_p_ones)
@@ -221,7 +224,7 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
     D_OUT_BYTES: gl.constexpr = sources.d_out.block_type.nbytes
     step = 0
     for head in range(seq.head, seq.head + groups):
-        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        this = under_head(seq, head)
         begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
         for position in range(begin, full_end, BLOCK_M):
             start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
@@ -229,8 +232,9 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             q_full = barriers.q_full.index(stage)
             mbarrier.expect(q_full, Q_BYTES)
-            copy_tile(sources.q, seq.batch, head, start, q_full, tiles.q, stage, config.DIM)
-            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            entry, row = place_of_queries(this, start)
+            copy_tile(sources.q, entry, head, row, q_full, tiles.q, stage, config.DIM)
+            copy_terms(sources.terms, this, head, start, q_full, tiles.terms.index(stage))
             if sources.bias is not None:
                 copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage, BLOCKS)
             if sources.mask is None:
@@ -240,7 +244,7 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
                 copy_pairs(sources.mask, rules.mask, this, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, BLOCKS)
             else:
                 mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
-            copy(sources.d_out, [seq.batch, head, start, 0], barriers.d_out_full.index(stage), tiles.d_out.index(stage))
+            copy(sources.d_out, [entry, head, row, 0], barriers.d_out_full.index(stage), tiles.d_out.index(stage))
             step += 1
 
 
@@ -271,7 +275,7 @@ def _consume(
     sums = no_sums(config.DIM, config.DIM_V, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
     step = 0
     for head in range(seq.head, seq.head + groups):
-        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        this = under_head(seq, head)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys = Keys(uniform_bias_of(rules, this))
@@ -284,10 +288,13 @@ def _consume(
                 for start in range(begin, open_begin, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
                     step += 1
+            if rules.ends is not None:  # the last rows of a block may be those of the next sequence
+                whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
+                open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
             for start in range(open_begin, open_end, BLOCK_M):
                 sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                 step += 1
-            if rules.left is not None:
+            if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
                     step += 1
@@ -300,7 +307,7 @@ def _consume(
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
                 sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                 step += 1
-        if d_bias is not None and rules.lists is None:
+        if d_bias is not None and rules.lists is None and rules.ends is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
             for start in range(0, begin, BLOCK_M):
                 store_d_bias(context, this, start, zeros)

@@ -304,7 +304,7 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
             q_full = barriers.q_full.index(stage)
             mbarrier.expect(q_full, Q_BYTES)
             copy_tile(sources.q, seq.batch, head, start, q_full, tiles.q, stage, config.DIM)
-            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            copy_terms(sources.terms, seq, head, start, q_full, tiles.terms.index(stage))
             if sources.bias is not None:
                 copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
             d_out_full = barriers.d_out_full.index(stage)

@@ -17,9 +17,9 @@ from ..base.layout import copied_entry, slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
-from .copies import ROOM, copy, padded_dims, pieces, pieces_of, product_under_way, stage_of, store, tiled_vectors, waited
+from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
 from .distances import add_apart, numbers_of
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, words_of
+from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -156,12 +156,13 @@ def allocate_terms(terms, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_terms(terms, batch, head, start, full, terms_tile):
+def copy_terms(terms, seq, head, start, full, terms_tile):
     """Copy the terms of a tile of queries."""
+    entry, row = place_of_terms(seq, start)
     if are_columns(terms.dtype):
-        copy(terms, [batch, head, start, 0], full, terms_tile)
+        copy(terms, [entry, head, row, 0], full, terms_tile)
     else:
-        copy(terms, [batch, head, 0, start], full, terms_tile)
+        copy(terms, [entry, head, 0, row], full, terms_tile)
 
 
 @gluon.jit
@@ -269,6 +270,8 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
             else:
                 divisor_rows = divisor_rows - numbers.number * exponent_factor(rules)
         s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
+        if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
+            s = up_to(s, start + rows, seq.len_q - 1)
         exponents = s * exponent_factor(rules) - divisor_rows
         OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
         if AS_COLUMNS and OF_PAIRS and tiles.q.dtype.is_fp16():

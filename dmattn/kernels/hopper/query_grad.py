@@ -34,6 +34,7 @@ from .copies import (
     piece_of,
     pieces,
     pieces_of,
+    place_of_queries,
     stage_of,
     tiled,
     waited,
@@ -126,6 +127,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     works, programs, drawn = programs_of(problem, 2 * block_m)
+    terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
         programs,
@@ -141,8 +143,8 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         drawn=drawn,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
-        terms=strided(incoming.terms, heads),
-        term_columns=strided(incoming.term_columns, heads),
+        terms=terms,
+        term_columns=term_columns,
         d_q=strided(d_query, heads),
         heads=heads,
         groups=heads // kv_heads,
@@ -155,7 +157,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         DIM_V=dim_v,
         BLOCK_N=block_n,
         STAGES=stages,
-        EVEN_N=len_k % block_n == 0,
+        EVEN_N=problem.ends_q is None and len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
@@ -245,20 +247,21 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
+        entry, first = place_of_queries(seq, row)
         if config.BY_COPY:
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.k_full.index(stage), sources.out.block_type.nbytes)
-            copy(sources.out, [seq.batch, seq.head, row, 0], barriers.k_full.index(stage), tiles.k.index(stage))
+            copy(sources.out, [entry, seq.head, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
             mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
-            copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+            copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
             turn += 1
         mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
-            copy_tile(sources.q, seq.batch, seq.head, row + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
-            copy(sources.d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
+            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
+            copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
@@ -267,7 +270,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             mbarrier.expect(k_full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage, config.DIM)
+            copy_blocks(sources.k, seq, kv_head, starts, k_full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
                 entry = copied_entry(rules.bias, seq.batch)
@@ -275,7 +278,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
                 for i in gl.static_range(2):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
         visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, 2 * BLOCK_M)

@@ -182,7 +182,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
         if rules.right is not None:
             s = up_to(s, cols, gl.minimum(last_key(rules.right, seq, rows), seq.len_k - 1))
-        elif rules.first is None and (rules.mask is None or rules.mask_cols is None):
+        elif rules.first is None and (rules.mask is None or rules.mask_cols is None or rules.ends is not None):
             s = up_to(s, cols, seq.len_k - 1)
         if rules.left is not None:
             s = up_to(s, first_key(rules.left, seq, rows), cols)

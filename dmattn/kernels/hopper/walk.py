@@ -16,14 +16,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
-from ..base.layout import Sequence, Span, copied_entry
+from ..base.layout import Span, copied_entry, sequence
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
-from .copies import PANEL, copy, tiled_vectors
+from .copies import PANEL, copy, place_of_keys, tiled_vectors
 
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
@@ -58,6 +58,8 @@ def even_work(problem: Problem) -> bool:
     """
     if problem.first is not None:
         return problem.key_bias is not None
+    if problem.ends_q is not None:
+        return False  # sequences differ in their lengths
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
@@ -90,7 +92,7 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
 def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
     """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
     block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
-    return Sequence(batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
+    return sequence(rules.ends, batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
 
 
 @gluon.jit
@@ -226,15 +228,16 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def copy_blocks(t, batch, head, starts, full, tiles, stage, DIM: gl.constexpr):
-    """Copy a tile that is made of blocks to its stage of `tiles`, and tell the barrier."""
+def copy_blocks(t, seq, head, starts, full, tiles, stage, DIM: gl.constexpr):
+    """Copy a tile of keys that is made of blocks to its stage of `tiles`, and tell the barrier."""
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
     PANELS: gl.constexpr = DIM // PANEL
     chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // PANEL) * BLOCKS, 1, 1, SUB, PANEL], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
-            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
+            entry, col = place_of_keys(seq, starts[block])
+            copy(t, [entry, head, col, panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
 
 
 @gluon.jit
