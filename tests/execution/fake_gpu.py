@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask
 from dmattn.equivalence import Case
 from dmattn.execution import backend, replay
 from dmattn.execution.backend import interpreting
@@ -59,9 +58,7 @@ def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Ten
     if case.name.startswith("packed-"):  # whose batch entries are sequences of one length
         packed = {name: join(getattr(problem, name)) for name in ("query", "key", "value")}
         ends = [torch.arange(case.batch + 1, device=device) * length for length in (case.len_q, case.len_k)]
-        intervals = IntervalMask.packed(*ends, packed["query"].shape[2], packed["key"].shape[2])
-        bounds = dict(first=intervals.first[None, None], last=intervals.last[None, None])
-        problem = problem._replace(**packed, **bounds, ends_q=ends[0], ends_k=ends[1])
+        problem = problem._replace(**packed, ends_q=ends[0], ends_k=ends[1], longest_q=case.len_q, longest_k=case.len_k)
         return problem, join(inputs.d_out), join(inputs.d_lse[..., None])[..., 0]
     return problem, inputs.d_out, inputs.d_lse
 
