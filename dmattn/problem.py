@@ -16,7 +16,7 @@ from .block_mask import BlockMask
 from .dropout import draw_seed
 from .masks import BOUNDS, IntervalMask
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
