@@ -179,7 +179,7 @@ def _forward_kernel(
         bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = Barriers(  # made in place: up to Triton 3.6 a helper cannot return a None
+    barriers = Barriers(  # a function could not return a None among them up to Triton 3.6
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, CONSUMERS),
         k_full=allocate_barriers(STAGES, 1),
