@@ -144,6 +144,8 @@ PACKED = (  # as many sequences as the batch has entries, none longer than the l
     (Case("packed-distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
     (Case("packed-distances-sinks-d128", 4096, batch=4, heads=16, head_dim=128, bias="bhr", distances=8191, sinks="random"), BF16),
     (Case("packed-query-mask-bias-d256", 1000, batch=3, heads=4, head_dim=256, mask="b1q1", bias="bhqk", causal=True), BF16),
+    (Case("packed-dense-bias-causal-d192", 1000, batch=3, heads=4, head_dim=192, value_dim=128, bias="bhqk", causal=True), BF16),
+    (Case("packed-mask-key-bias-d256", 1000, batch=3, heads=4, kv_heads=2, head_dim=256, mask="b1qk", bias="bg1k"), BF16),
     (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
 )
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
