@@ -109,7 +109,8 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
-    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well.
+    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. Float64 tensors on a
+    GPU and derivatives past the first are exceptions where sequences have tiles of their own: PyTorch's formula goes from one to the next.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -137,7 +138,9 @@ def attention_varlen(
     several short sequences; only the gradient of a bias is laid out as (sequences, heads, max_seqlen) first. Beside a mask or bias of
     pairs, a mask by query with a bias by key, or a :class:`dmattn.RelativeBias`, each sequence has tiles of its own. There `max_seqlen_q` and
     `max_seqlen_k` should be near the longest lengths: programs are launched for so many queries and keys of every sequence, and those past its
-    end have nothing to do. What a mask of pairs takes besides itself follows from its shape, as in :func:`dmattn.attention`.
+    end have nothing to do. A mask of pairs takes lists of its blocks besides, for each sequence. Sums of a bias by key, and of pairs beyond a
+    table's ends, are laid out as (sequences, heads, max_seqlen) in the backward pass. On Hopper, infinity or NaN in the values, or in the
+    incoming gradients, of a sequence's first tokens may spread to the sequence before it.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -164,6 +167,7 @@ def attention_varlen(
         if tensor.ndim != 3:
             raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = (x if isinstance(x, (int, torch.SymInt)) else int(x) for x in (max_seqlen_q, max_seqlen_k))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap, is_packed=True)

@@ -316,8 +316,20 @@ def test_a_cpu_checks_the_contents(lengths: tuple[int, ...], longest: int, messa
         attention_varlen(x, x, x, torch.tensor(lengths), right, max_seqlen_q=longest, max_seqlen_k=10)
 
 
+def test_longest_lengths_are_python_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes no number of NumPy's, as ``lengths.max()`` of an array is one."""
+    given, call = [], varlen.call
+    monkeypatch.setattr(varlen, "call", lambda problem: given.append(problem) or call(problem))
+    x, lengths = torch.zeros(10, 2, 4), torch.tensor((0, 4, 10))
+    longest = lengths.diff().numpy().max()
+    attention_varlen(x, x, x, lengths, lengths, max_seqlen_q=longest, max_seqlen_k=longest, bias=torch.zeros(1, 2, 6, 6))
+    assert [type(given[0].longest_q), type(given[0].longest_k)] == [int, int]
+
+
 @pytest.mark.parametrize("bias", [None, "1h1k", "1hqk"])
-@pytest.mark.parametrize("wrong", [(0, 40, 2, 19), (-7, 5, 90, 3), (0, 0, 0, 0), (19, 12, 3, 0), (0, 4, 6, 12)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [(0, 40, 2, 19), (-7, 5, 90, 3), (0, 0, 0, 0), (19, 12, 3, 0), (0, 4, 6, 12), (0, 10, -(2**31) - 1, 19)], ids=str
+)
 def test_wrong_contents_touch_no_memory_of_others(
     wrong: tuple[int, ...], bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

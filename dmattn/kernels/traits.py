@@ -103,6 +103,7 @@ class Traits(NamedTuple):
         family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k, value_dim = problem.value.shape[1:]
+        len_k = len_k if problem.key.numel() else 0  # of packed sequences none may have a key
         given = {name: _Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
         if problem.order is not None:
             len_k = problem.order.shape[2]

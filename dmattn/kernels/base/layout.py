@@ -200,9 +200,9 @@ def sequence(ends, batch, head, len_q, len_k):
 @triton.jit
 def _begin_and_length(ends, batch, total, longest):
     """Both inside the tensor, whatever the ends hold."""
-    begin = tl.minimum(tl.maximum(tl.load(ends + batch), 0), total).to(tl.int32)
-    end = tl.minimum(tl.load(ends + batch + 1), total).to(tl.int32)
-    return begin, tl.minimum(tl.maximum(end - begin, 0), longest)
+    begin = tl.minimum(tl.maximum(tl.load(ends + batch), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(ends + batch + 1), begin), total)
+    return begin.to(tl.int32), tl.minimum((end - begin).to(tl.int32), longest)
 
 
 @triton.jit

@@ -166,6 +166,14 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     assert serves("Hopper: d_key, d_value", one)
 
 
+def test_packed_sequences_without_a_key_are_not_taken() -> None:
+    ends = torch.tensor((0, 100, 200))
+    packed = problem(query=tensor(1, 4, 200, 128), key=tensor(1, 2, 200, 128), value=tensor(1, 2, 200, 128))
+    packed = packed._replace(bias=tensor(2, 4, 128, 128), ends_q=ends, ends_k=ends, longest_q=128, longest_k=128)
+    assert serves("Hopper", packed)
+    assert not serves("Hopper", packed._replace(key=tensor(1, 2, 0, 128), value=tensor(1, 2, 0, 128), ends_k=0 * ends))
+
+
 @pytest.mark.parametrize(
     ("batch", "head_dim", "bias_shape", "processors", "taken"),
     [
