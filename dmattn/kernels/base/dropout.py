@@ -33,6 +33,7 @@ def _kept_factor_of_each(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
 
 @triton.jit
 def _kept_factor_of_fours(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """The factors of a tile whose first key is a multiple of 4: each draw of four words serves four keys."""
     BLOCK_M: tl.constexpr = rows.index.shape[0]
     BLOCK_N: tl.constexpr = cols.index.shape[0]
     query = by_query(tl.cast(rows.start, tl.int32) + tl.cast(rows.index, tl.int32), KEYS_DOWN)
