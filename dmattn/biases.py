@@ -49,8 +49,8 @@ class FactoredBias:
     float16                       3, of two float16 numbers each           2, 2 or 1
     ============================  =======================================  ====================================
 
-    The head dim and all columns are at most 256 together, and are padded to a multiple of 16 bytes. :func:`dmattn.explain` says which kernels
-    serve them: on a GPU they are those of the larger head dim.
+    The head dim and all columns are at most 512 together (in float32 on a GPU 256), and are padded to a multiple of 16 bytes.
+    :func:`dmattn.explain` says which kernels serve them: on a GPU they are those of the larger head dim.
 
     Gradients of factors have the factor's shape and dtype, and are summed in float32 over the axes on which it is broadcast. They are as exact
     as those of query and key, and rounded to the query's dtype before those sums. Differences of large sums keep that rounding: centre points

@@ -54,8 +54,8 @@ class Refusal(NamedTuple):
 class Pass(NamedTuple):
     """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
 
-    `memory` is in bytes, beyond inputs and results; None where it is not counted. Where `memory_is_least`, the kernels may add lists of blocks,
-    columns of a bias of keys and sums in parts, as many as they find worth it.
+    `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Where
+    `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as they find worth it.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
     that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
     are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that hides pairs may take less.
@@ -350,7 +350,7 @@ class _Call:
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
-        d_bias = flattened_gradients(self.gradients, self.lse.shape[:-2]).bias
+        d_bias = flattened_gradients(self.gradients, self.problem).bias
         problem, out, lse = flattened(problem, self.out, self.lse)
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0

@@ -79,7 +79,7 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: width of the tokens.
         num_heads: query heads H.
         num_kv_heads: key-value heads Hk, a divisor of H; None is H.
-        head_dim: 1 to 256; None is hidden_size / num_heads.
+        head_dim: 1 to 512; None is hidden_size / num_heads.
         keep: how many keys a query keeps, at least 1.
         qk_norm: normalise queries and keys by their root mean square, in float32.
         eps: added to the mean square, at least 0.

@@ -16,7 +16,7 @@ from .block_mask import BlockMask
 from .dropout import draw_seed
 from .masks import BOUNDS, IntervalMask
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
@@ -99,6 +99,12 @@ class Problem(NamedTuple):
 
     ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
     them.
+
+    ``ends_q`` and ``ends_k`` (sequences + 1,), int64 and contiguous, say where packed sequences end among the queries and keys of the one batch
+    entry, and ``longest_q`` and ``longest_k`` what none of them exceeds. Each sequence is then as a batch entry of its own: the mask and the
+    bias have (sequences or 1, H or Hk or 1, longest_q or 1, longest_k or 1) in its coordinates, a table (sequences or 1, H or Hk or 1, 1, R),
+    window and distances are aligned with its own last query and key. There are no intervals, block mask or order then. Whatever the ends
+    hold, nothing outside the tensors is read or written.
     """
 
     query: Tensor
@@ -122,6 +128,10 @@ class Problem(NamedTuple):
     bits: Tensor | None = None
     states: Tensor | None = None
     zero: int | None = None
+    ends_q: Tensor | None = None
+    ends_k: Tensor | None = None
+    longest_q: int | None = None
+    longest_k: int | None = None
 
     @property
     def bias_kind(self) -> str | None:

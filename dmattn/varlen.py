@@ -16,7 +16,6 @@ from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
 from .masks import IntervalMask, check_cumulative, sequence_of
-from .padded import Places, on_copies
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]
@@ -110,9 +109,8 @@ def attention_varlen(
         out[q] = attention(query[q], key[k], value[k], mask=mask[n, :, :Sq, :Sk], bias=bias[n, :, :Sq, :Sk], causal, window, ...)
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
-    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. On a GPU
-    ``torch.compile`` leaves out of its graphs what a mask of pairs, or a mask by query with a bias by key, has computed (with
-    ``fullgraph=True`` it raises).
+    device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. Float64 tensors on a
+    GPU and derivatives past the first are exceptions where sequences have tiles of their own: PyTorch's formula goes from one to the next.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -126,7 +124,7 @@ def attention_varlen(
         bias: float of any of the four dtypes, broadcastable likewise, added to the score; -inf masks. Differentiable: the gradient has the
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
-            ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
+            ``cols`` (total_k, Hk or 1, R) or (total_k, R).
             Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
             sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
@@ -135,16 +133,14 @@ def attention_varlen(
         dropout_p: as there; which weights are dropped depends on how the sequences are packed.
         return_lse: return (out, lse); lse is differentiable.
 
-    Without mask and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, this
-    takes memory of O(total_q + total_k), and tiles of other sequences are not visited; only the gradient of a bias is laid out as (sequences,
-    heads, max_seqlen) first. A mask or bias of pairs, and a mask by query with a bias by key, take padded copies of query, key and
-    value: memory of sequences * max_seqlen in each pass, as a bias of each sequence does itself, but nothing padded is kept from the forward
-    pass to the backward pass. A mask of pairs or by query is there combined with the lengths into one of (sequences, heads, max_seqlen_q,
-    max_seqlen_k).
-
-    A :class:`dmattn.RelativeBias` takes no copies where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query,
-    key and value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones where the table
-    has an axis of sequences, or beside a mask of pairs or by query.
+    No tensor is padded: query, key, value, out and their gradients stay as they lie, and tiles of other sequences are not visited. Without mask
+    and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, a tile may hold
+    several short sequences; only the gradient of a bias is laid out as (sequences, heads, max_seqlen) first. Beside a mask or bias of
+    pairs, a mask by query with a bias by key, or a :class:`dmattn.RelativeBias`, each sequence has tiles of its own. There `max_seqlen_q` and
+    `max_seqlen_k` should be near the longest lengths: programs are launched for so many queries and keys of every sequence, and those past its
+    end have nothing to do. A mask of pairs takes lists of its blocks besides, for each sequence. Sums of a bias by key, and of pairs beyond a
+    table's ends, are laid out as (sequences, heads, max_seqlen) in the backward pass. On Hopper, infinity or NaN in the values, or in the
+    incoming gradients, of a sequence's first tokens may spread to the sequence before it.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -171,6 +167,7 @@ def attention_varlen(
         if tensor.ndim != 3:
             raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = (x if isinstance(x, (int, torch.SymInt)) else int(x) for x in (max_seqlen_q, max_seqlen_k))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap, is_packed=True)
@@ -189,108 +186,75 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    lengths = _Lengths(cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k, cu_seqlens_q is cu_seqlens_k)
-    out, lse = _attend(problem, lengths)
+    out, lse = _attend(problem, cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
     return (out, lse) if return_lse else out
 
 
-class _Lengths(NamedTuple):
-    """Where sequences end among the queries and the keys, the longest of each, and whether both are known to be the same."""
+class _Places(NamedTuple):
+    """Of packed rows: the sequence of each and its position there, both (total,), and the sizes of (sequences, longest), which they index."""
 
-    ends_q: Tensor
-    ends_k: Tensor
-    longest_q: int
-    longest_k: int
-    alike: bool
+    sequence: Tensor
+    position: Tensor
+    sequences: int
+    longest: int
+
+    @classmethod
+    def of(cls, ends: Tensor, total: int, longest: int) -> _Places:
+        """From cumulative lengths; inside (sequences, longest), whatever they hold."""
+        sequence = sequence_of(ends, total)
+        position = torch.arange(total, device=ends.device) - ends[sequence]
+        return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
 
 
-def _attend(problem: Problem, lengths: _Lengths) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences."""
-    len_q, len_k, mask, bias = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias
-    ends_q, ends_k, max_seqlen_q, max_seqlen_k, _ = lengths
-    intervals = IntervalMask.packed(ends_q, ends_k, len_q, len_k, left=problem.left, right=problem.right)
-    first, last = intervals.first[None, None], intervals.last[None, None]
-    problem = problem._replace(mask=None, bias=None, left=None, right=None)
-    if mask is not None or bias is not None:
-        queries, keys = Places.of(ends_q, len_q, max_seqlen_q), Places.of(ends_k, len_k, max_seqlen_k)
+def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences.
+
+    Where no bias is of distances and nothing differs between pairs, all tokens are one sequence under intervals, and a tile may hold several
+    short ones. Else each sequence has tiles of its own.
+    """
+    mask, bias = problem.mask, problem.bias
+    of_pairs = any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias))
+    by_both = mask is not None and mask.shape[2] != 1 and bias is not None and bias.shape[3] != 1
+    if problem.zero is not None or of_pairs or by_both:
+        problem = problem._replace(ends_q=ends_q, ends_k=ends_k, longest_q=longest_q, longest_k=longest_k)
+    else:
+        queries, keys = _Places.of(ends_q, problem.query.shape[2], longest_q), _Places.of(ends_k, problem.key.shape[2], longest_k)
+        intervals = IntervalMask.packed(
+            ends_q, ends_k, problem.query.shape[2], problem.key.shape[2], left=problem.left, right=problem.right
+        )  # fmt: skip
+        first, last = intervals.first[None, None], intervals.last[None, None]
         if mask is not None and mask.shape[2] == 1:
             last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
             mask = None
-        if problem.zero is not None:
-            return _relative(problem._replace(bias=bias, first=first, last=last), mask, lengths)
-        if any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias)) or (mask is not None and _by_key(bias)):
-            first, last = ((x - ends_q[keys.sequence]).clamp(0, max_seqlen_q).to(torch.int32) for x in (first, last))
-            return on_copies(problem._replace(bias=bias), mask, first, last, queries, keys)
-        problem = problem._replace(bias=_packed_bias(mask, bias, problem.query.shape[1], queries, keys))
-    out, lse = call(problem._replace(first=first, last=last))
+        bias = _packed_bias(mask, bias, problem.query.shape[1], queries, keys)
+        problem = problem._replace(mask=None, bias=bias, first=first, last=last, left=None, right=None)
+    out, lse = call(problem)
     return out[0].transpose(0, 1), lse[0]
 
 
-def _relative(problem: Problem, mask: Tensor | None, lengths: _Lengths) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed problem with a table of distances, and packed intervals; a mask differs between queries.
-
-    Queries and keys of a sequence have to end at the same place, for distances to be those of the sequence.
-    """
-    ends_q, ends_k, longest_q, longest_k, alike = lengths
-    len_q, len_k, first, last = problem.query.shape[2], problem.key.shape[2], problem.first, problem.last
-    assert problem.bias is not None
-    assert first is not None
-    assert last is not None
-    if mask is not None or problem.bias.shape[0] > 1:
-        queries, keys = Places.of(ends_q, len_q, longest_q, last=True), Places.of(ends_k, len_k, longest_k, last=True)
-        begins = ends_q[keys.sequence + 1] - longest_q
-        first, last = ((x - begins).clamp(0, longest_q).to(torch.int32) for x in (first, last))
-        return on_copies(problem._replace(first=None, last=None), _at_the_end(mask, lengths), first, last, queries, keys)
-    if alike:
-        out, lse = call(problem)
-        return out[0].transpose(0, 1), lse[0]
-    queries, keys = Places.in_one(ends_q, ends_k, len_q, len_k), Places.in_one(ends_k, ends_q, len_k, len_q)
-    moved = ends_k[sequence_of(ends_k, len_k) + 1].to(torch.int32)
-    first, last = (torch.where(first < last, x + moved, 0) for x in (first, last))
-    return on_copies(problem._replace(first=None, last=None), None, first, last, queries, keys)
-
-
-def _at_the_end(mask: Tensor | None, lengths: _Lengths) -> Tensor | None:
-    """A mask (sequences or 1, heads, longest or 1, longest or 1) of sequences with their padding before them."""
-    if mask is None:
-        return None
-    for axis, ends, longest in ((2, lengths.ends_q, lengths.longest_q), (3, lengths.ends_k, lengths.longest_k)):
-        if mask.shape[axis] > 1:
-            place = torch.arange(longest, device=ends.device) - (longest - ends.diff())[:, None]  # [sequences, longest]
-            index = place.clamp(min=0).view(-1, 1, *((longest, 1) if axis == 2 else (1, longest)))
-            sizes = [other if size == 1 else size for size, other in zip(mask.shape, index.shape, strict=True)]
-            mask = mask.expand(sizes).gather(axis, index.expand(sizes))
-    return mask
-
-
-def _by_key(bias: Tensor | None) -> bool:
-    """Whether a bias that is not of pairs differs between keys."""
-    return bias is not None and bias.shape[2] == 1 and bias.shape[3] != 1
-
-
-def _packed_bias(mask: Tensor | None, bias: Tensor | None, heads: int, queries: Places, keys: Places) -> Tensor | None:
+def _packed_bias(mask: Tensor | None, bias: Tensor | None, heads: int, queries: _Places, keys: _Places) -> Tensor | None:
     """The bias of packed rows that says what a mask by query, and a bias by query or by key, say of the sequences."""
     if bias is not None:
         # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-        bias = _of_keys(bias, keys) if _by_key(bias) else _of_queries(bias, queries)
+        bias = _of_keys(bias, keys) if bias.shape[3] != 1 else _of_queries(bias, queries)
     if mask is None:
         return bias
     seen = per_query_head(_of_queries(mask, queries), heads)
     return torch.where(seen, 0.0 if bias is None else per_query_head(bias, heads), float("-inf"))
 
 
-def _of_keys(x: Tensor, keys: Places) -> Tensor:
+def _of_keys(x: Tensor, keys: _Places) -> Tensor:
     """A mask or bias (sequences or 1, heads, 1, longest or 1) of packed keys, (1, heads, 1, total)."""
     return _packed_rows(x[:, :, 0], keys)[None, :, None]
 
 
-def _of_queries(x: Tensor, queries: Places) -> Tensor:
+def _of_queries(x: Tensor, queries: _Places) -> Tensor:
     """A mask or bias (sequences or 1, heads, longest or 1, 1) of packed queries, (1, heads, total, 1)."""
     return _packed_rows(x[..., 0], queries)[None, ..., None]
 
 
-def _packed_rows(x: Tensor, places: Places) -> Tensor:
+def _packed_rows(x: Tensor, places: _Places) -> Tensor:
     """(sequences or 1, heads, longest or 1) as (heads, total), contiguous."""
     x = x.transpose(1, 2).expand(places.sequences, places.longest, -1)  # a view; its gradient is summed by PyTorch in a fixed order
     return x[places.sequence, places.position].t().contiguous()

@@ -53,6 +53,7 @@ LAYERS = (
         "dropout",
         "first_call",
         "graphs",
+        "own_rows",
         "precision",
         "recording",
         "selection",
@@ -65,7 +66,7 @@ LAYERS = (
     ("factors",),
     ("kernels",),
     ("reference",),
-    ("execution.__init__", "execution.mapped", "execution.record", "execution.torch_kernel", "execution.watching"),
+    ("execution.__init__", "execution.mapped", "execution.record", "execution.sequences", "execution.torch_kernel", "execution.watching"),
     ("execution.recorder", "execution.torch_path"),
     ("execution.backend", "execution.replay"),
     ("execution.passes",),
@@ -73,8 +74,7 @@ LAYERS = (
     ("execution.operators",),
     ("execution.eager",),
     ("functional",),
-    ("dynamic", "explain", "padded"),
-    ("varlen",),
+    ("dynamic", "explain", "varlen"),
     ("module",),
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
@@ -84,7 +84,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

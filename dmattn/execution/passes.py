@@ -15,7 +15,7 @@ from .replay import replayed
 
 FIELDS = Problem._fields
 LEARNED = Gradients._fields  # what can require a gradient, in the order of `needs` and of backward's results
-FIXED = ("mask", "first", "last", "also_first", "also_last", "order", "blocks", "bits")  # the other tensors of a caller
+FIXED = ("mask", "first", "last", "also_first", "also_last", "order", "blocks", "bits", "ends_q", "ends_k")  # the other tensors of a caller
 RULES = tuple(name for name, kind in get_type_hints(Problem).items() if kind not in (Tensor, Tensor | None))
 learned_of, fixed_of, rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (LEARNED, FIXED, RULES))
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules

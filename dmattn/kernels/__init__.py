@@ -1,4 +1,4 @@
-"""Device code: torch, triton, and of our own `bits`, `broadcast`, `dropout`, `precision`, `problem`, `recording`, `selection` and `states`.
+"""Device code: torch, triton, our `bits`, `broadcast`, `dropout`, `own_rows`, `precision`, `problem`, `recording`, `selection` and `states`.
 
 `dispatch` has the table of kernels, which decides by the `traits` of a call, and `run` calls them; docs/architecture.md follows a call through
 both.

@@ -48,7 +48,8 @@ PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 EVERY = SINKS | SHARED  # features that all rows serve
-ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
+PACKED = frozenset({"packed sequences"})
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -132,9 +133,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with term columns beside bias columns.
+    The kernel is 1 % slower then with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
     """
-    if {"intervals", "bias of keys"} <= traits.features:
+    if {"intervals", "bias of keys"} <= traits.features or _are_wide(traits):
         return False
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
@@ -144,7 +145,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:
-    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`)."""
+    """The tile of "one tile", "split keys" or "whole rows", which depends on less than others do (`tiles.pick`); whether "forward" has any."""
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
@@ -153,10 +154,29 @@ _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 
 _CROWDED = "beside numbers of distances a mask takes too many registers"
 _OF_NARROW = "serves head dims from 33 to 64"
+_MANY_KEYS = 2048  # from which Hopper's forward kernel is the faster one for narrow heads
 
 
 def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+
+
+def _sees_all_before(traits: Traits) -> bool:
+    """Queries see all keys before them, as under a causal mask."""
+    return traits.left is None and traits.right is not None
+
+
+def _are_wide(traits: Traits) -> bool:
+    return max(traits.head_dim, traits.value_dim) > 128
+
+
+def _without_tile(traits: Traits) -> str:
+    return f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}"
+
+
+def _portable(traits: Traits) -> str | None:
+    """Float32 with head dims over 256 has no tile; the backward pass of such a call does not come to be."""
+    return _without_tile(traits) if _find_tile("forward", traits).block_m == 0 else None
 
 
 def _always(traits: Traits) -> None:
@@ -166,6 +186,8 @@ def _always(traits: Traits) -> None:
 def _one_tile(traits: Traits) -> str | None:
     """One tile holds all pairs of a (batch, head)."""
     tile = _find_tile("one tile", traits)
+    if tile.block_m == 0:
+        return _without_tile(traits)
     if traits.heads != traits.kv_heads:
         return _GROUPED
     if traits.len_k == 0:
@@ -178,6 +200,8 @@ def _one_tile(traits: Traits) -> str | None:
 def _split_keys(traits: Traits) -> str | None:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
+    if limits.block_m == 0:
+        return _without_tile(traits)
     visible, least = split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
         return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
@@ -198,7 +222,8 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
     if not traits.gluon:
         return "needs Triton 3.6 or later"
     dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
-    if dim not in dims or (dim != value_dim and (dim, value_dim) != (128, 64)):  # values of 64 are copied as if they had 128
+    alike = dim == value_dim or (dim, value_dim) == (128, 64)  # values of 64 are copied as if they had 128
+    if max(dim, value_dim) not in dims or not (alike or _are_wide(traits)):
         return (
             f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
         )
@@ -219,14 +244,17 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs or distances and sinks: the portable one is faster else."""
+    """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | DISTANCES | EVERY and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
+    understood = PAIR_BIAS | EVERY | PACKED | (WINDOW if _sees_all_before(traits) else DISTANCES)
+    if _are_narrow(traits) and not (traits.len_k >= _MANY_KEYS and traits.features <= understood):
+        return (
+            f"{_OF_NARROW} from {_MANY_KEYS} keys on, with sinks, a bias of pairs, causal or without it a bias of distances, and no other rule"
+        )
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128))
+    return _on_hopper(traits, (64, 128, 256))
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -275,10 +303,7 @@ def _whole_rows(traits: Traits) -> str | None:
         return _GROUPED
     tile = _find_tile("whole rows", traits)
     if tile.block_m == 0:
-        return (
-            f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}, "
-            "as it keeps all queries of a (batch, head) in registers"
-        )
+        return f"{_without_tile(traits)}, as it keeps all queries of a (batch, head) in registers"
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
         return f"{traits.len_q} x {traits.len_k} pairs are no whole tiles of {tile.block_m} x {tile.block_n}"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
@@ -316,7 +341,7 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128), "d_out", "d_bias", "mask")
+    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
 
 
 def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
@@ -324,18 +349,18 @@ def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
 
 
 def _hopper_query(traits: Traits) -> str | None:
-    """Narrow heads only beside a bias of pairs, as the portable kernel is faster without pairs to load."""
+    """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
-    if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
-        return f"{_OF_NARROW} beside a bias of pairs; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128), "d_out", "out")
+    if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
+        return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out")
 
 
 def _hopper_keys(traits: Traits) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128), "d_out", "mask")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:
@@ -351,11 +376,11 @@ def _hopper_shared(traits: Traits) -> str | None:
 
 
 FORWARD = (
-    Row("one tile", frozenset({OUT}), ALL, _one_tile),
-    Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
+    Row("one tile", frozenset({OUT}), ALL - PACKED, _one_tile),
+    Row("split keys", frozenset({OUT}), ALL - PACKED - {"dropout", "intervals by head"}, _split_keys),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
-    Row("portable", frozenset({OUT}), ALL, _always),
+    Row("portable", frozenset({OUT}), ALL, _portable),
 )
 
 KEYS_AND_VALUES = frozenset({D_KEY, D_VALUE})
@@ -367,12 +392,12 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
@@ -392,12 +417,19 @@ BACKWARD = (
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, _always, reads=TERMS | {END_SUMS}),
-    Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_query, targets=HOPPER, besides=TERMS),
+    Row(
+        "Hopper: d_query",
+        frozenset({D_QUERY}),
+        MASKS | BIASES | INTERVALS | WINDOW | EVERY | PACKED,
+        _hopper_query,
+        targets=HOPPER,
+        besides=TERMS,
+    ),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, _always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
+    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),

@@ -39,6 +39,7 @@ _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # field
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout", "zero": "bias of distances"}
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _FEATURES |= {"blocks": "block mask", "bits": "block mask"}
+_FEATURES |= dict.fromkeys(("ends_q", "ends_k", "longest_q", "longest_k"), "packed sequences")
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTERVALS = ("first", "last", "also_first", "also_last")
 _INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
@@ -96,12 +97,13 @@ class Traits(NamedTuple):
 
         A `target`, (family, processors), stands for the device of the tensors.
         """
-        gradients = flattened_gradients(gradients, problem.query.shape[:-3])
+        gradients = flattened_gradients(gradients, problem)
         problem, out, d_out = flattened(problem, out, d_out)
         query, bias, device = problem.query, problem.bias, problem.query.device
         family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k, value_dim = problem.value.shape[1:]
+        len_k = len_k if problem.key.numel() else 0  # of packed sequences none may have a key
         given = {name: _Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
         if problem.order is not None:
             len_k = problem.order.shape[2]

@@ -49,8 +49,8 @@ def test_a_record_launches_what_the_call_would(case: Case, launches: Launches) -
 @on_a_cpu
 @named
 def test_a_checked_call_launches_what_its_problem_would(case: Case, launches: Launches) -> None:
-    if case.name == "keys-in-order":
-        pytest.skip("no caller has an order")
+    if case.name == "keys-in-order" or case.name.startswith("packed-"):
+        pytest.skip("no caller of attention has an order or packed sequences")
 
     def calls(seed: int) -> list[list[tuple]]:
         inputs = case.inputs(torch.bfloat16, "cpu", seed=seed)

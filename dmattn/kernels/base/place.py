@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import Sequence, stepped
+from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
 TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
@@ -66,15 +66,15 @@ def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def member_of(seq, member, sharing_heads, spread):
+def member_of(ends, seq, member, sharing_heads, spread):
     """The sequence of one of the (batch, head) that share a slice of a bias, by its number; `seq` is the slice's own entry and head.
 
     A slice is shared by `sharing_heads` heads in each of its batch entries: in all where the bias has no batch axis, in one where it has, and
-    in those that the `spread` says (`leading.Spread`) where there is one.
+    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules'.
     """
     if spread is None:
         batch = seq.batch + member // sharing_heads
     else:
         batch = stepped(seq.batch, spread.entry_unit, spread.entry_every, spread.entry_step)
         batch += stepped(member // sharing_heads, spread.member_unit, spread.member_every, spread.member_step)
-    return Sequence(batch, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
+    return sequence(ends, batch, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)

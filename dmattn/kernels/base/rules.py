@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .layout import Span, ends_of, inside, load_pairs, load_rows, load_tile, slice_pointer, strided, strided_by_head
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,7 +30,8 @@ class Rules(NamedTuple):
     a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
-    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these.
+    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
+    (`layout.Ends`). `unaligned` is 1 where blocks of keys begin anywhere, not at multiples of 4.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -57,15 +58,17 @@ class Rules(NamedTuple):
     table: Any
     zero: Any
     distances: Any
+    ends: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
     bias_cols: Any
     bias_by_key: Any
     shared: Any
+    unaligned: Any
 
 
-def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
+def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
@@ -98,6 +101,8 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         zero=problem.zero,
         distances=None if table is None else table.shape[3],
         shared=_shared(problem),
+        ends=ends_of(problem),
+        unaligned=unaligned,
     )
 
 
@@ -283,7 +288,7 @@ def _load_pairs(t, by_row, by_col, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     elif by_col is None:
         tile = load_tile(t, seq, rows, one)
     else:
-        tile = load_tile(t, seq, rows, cols)
+        tile = load_pairs(t, seq, rows, cols)
     if KEYS_DOWN:
         tile = tl.trans(tile)
     return tile

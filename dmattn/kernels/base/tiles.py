@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
 _NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
@@ -34,7 +34,7 @@ _DEFAULT = {
     "keys": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries of d_bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
-    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(16, 32, 8, 1))),
     "one tile": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
     "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "whole rows": _NO_WHOLE_ROWS,
@@ -66,6 +66,23 @@ _TABLE = {
         for kernel in ("forward", "keys", "queries", "queries of d_bias", "bias", "one tile", "split keys")
     },
 }
+# Head dims over 256, for 16-bit inputs alone, as those of float32 take more shared memory than most GPUs have. By what compiles with the fewest
+# spills, untimed.
+_WIDEST = {
+    "sm_90": {
+        "forward": Tile(32, 64, 8, 1),
+        "split keys": Tile(32, 64, 8, 1),
+        "queries of d_bias": Tile(64, 32, 8, 1),
+        "bias": Tile(16, 32, 8, 1),
+    }
+    | dict.fromkeys(("keys", "queries"), Tile(32, 32, 8, 1)),
+    "hip": dict.fromkeys(("forward", "keys", "queries", "queries of d_bias", "bias", "split keys"), Tile(16, 16, 4, 1)),
+}
+_WIDEST_DEFAULT = dict.fromkeys(("forward", "queries of d_bias", "split keys"), Tile(32, 32, 8, 1)) | {
+    "keys": Tile(16, 16, 4, 1),
+    "queries": Tile(16, 16, 4, 1),
+    "bias": Tile(16, 32, 8, 1),
+}
 _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
 _WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "one tile", which spills where heads are wider
 _INTERPRETED = Tile(32, 32, 4, 1)
@@ -91,11 +108,13 @@ def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int,
     """The tile of the first of `kinds` that the table has; the last is a kernel, which it has."""
     if family == "interpreter":
         return _INTERPRETED
+    dim = max(block_dim(head_dim), block_dim(value_dim))
+    if dim > 256:
+        return _NOTHING_FITS if dtype == torch.float32 else _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS)
     table = _TABLE.get(family, _DEFAULT)
     rows = table[next(kind for kind in kinds if kind in table)]
     if dtype == torch.float32:
         rows = {"one tile": _WIDE_ONE_TILE, "whole rows": _NO_WHOLE_ROWS}.get(kinds[-1], _WIDE_FLOATS)
-    dim = max(block_dim(head_dim), block_dim(value_dim))
     return next(tile for largest, tile in rows if dim <= largest)
 
 
@@ -113,8 +132,8 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         BLOCK_N=tile.block_n,
         BLOCK_D=block_dim(head_dim),
         BLOCK_DV=block_dim(value_dim),
-        EVEN_M=len_q % tile.block_m == 0,
-        EVEN_N=len_k % tile.block_n == 0,
+        EVEN_M=problem.ends_q is None and len_q % tile.block_m == 0,
+        EVEN_N=problem.ends_q is None and len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,
         PRECISION="ieee" if device_family(query.device) == "hip" else dot_precision(query.dtype),
         num_warps=tile.warps,

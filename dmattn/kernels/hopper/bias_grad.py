@@ -23,8 +23,19 @@ from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
 from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, exponent_factor, load_vector, ruled
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    copy,
+    padded_dim,
+    place_of_keys,
+    place_of_queries,
+    stage_of,
+    tiled,
+)
+from .registers import Hiding, exponent_factor, load_vector, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -140,7 +151,10 @@ def _shared_gradient_kernel(
     begin = part_entry // slice_batch * members_per_part
     end = gl.minimum(begin + members_per_part, members)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
-    if not any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N):
+    seen = True
+    if rules.ends is None:  # else the window is each sequence's own
+        seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
+    if not seen:
         end = begin
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
@@ -168,7 +182,7 @@ def _shared_gradient_kernel(
         [
             (_consume, (context, rules, vectors, parts, part_entry, 0, config)),
             (_consume, (context, rules, vectors, parts, part_entry, 1, config)),
-            (_produce, (q, k, d_out, v, context, groups, config)),
+            (_produce, (q, k, d_out, v, context, rules, groups, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -176,26 +190,49 @@ def _shared_gradient_kernel(
 
 
 @gluon.jit
-def _produce(q, k, d_out, v, context, groups, config: gl.constexpr):
+def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
-    tiles, barriers, row, col = context.tiles, context.barriers, context.row, context.col
-    for member in range(context.begin, context.end):
-        seq = member_of(context.seq, member, context.sharing_heads, context.spread)
-        step = member - context.begin
-        stage, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-        full = barriers.full.index(stage)
-        mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
-        copy(k, [seq.batch, seq.head // groups, col, 0], full, tiles.k.index(stage))
-        copy(q, [seq.batch, seq.head, row, 0], full, tiles.q.index(2 * stage))
-        copy(q, [seq.batch, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
-        late, late_phase = stage_of(step, config.LATE_STAGES)
-        mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
-        late_full = barriers.late_full.index(late)
-        mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
-        copy(v, [seq.batch, seq.head // groups, col, 0], late_full, tiles.v.index(late))
-        copy(d_out, [seq.batch, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
-        copy(d_out, [seq.batch, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
+    if rules.ends is None:
+        for member in range(context.begin, context.end):
+            seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
+            _copy_member(q, k, d_out, v, context, seq, groups, member - context.begin, config)
+    else:
+        step = 0
+        for member in range(context.begin, context.end):
+            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread)
+            if _has_tile(context, rules, seq):
+                _copy_member(q, k, d_out, v, context, seq, groups, step, config)
+                step += 1
+
+
+@gluon.jit
+def _has_tile(context, rules, seq):
+    """Whether a packed sequence has a pair of the tile."""
+    row, col = context.row, context.col
+    seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
+    return (row < seq.len_q) & (col < seq.len_k) & seen
+
+
+@gluon.jit
+def _copy_member(q, k, d_out, v, context, seq, groups, step, config: gl.constexpr):
+    """Copy the tiles of a member, which is that of a step."""
+    tiles, barriers = context.tiles, context.barriers
+    entry, row = place_of_queries(seq, context.row)
+    col = place_of_keys(seq, context.col)[1]
+    stage, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+    full = barriers.full.index(stage)
+    mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
+    copy(k, [entry, seq.head // groups, col, 0], full, tiles.k.index(stage))
+    copy(q, [entry, seq.head, row, 0], full, tiles.q.index(2 * stage))
+    copy(q, [entry, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
+    late, late_phase = stage_of(step, config.LATE_STAGES)
+    mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
+    late_full = barriers.late_full.index(late)
+    mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
+    copy(v, [entry, seq.head // groups, col, 0], late_full, tiles.v.index(late))
+    copy(d_out, [entry, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
+    copy(d_out, [entry, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
 
 
 @gluon.jit
@@ -206,12 +243,21 @@ def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, co
     row = context.row + which * BLOCK_M
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(context.barriers.bias_full.index(0), 0)
-    if any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
+    if rules.ends is not None:
+        step = 0
         for member in range(context.begin, context.end):
-            total += _member(context, rules, vectors, row, member, which, config, EDGE=True)
+            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread)
+            if _has_tile(context, rules, own):
+                total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
+                step += 1
+    elif any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
+        for member in range(context.begin, context.end):
+            own = member_of(None, seq, member, context.sharing_heads, context.spread)
+            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=True)
     else:
         for member in range(context.begin, context.end):
-            total += _member(context, rules, vectors, row, member, which, config, EDGE=False)
+            own = member_of(None, seq, member, context.sharing_heads, context.spread)
+            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=False)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
     pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
@@ -220,14 +266,12 @@ def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, co
 
 
 @gluon.jit
-def _member(context, rules, vectors, row, member, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
-    """dS of the consumer's rows in one member."""
+def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """dS of the consumer's rows in one member, which is that of a step."""
     tiles, barriers = context.tiles, context.barriers
     DIM: gl.constexpr = config.DIM
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    seq = member_of(context.seq, member, context.sharing_heads, context.spread)
-    step = member - context.begin
     stage = step % config.STAGES
     late = step % config.LATE_STAGES
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
@@ -246,6 +290,8 @@ def _member(context, rules, vectors, row, member, which: gl.constexpr, config: g
     rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = context.col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     s = ruled(s, tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), Hiding(), rules, seq, rows, cols, EDGE)
+    if rules.ends is not None:  # a bias past the last query may be NaN
+        s = up_to(s, rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(barriers.late_free.index(late), count=1)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..base.softmax import rescaling, weights_at, weights_of
 from ..base.window import open_keys
-from .copies import stage_of
+from .copies import pieces, product_under_way, stage_of
 from .distances import add_apart, numbers_of
 from .registers import (
     Hiding,
@@ -47,7 +47,8 @@ class Config(NamedTuple):
     SUB: Any  # keys of a block, by which a tile is copied
     BLOCKS: Any  # of a tile
     STAGES: Any  # tiles of keys in shared memory
-    DIM: Any  # head dims of queries and values, padded
+    DIM: Any  # head dims of queries and keys, padded
+    DIM_V: Any  # those of values, padded
     VALUE_DIM: Any  # head dims of out
     IN_TURN: Any  # consumers multiply one after the other
     EVEN_N: Any  # no tile goes past the end of the keys
@@ -61,9 +62,9 @@ class Config(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where there is nothing of the kind."""
 
-    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM]
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2; as the next
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
     bias_columns: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
@@ -71,7 +72,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers between the producer and the consumers, and the votes of a consumer's threads.
+    """Barriers between the producer and the consumers, what the producer tells them, and the votes of a consumer's threads.
 
     The barriers of keys stand for the bias, intervals and bias columns of their tile too.
     """
@@ -82,14 +83,15 @@ class Barriers(NamedTuple):
     k_free: Any  # [STAGES, 1]
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
-    turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
+    turns: Any  # [CONSUMERS, 1]: a consumer may multiply; None unless IN_TURN
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
     votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 
 class Context(NamedTuple):
     """One block of queries, with the shared memory and rules for its tiles of keys."""
 
-    q_tile: Any  # [BLOCK_M, DIM]: those of the consumer
+    q_pieces: Any  # of [BLOCK_M, DIM]: those of the consumer
     tiles: Any
     barriers: Any
     rules: Any
@@ -101,7 +103,7 @@ class Context(NamedTuple):
 class Sums(NamedTuple):
     """Results of a consumer after some tiles of keys."""
 
-    acc: Any  # [BLOCK_M, DIM]: out without the values of the last tile, unnormalised
+    acc: Any  # [BLOCK_M, DIM_V]: out without the values of the last tile, unnormalised
     weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
@@ -286,8 +288,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
-    k_tile = tiles.k.index(stage).reshape([config.BLOCK_N, config.DIM])  # [BLOCK_N, DIM]
-    s = warpgroup_mma(context.q_tile, k_tile.permute((1, 0)), s, use_acc=config.BIAS_FIRST, is_async=True)
+    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), s, config.BIAS_FIRST)
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)
     acc = sums.acc
@@ -324,7 +325,7 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
     v_tiles = context.tiles.v
     mbarrier.wait(context.barriers.v_full.index(stage), phase)
     weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT, 2))  # [BLOCK_M, BLOCK_N]
-    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM]), sums.acc, is_async=True)
+    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM_V]), sums.acc, is_async=True)
 
 
 @gluon.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_tile, strided
+from ..base.layout import Sequence, Span, inside, load_rows, load_tile, store_tile, strided
 from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
 from ..base.place import member_of
@@ -193,13 +192,24 @@ def _shared_gradient_kernel(
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
     of_slice = Sequence(entry, bias_head, len_q, len_k)
-    if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
+    seen = True
+    if rules.ends is None:  # else the window is each sequence's own
+        seen = any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N)
+    if not seen:
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
-    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
+    bias2 = load_bias2(rules, member_of(rules.ends, of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
-        seq = member_of(of_slice, member, sharing_heads, spread)
-        total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+        seq = member_of(rules.ends, of_slice, member, sharing_heads, spread)
+        if rules.ends is None:
+            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+        elif (
+            (rows.start < seq.len_q)
+            & (cols.start < seq.len_k)
+            & any_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N)
+        ):
+            own_rows, own_cols = Span(rows.start, rows.index, seq.len_q), Span(cols.start, cols.index, seq.len_k)
+            total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PRECISION=PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
@@ -235,11 +245,14 @@ def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.c
     tile = probabilities(
         q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
     )
-    return tile.p * (tile.d_p - delta_rows[:, None])
+    p = tile.p
+    if rules.ends is not None:  # a row past the end has a bias, which may be NaN
+        p = tl.where(inside(rows)[:, None], p, 0.0)
+    return p * (tile.d_p - delta_rows[:, None])
 
 
 def _bytes_read(problem: Problem) -> int:
     """Of query, key, value, bias, out and d_out, the last two of which have a row for each query's as long as a value's."""
     query, value = problem.query, problem.value
-    outs = 2 * math.prod(query.shape[:3]) * value.shape[3] * query.element_size()
+    outs = 2 * (query.numel() // query.shape[3]) * value.shape[3] * query.element_size()
     return outs + sum(x.numel() * x.element_size() for x in (query, problem.key, value, problem.bias))

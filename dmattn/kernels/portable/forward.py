@@ -7,7 +7,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.dropout import kept_factor
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from ..base.layout import Span, load_tile, sequence, store_rows, store_tile, strided
 from ..base.overlap import follow
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
@@ -42,8 +42,8 @@ def _forward_kernel(
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
     follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    seq = sequence(rules.ends, batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -52,7 +52,7 @@ def _forward_kernel(
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         acc, row_max, row_sum = _add_tile(
             q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
         )

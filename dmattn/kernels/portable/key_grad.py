@@ -7,7 +7,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided, under_head
 from ..base.overlap import follow
 from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
@@ -36,8 +36,8 @@ def key_gradients(
     batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
     lists = query_lists(problem, *tile[:2])
-    if d_bias is not None and (lists is not None or problem.first is not None):
-        d_bias.zero_()  # what no list names, or lies outside the intervals
+    if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
+        d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
     sums = vectors_of(key_sums)
     launch(
         _key_gradients_kernel,
@@ -70,7 +70,9 @@ def _key_gradients_kernel(
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
+    first_seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    if rules.ends is not None:
+        cols = Span(cols.start, cols.index, first_seq.len_k)
     k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
     places = cols
@@ -84,24 +86,24 @@ def _key_gradients_kernel(
     wanted = (d_k, d_v, key_sums, d_bias)
     sums = tl.full([BLOCK_N], 0.0, tl.float32)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
-        seq = Sequence(batch, head, len_q, len_k)
+        seq = under_head(first_seq, head)
         if not BY_GROUP:
             sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
-            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
             dk, dv, sums = _add_tile(
                 incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
             )
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
                 start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
-                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
                 dk, dv, sums = _add_tile(
                     incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
                 )
-        if rules.lists is None and rules.first is None:
+        if rules.lists is None and rules.first is None and rules.ends is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -137,7 +139,7 @@ def _add_tile(
     if key_sums is not None:
         sums += tl.sum(ds, 1)
     if d_bias is not None:
-        store_tile(d_bias, seq, rows, cols, tl.trans(ds))
+        store_pairs(d_bias, seq, rows, cols, tl.trans(ds))
     if d_k is not None:
         dk = tl.dot(through_softcap(ds, tanh, rules).to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv, sums

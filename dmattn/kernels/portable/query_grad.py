@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_pairs, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided
 from ..base.overlap import follow
 from ..base.place import place_queries
 from ..base.query_terms import Incoming
@@ -27,8 +27,8 @@ def query_gradients(
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("queries of d_bias" if stored else "queries", problem)
     lists = key_lists(problem, *tile[:2])
-    if d_bias is not None and lists is not None and not stored:
-        d_bias.zero_()  # the blocks of keys that no list names
+    if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
+        d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
@@ -60,8 +60,8 @@ def _query_gradients_kernel(
     """
     follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+    seq = sequence(rules.ends, batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -73,7 +73,7 @@ def _query_gradients_kernel(
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(
             q_tile,
             d_out_tile,
@@ -112,7 +112,7 @@ def _query_gradients_kernel(
                 STORED=STORED,
                 PRECISION=PRECISION,
             )
-    if rules.lists is None and not STORED:
+    if rules.lists is None and rules.ends is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
             store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -135,7 +135,7 @@ def _add_tile(
     k, v, d_q, d_bias, end_sums = tensors
     k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
     if STORED:
-        dq = tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = tl.dot(load_pairs(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
@@ -143,7 +143,7 @@ def _add_tile(
             q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION
         )
         if d_bias is not None:
-            store_tile(d_bias, seq, rows, cols, ds)
+            store_pairs(d_bias, seq, rows, cols, ds)
         if d_q is not None:
             dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
         if end_sums is not None:

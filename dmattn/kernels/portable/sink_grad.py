@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
+from ..base.described import Packed
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, store_tile, strided, strided_by_head
+from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
@@ -18,12 +20,16 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
-    """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse)."""
-    divisor, delta = incoming.terms[..., : incoming.lse.shape[2]].unbind(2)
+    """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse).
+
+    Of packed sequences (1, H, Sq in whole blocks), see `layout.first_row_in_blocks`.
+    """
+    terms = incoming.terms if isinstance(incoming.lse, Packed) else incoming.terms[..., : incoming.lse.shape[2]]
+    divisor, delta = terms.unbind(2)
     return torch.exp2((sinks[:, None].float() * LOG2E.value) - divisor) * -delta
 
 
-def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
+def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
     """Fill `d_sinks` (H,) with the sums of these over all queries of a head."""
     batch, heads, len_q = incoming.lse.shape
     blocks = triton.cdiv(len_q, QUERIES)
@@ -34,8 +40,9 @@ def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
         _sink_gradients_kernel,
         heads * sharing.splits,
         sinks=strided_by_head(sinks),
-        divisor=strided(incoming.terms[:, :, 0], heads),
-        delta=strided(incoming.terms[:, :, 1], heads),
+        divisor=strided(incoming.term(0), heads),
+        delta=strided(incoming.term(1), heads),
+        ends=ends_of(problem),
         parts=strided(parts, heads),
         sharing=sharing.argument,
         heads=heads,
@@ -49,7 +56,7 @@ def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
 
 
 @triton.jit
-def _sink_gradients_kernel(sinks, divisor, delta, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+def _sink_gradients_kernel(sinks, divisor, delta, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
     """One program: the sum of -p * delta over its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
@@ -62,8 +69,8 @@ def _sink_gradients_kernel(sinks, divisor, delta, parts, sharing, heads, blocks,
     sink2 = sink2_of(sinks, Sequence(0, head, len_q, 0))
     total = tl.full([BLOCK], 0.0, tl.float32)
     for member in tl.range(begin, tl.minimum(begin + members_per_part, members)):
-        seq = Sequence(member // blocks, head, len_q, 0)
-        rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), len_q)
+        seq = sequence(ends, member // blocks, head, len_q, 0)
+        rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), seq.len_q)
         p = tl.exp2(sink2 - load_rows(divisor, seq, rows, float("inf")))
         total -= p * load_rows(delta, seq, rows, 0.0)
     one = Span(0, tl.arange(0, 1), None)

@@ -41,6 +41,8 @@ def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, full_end) of the loops over keys, in steps of BLOCK_N."""
     if rules.lists is None:
         begin, end = keys_in_window(rules.left, rules.right, seq, rows.start, BLOCK_M)
+        if rules.ends is not None:
+            end = tl.where(rows.start < seq.len_q, end, 0)  # a block past the end walks nothing
         return begin // BLOCK_N * BLOCK_N, end, end
     else:
         partial, full = visits(rules.lists, seq, rows, BLOCK_M)
@@ -74,6 +76,8 @@ def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
                 to_last = tl.maximum(to_last, tl.max(tl.where(first < last, last, 0)))
             end = tl.maximum(tl.minimum(end, to_last), 0)
             begin = tl.minimum(tl.maximum(begin, from_first), end)
+        if rules.ends is not None:
+            end = tl.where(cols.start < seq.len_k, end, 0)
         return begin // BLOCK_M * BLOCK_M, end, end
     else:
         partial, full = visits(rules.lists, seq, cols, BLOCK_N)

@@ -280,7 +280,7 @@ def _produce(q, k, v, d_out, tiles, barriers, line, config: gl.constexpr):
         row = block % blocks * BLOCK_M
         first, last = _members_of(block, begin, end, line.members)
         for member in range(first, last):
-            seq = member_of(_slice_at(block // blocks, line), member, line.sharing_heads, line.spread)
+            seq = member_of(None, _slice_at(block // blocks, line), member, line.sharing_heads, line.spread)
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), parity ^ 1)
             full = barriers.full.index(stage)
@@ -309,7 +309,7 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         row = block % blocks * BLOCK_M
         seq = _slice_at(block // blocks, line)
         first, last = _members_of(block, begin, end, line.members)
-        slice_seq = member_of(seq, 0, line.sharing_heads, line.spread)
+        slice_seq = member_of(None, seq, 0, line.sharing_heads, line.spread)
         col = which * KEYS
         bias_full = barriers.bias_full.index(which)
         kept = keep_bias(
@@ -318,14 +318,14 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         parity ^= 1
         context = Context(tiles, kept, barriers, rules, rules.scale * LOG2E, row)
         totals = zeros  # dS of the members so far, [BLOCK_M, CHUNK] each
-        vectors = _terms(terms, member_of(seq, first, line.sharing_heads, line.spread), row, rows)
+        vectors = _terms(terms, member_of(None, seq, first, line.sharing_heads, line.spread), row, rows)
         for member in range(first, last):
             further = gl.minimum(member + 1, last - 1)  # whose terms are asked for a member ahead
-            next_vectors = _terms(terms, member_of(seq, further, line.sharing_heads, line.spread), row, rows)
+            next_vectors = _terms(terms, member_of(None, seq, further, line.sharing_heads, line.spread), row, rows)
             dq, totals = _member(context, vectors, totals, turn, which, config)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, context, d_q, member_of(seq, member, line.sharing_heads, line.spread), turn, which, config)
+                _give(dq, context, d_q, member_of(None, seq, member, line.sharing_heads, line.spread), turn, which, config)
             mbarrier.arrive(barriers.free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
