@@ -16,12 +16,13 @@ from .device import device_family
 
 
 class Tile(NamedTuple):
-    """Queries and keys per tile, warps per program, stages of the software pipeline."""
+    """Queries and keys per tile, warps per program, stages of the software pipeline, dims of a piece (:mod:`.pieces`) at most."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    dims: int = 512
 
 
 _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
@@ -100,7 +101,7 @@ def pick(kernel: str, problem: Problem) -> Tile:
     # a mask takes registers, and so do dropout and a table
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
-        tile = Tile(64, tile.block_n, 4, tile.stages)
+        tile = tile._replace(block_m=64, warps=4)
     return tile
 
 
@@ -130,8 +131,8 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         VALUE_DIM=value_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=block_dim(head_dim),
-        BLOCK_DV=block_dim(value_dim),
+        BLOCK_D=min(block_dim(head_dim), tile.dims),
+        BLOCK_DV=min(block_dim(value_dim), tile.dims),
         EVEN_M=problem.ends_q is None and len_q % tile.block_m == 0,
         EVEN_N=problem.ends_q is None and len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,

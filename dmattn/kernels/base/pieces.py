@@ -1,0 +1,78 @@
+"""Tiles in pieces of the head dim, tuples whose products are added, and which are loaded again for a second product.
+
+A product of float32 takes two registers for each number of a factor, and a sum beside the one that it is added to. Of all dims at once, or of a
+tile that waits in registers for its second product, they spill. One piece is a tile as it is, loaded once.
+"""
+
+import triton
+import triton.language as tl
+
+from .layout import Span, load_tile, load_tile_across, store_tile
+
+
+@triton.jit
+def load_pieces(t, seq, rows, dims, COUNT: tl.constexpr):
+    """COUNT tiles [rows, dims of a piece]; `dims` are the first's."""
+    tiles = ()
+    for piece in tl.static_range(COUNT):
+        own = Span(dims.start + piece * dims.index.shape[0], dims.index, dims.length)
+        tiles = tiles + (load_tile(t, seq, rows, own),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def load_again(tiles, t, seq, rows, dims):
+    """The tiles of :func:`load_pieces`, and of several pieces new ones: across, as the compiler takes two loads that are the same for one."""
+    if len(tiles) == 1:
+        return tiles
+    else:
+        again = ()
+        for piece in tl.static_range(len(tiles)):
+            own = Span(dims.start + piece * dims.index.shape[0], dims.index, dims.length)
+            again = again + (tl.trans(load_tile_across(t, seq, rows, own)),)  # noqa: RUF005
+        return again
+
+
+@triton.jit
+def zero_pieces(LENGTH: tl.constexpr, DIMS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT sums [LENGTH, DIMS]."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.full([LENGTH, DIMS], 0.0, tl.float32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def over_dims(left, right, PRECISION: tl.constexpr):
+    """left right^T, [rows of `left`, rows of `right`]."""
+    products = tl.dot(left[0], tl.trans(right[0]), input_precision=PRECISION)
+    for piece in tl.static_range(1, len(left)):
+        products = tl.dot(left[piece], tl.trans(right[piece]), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def over_rows(pairs, tiles, sums, PRECISION: tl.constexpr):
+    """`sums` with pairs tiles, [rows of `pairs`, dims] in the pieces of `tiles`; pairs [.., rows of `tiles`] are rounded to their type."""
+    added = ()
+    for piece in tl.static_range(len(tiles)):
+        tile = tiles[piece]
+        added = added + (tl.dot(pairs.to(tile.dtype), tile, sums[piece], input_precision=PRECISION),)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def times(tiles, factor):
+    """Each tile times a factor."""
+    products = ()
+    for piece in tl.static_range(len(tiles)):
+        products = products + (tiles[piece] * factor,)  # noqa: RUF005
+    return products
+
+
+@triton.jit
+def store_pieces(t, seq, rows, dims, tiles):
+    """Write tiles where :func:`load_pieces` would read them."""
+    for piece in tl.static_range(len(tiles)):
+        own = Span(dims.start + piece * dims.index.shape[0], dims.index, dims.length)
+        store_tile(t, seq, rows, own, tiles[piece])
