@@ -214,10 +214,11 @@ def _split_keys(traits: Traits) -> str | None:
     return None
 
 
-def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | None:
+def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_bias: bool = False) -> str | None:
     """What any kernel for Hopper asks: 16-bit tensors that the copy engine addresses, those in `copied` too, and a positive scale.
 
-    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products.
+    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. One that `loads_bias` does so
+    where the copy engine does not address the bias.
     """
     if not traits.gluon:
         return "needs Triton 3.6 or later"
@@ -239,7 +240,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
         return f"{', '.join(sorted(traits.wide))}: a stride of 2**22 or more, with which an offset within a tile needs more than 32 bits"
     if traits.bias is not None and traits.bias.dtype == torch.float64:
         return "bias of float64 takes too many registers: convert it to float32"
-    asked = {"query", "key", "value", "bias", *copied}
+    asked = {"query", "key", "value", *copied} | (set() if loads_bias else {"bias"})
     return next((why for name, why in traits.uncopyable if name in asked), None)
 
 
@@ -254,7 +255,7 @@ def _hopper_forward(traits: Traits) -> str | None:
         )
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128, 256))
+    return _on_hopper(traits, (64, 128, 256), loads_bias="intervals" not in traits.features)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -341,11 +342,11 @@ def _stores_d_scores(traits: Traits) -> str | None:
 
 
 def _hopper_keys_and_bias(traits: Traits) -> str | None:
-    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
+    return _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=True)
 
 
 def _hopper_interval_keys_and_bias(traits: Traits) -> str | None:
-    return _only_intervals(traits) or _hopper_keys_and_bias(traits)
+    return _only_intervals(traits) or _stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
 
 
 def _hopper_query(traits: Traits) -> str | None:
@@ -354,17 +355,17 @@ def _hopper_query(traits: Traits) -> str | None:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128, 256), "d_out", "out")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_bias="intervals" not in traits.features)
 
 
 def _hopper_keys(traits: Traits) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128, 256), "d_out", "mask")
+    return _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=True)
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:
-    return _only_intervals(traits) or _hopper_keys(traits)
+    return _only_intervals(traits) or _on_hopper(traits, (64, 128, 256), "d_out")
 
 
 def _only_intervals(traits: Traits) -> str | None:
@@ -372,7 +373,8 @@ def _only_intervals(traits: Traits) -> str | None:
 
 
 def _hopper_shared(traits: Traits) -> str | None:
-    return _on_hopper(traits, (64, 128), "d_out")
+    wide = block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2
+    return _on_hopper(traits, (64, 128), "d_out", loads_bias=not wide)
 
 
 FORWARD = (

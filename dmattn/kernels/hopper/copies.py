@@ -110,6 +110,14 @@ def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl
 
 
 @gluon.jit
+def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles of a tensor of pairs (`layout.Strided`), as if they were to be copied."""
+    DTYPE: gl.constexpr = t.ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
+    return gl.allocate_shared_memory(DTYPE, [count, 1, 1, ROWS, COLS], LAYOUT)
+
+
+@gluon.jit
 def copy_tile(t, batch, head, row, full, tiles, number, DIM: gl.constexpr):
     """Copy the rows of one tile, in pieces where there are some, and tell the barrier."""
     PIECES: gl.constexpr = pieces_of(DIM)

@@ -26,6 +26,7 @@ from .registers import (
     lane_sums,
     looked_at,
     mask_of,
+    pair_bias,
     rounded_pairs,
     ruled,
     widened,
@@ -281,10 +282,15 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
     if rules.table is not None:
         numbers = numbers_of(rules, seq, row, start, BLOCK_M, config.BLOCK_N)
+    FROM_MEMORY: gl.constexpr = config.OF_PAIRS and tiles.bias is None
+    if FROM_MEMORY:
+        bias = pair_bias(rules, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:
-        s = widened(_load_bias(tiles, stage, which, config))
+        if not FROM_MEMORY:
+            bias = _load_bias(tiles, stage, which, config)
+        s = widened(bias)
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
@@ -297,7 +303,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     if IN_TURN:
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 if ADDS else 0, [s])
-    if config.OF_PAIRS and not config.BIAS_FIRST:
+    if config.OF_PAIRS and not config.BIAS_FIRST and not FROM_MEMORY:
         bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each

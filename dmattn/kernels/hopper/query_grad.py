@@ -19,6 +19,7 @@ from ..base.layout import copied_entry, strided
 from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.window import open_keys
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -99,7 +100,7 @@ class Tiles(NamedTuple):
     d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
-    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
+    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
@@ -119,7 +120,8 @@ class Barriers(NamedTuple):
 def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
     """As in portable/query_grad.py without a dBias.
 
-    And `incoming.terms` are filled, as a program has what makes them at hand.
+    And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
+    the consumers.
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
@@ -134,7 +136,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.pair_bias, block_m, sub),
+        bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         d_out=tiled(incoming.d_out, block_m, dim_v),
