@@ -15,7 +15,9 @@ from .broadcast import per_query_head
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
-from .masks import IntervalMask, check_cumulative, sequence_of
+from .mask_checks import check_cumulative
+from .masks import IntervalMask
+from .own_rows import sequence_of
 from .problem import Problem, Window, check_tensor
 
 __all__ = ["attention_varlen"]

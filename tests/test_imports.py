@@ -60,6 +60,7 @@ LAYERS = (
         "states",
         "unions",
     ),
+    ("mask_checks",),
     ("biases", "mask_mods", "masks"),
     ("block_mask",),
     ("problem",),
