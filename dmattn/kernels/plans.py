@@ -131,7 +131,7 @@ def split_keys(traits: Traits) -> str | None:
     return None
 
 
-def hopper_forward(traits: Traits) -> str | None:
+def hopper_forward(traits: Traits, loads_bias: bool = False) -> str | None:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
@@ -141,7 +141,7 @@ def hopper_forward(traits: Traits) -> str | None:
         return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128, 256), loads_bias="intervals" not in traits.features)
+    return _on_hopper(traits, (64, 128, 256), loads_bias=loads_bias)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -227,33 +227,35 @@ def stores_d_scores(traits: Traits) -> str | None:
     return None
 
 
-def hopper_keys_and_bias(traits: Traits) -> str | None:
-    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=True)
+def hopper_keys_and_bias(traits: Traits, loads_bias: bool = False) -> str | None:
+    d_bias = () if loads_bias else ("d_bias",)
+    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "mask", *d_bias, loads_bias=loads_bias)
 
 
 def hopper_interval_keys_and_bias(traits: Traits) -> str | None:
-    return _only_intervals(traits) or stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias")
+    return _only_intervals(traits) or hopper_keys_and_bias(traits)
 
 
-def hopper_query(traits: Traits) -> str | None:
+def hopper_query(traits: Traits, loads_bias: bool = False) -> str | None:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_bias="intervals" not in traits.features)
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_bias=loads_bias)
 
 
-def hopper_keys(traits: Traits) -> str | None:
+def hopper_keys(traits: Traits, loads_bias: bool = False) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=True)
+    return _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=loads_bias)
 
 
 def hopper_interval_keys(traits: Traits) -> str | None:
-    return _only_intervals(traits) or _on_hopper(traits, (64, 128, 256), "d_out")
+    return _only_intervals(traits) or hopper_keys(traits)
 
 
-def hopper_shared(traits: Traits) -> str | None:
-    wide = block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2  # no room for it in shared memory
-    return _on_hopper(traits, (64, 128), "d_out", loads_bias=not wide)
+def hopper_shared(traits: Traits, loads_bias: bool = False) -> str | None:
+    if loads_bias and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
+        return f"bias of {traits.bias.dtype} leaves no room in shared memory beside head dims over 64"
+    return _on_hopper(traits, (64, 128), "d_out", loads_bias=loads_bias)

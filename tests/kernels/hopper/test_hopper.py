@@ -107,13 +107,13 @@ def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) ->
     ],
     ids=["float32", "rows-unaligned", "transposed", "begins-unaligned", "expanded"],
 )
-def test_loads_a_bias_that_the_copy_engine_cannot_address_in_the_forward_pass(bias: Tensor) -> None:
-    """Not under intervals: the keys of a tile lie apart there."""
-    one = problem(bias=bias)
-    assert serves("Hopper", one)
-    assert not serves("Hopper", problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH)))
-    assert not serves("Hopper: d_query", one)
-    assert not serves("Hopper: d_key, d_value", one)
+def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_intervals(bias: Tensor) -> None:
+    one, within = problem(bias=bias), problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH))
+    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
+        assert not serves(row, one)
+        assert serves(f"{row}, bias loaded", one)
+        assert not serves(f"{row}, bias loaded", within)
+    assert serves("Hopper: d_bias, bias loaded", one) == (bias.dtype != torch.float32)
 
 
 def test_takes_intervals_but_for_a_shared_bias() -> None:
@@ -140,11 +140,16 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys
         dict(head_dim=32),
         dict(value=tensor(2, 2, LENGTH, 32)),
         dict(length=64),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32)),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH + 4)[..., :LENGTH]),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH).mT),
+        dict(bias=tensor(1, 4, LENGTH, LENGTH + 8)[..., 4 : LENGTH + 4]),
         dict(key=tensor(2, 1, LENGTH, 128).expand(2, 2, LENGTH, 128)),
         dict(query=tensor(2, 4, LENGTH, 132)[..., :128]),
     ],
     ids=[
-        "float32", "softcap", "dropout", "narrow", "other-values", "few-queries", "expanded-key", "rows-unaligned",
+        "float32", "softcap", "dropout", "narrow", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
+        "bias-transposed", "bias-begins-unaligned", "expanded-key", "rows-unaligned",
     ],
 )  # fmt: skip
 def test_leaves(given: dict) -> None:
@@ -166,16 +171,18 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
-    assert not serves("Hopper", one)
+    assert serves("Hopper", one)
     assert not serves("Hopper: d_query", one)
     long = problem(head_dim=64, length=2048)
     assert serves("Hopper", long)
     assert serves("Hopper", long._replace(right=0))
-    assert not serves("Hopper", long._replace(right=0, left=1000))
+    assert serves("Hopper", long._replace(right=0, left=1023))
+    assert not serves("Hopper", long._replace(right=0, left=1022))
+    assert not serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
     assert not serves("Hopper: d_query", long)
     assert serves("Hopper: d_query", long._replace(right=0))
     assert not serves("Hopper: d_query", one._replace(right=0))
-    assert not serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
+    assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
     assert serves("Hopper: d_key, d_value", one)
