@@ -125,11 +125,11 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 
 def _loading(row: Row) -> Row:
-    """A row whose kernels load a bias of pairs that the copy engine cannot address, which takes longer than copies. Not under intervals."""
+    """A row whose kernels load a bias or mask of pairs that the copy engine cannot address: slower than copies. Not by intervals."""
     return row._replace(
-        name=f"{row.name}, bias loaded",
-        understands=(row.understands & (MASKS | WINDOW | EVERY | PACKED)) | PAIR_BIAS,
-        plan=partial(row.plan, loads_bias=True),
+        name=f"{row.name}, pairs loaded",
+        understands=row.understands - INTERVALS,
+        plan=partial(row.plan, loads_pairs=True),
     )
 
 

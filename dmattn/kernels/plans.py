@@ -56,11 +56,11 @@ def _sees_all_before(traits: Traits) -> bool:
     return traits.left is None and traits.right is not None
 
 
-def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_bias: bool = False) -> str | None:
+def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs: bool = False) -> str | None:
     """What any kernel for Hopper asks: 16-bit tensors that the copy engine addresses, those in `copied` too, and a positive scale.
 
-    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. A kernel that `loads_bias` does
-    so where the copy engine does not address the bias.
+    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. A kernel that `loads_pairs` does
+    so where the copy engine does not address a bias or mask of them.
     """
     if not traits.gluon:
         return "needs Triton 3.6 or later"
@@ -82,7 +82,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_bias: 
         return f"{', '.join(sorted(traits.wide))}: a stride of 2**22 or more, with which an offset within a tile needs more than 32 bits"
     if traits.bias is not None and traits.bias.dtype == torch.float64:
         return "bias of float64 takes too many registers: convert it to float32"
-    asked = {"query", "key", "value", *copied} | (set() if loads_bias else {"bias"})
+    asked = {"query", "key", "value", *copied} | (set() if loads_pairs else {"bias"})
     return next((why for name, why in traits.uncopyable if name in asked), None)
 
 
@@ -131,7 +131,7 @@ def split_keys(traits: Traits) -> str | None:
     return None
 
 
-def hopper_forward(traits: Traits, loads_bias: bool = False) -> str | None:
+def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
@@ -141,7 +141,7 @@ def hopper_forward(traits: Traits, loads_bias: bool = False) -> str | None:
         return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128, 256), loads_bias=loads_bias)
+    return _on_hopper(traits, (64, 128, 256), loads_pairs=loads_pairs)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -227,35 +227,35 @@ def stores_d_scores(traits: Traits) -> str | None:
     return None
 
 
-def hopper_keys_and_bias(traits: Traits, loads_bias: bool = False) -> str | None:
-    d_bias = () if loads_bias else ("d_bias",)
-    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "mask", *d_bias, loads_bias=loads_bias)
+def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> str | None:
+    d_bias = () if loads_pairs else ("d_bias", "mask")
+    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
 def hopper_interval_keys_and_bias(traits: Traits) -> str | None:
     return _only_intervals(traits) or hopper_keys_and_bias(traits)
 
 
-def hopper_query(traits: Traits, loads_bias: bool = False) -> str | None:
+def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_bias=loads_bias)
+    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 
 
-def hopper_keys(traits: Traits, loads_bias: bool = False) -> str | None:
+def hopper_keys(traits: Traits, loads_pairs: bool = False) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128, 256), "d_out", "mask", loads_bias=loads_bias)
+    return _on_hopper(traits, (64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 
 def hopper_interval_keys(traits: Traits) -> str | None:
     return _only_intervals(traits) or hopper_keys(traits)
 
 
-def hopper_shared(traits: Traits, loads_bias: bool = False) -> str | None:
-    if loads_bias and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
+def hopper_shared(traits: Traits, loads_pairs: bool = False) -> str | None:
+    if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
         return f"bias of {traits.bias.dtype} leaves no room in shared memory beside head dims over 64"
-    return _on_hopper(traits, (64, 128), "d_out", loads_bias=loads_bias)
+    return _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)

@@ -161,7 +161,7 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
 
 def without_loads(row: str) -> str:
     """The name of the row with the same kernels whose bias is copied."""
-    return row.removesuffix(", bias loaded")
+    return row.removesuffix(", pairs loaded")
 
 
 def has_no_bands(problem: Problem) -> bool:
@@ -199,7 +199,7 @@ FORWARD_SERVED = {
     "one tile": NARROW._replace(len_q=49, len_k=49),
     "split keys": PLAIN._replace(batch=1, heads=32, kv_heads=8, len_q=1, len_k=8192),
     "Hopper": PLAIN,
-    "Hopper, bias loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
+    "Hopper, pairs loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
     "Hopper, bias on chip": NARROW._replace(**SHARED),
     "portable": PLAIN._replace(family="sm_80"),
 }
@@ -210,20 +210,20 @@ BACKWARD_SERVED = {
     "whole rows": NARROW,
     "Hopper: d_query, d_bias": FOUR,
     "Hopper: d_key, d_value, d_bias": DENSE,
-    "Hopper: d_key, d_value, d_bias, bias loaded": DENSE._replace(**UNCOPYABLE),
+    "Hopper: d_key, d_value, d_bias, pairs loaded": DENSE._replace(**UNCOPYABLE),
     "Hopper: d_key, d_value, d_bias by intervals": DENSE._replace(features=DENSE.features | INTERVALS),
     "portable: d_key, d_value, d_bias": DENSE,
     "portable: d_query of d_bias": DENSE,
     "portable: d_bias of distances": PLAIN,
     "Hopper: d_query": PLAIN,
-    "Hopper: d_query, bias loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
+    "Hopper: d_query, pairs loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
     "Hopper: d_key, d_value": PLAIN,
-    "Hopper: d_key, d_value, bias loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
+    "Hopper: d_key, d_value, pairs loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
     "Hopper: d_key, d_value by intervals": PLAIN._replace(features=INTERVALS),
     "portable: d_key, d_value": PLAIN,
     "portable: d_query, d_bias": PLAIN,
     "Hopper: d_bias": FOUR,
-    "Hopper: d_bias, bias loaded": FOUR._replace(**UNCOPYABLE),
+    "Hopper: d_bias, pairs loaded": FOUR._replace(**UNCOPYABLE),
     "portable: d_bias": FOUR,
     "sums of d_lse": PLAIN,
     "sums of d_lse and d_sinks": PLAIN._replace(features=frozenset({"sinks"})),
@@ -264,8 +264,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(wide=frozenset({"mask", "bias"})), "bias, mask: a stride of 2**22 or more"),
     ("forward: Hopper", dict(features=frozenset({"bias of keys"}), bias=Bias(FP64, 1, 1)), "bias of float64 takes too many registers"),
     ("forward: Hopper", dict(uncopyable=(("d_out", "rows of d_out"), ("value", "rows of value"))), "rows of value"),
-    ("forward: Hopper, bias loaded", dict(uncopyable=(("key", "rows of key"), *UNCOPYABLE["uncopyable"])), "rows of key"),
-    ("forward: Hopper, bias loaded", dict(features=INTERVALS | SHARED["features"]), "does not serve intervals"),
+    ("forward: Hopper, pairs loaded", dict(uncopyable=(("key", "rows of key"), *UNCOPYABLE["uncopyable"])), "rows of key"),
+    ("forward: Hopper, pairs loaded", dict(features=INTERVALS | SHARED["features"]), "does not serve intervals"),
     ("forward: Hopper, bias on chip", dict(features=frozenset(), bias=None), "there is no bias to keep on chip"),
     ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
     ("forward: Hopper, bias on chip", dict(bias=Bias(BF16, 300, 1)), "batch entries do not share the bias"),
@@ -308,8 +308,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
-    ("backward: Hopper: d_bias, bias loaded", dict(head_dim=128, value_dim=128, bias=Bias(FP32, 1, 16)), "bias of torch.float32 leaves no room in shared memory"),
-    ("backward: Hopper: d_key, d_value, d_bias, bias loaded", dict(uncopyable=(("mask", "rows of mask"),)), "rows of mask"),
+    ("backward: Hopper: d_bias, pairs loaded", dict(head_dim=128, value_dim=128, bias=Bias(FP32, 1, 16)), "bias of torch.float32 leaves no room in shared memory"),
+    ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
 )  # fmt: skip
 
 
@@ -400,7 +400,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         _terms, keys, queries = dispatch.choose_backward(Traits.of(problem, out, out, backend.allocate_backward(problem, (True,) * 5)))
         names[width] = [choice.row.name for choice in (chosen, keys, queries)]
     assert names[256] == ["Hopper", "Hopper: d_key, d_value, d_bias", "portable: d_query of d_bias"]
-    assert names[251] == ["Hopper, bias loaded", "Hopper: d_key, d_value, d_bias, bias loaded", "portable: d_query of d_bias"]
+    assert names[251] == ["Hopper, pairs loaded", "Hopper: d_key, d_value, d_bias, pairs loaded", "portable: d_query of d_bias"]
     why = f"rows of bias: stride 251 is no multiple of 8: {PAD} 8 and pass a slice"
     assert dispatch.Refusal("Hopper", why) in chosen.refusals
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
@@ -409,7 +409,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
 def test_columns_of_query_terms_are_made_for_the_row_that_reads_them() -> None:
     for uncopyable, row, columns in (
         ((), "Hopper: d_key, d_value, d_bias", True),
-        ((("mask", "rows of mask"),), "portable: d_key, d_value, d_bias", False),
+        ((("d_out", "rows of d_out"),), "portable: d_key, d_value, d_bias", False),
     ):
         terms, keys, _query = dispatch.choose_backward(DENSE._replace(uncopyable=uncopyable))
         assert (keys.row.name, TERM_COLUMNS in terms.makes) == (row, columns)

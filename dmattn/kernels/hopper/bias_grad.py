@@ -37,7 +37,7 @@ from .copies import (
     stage_of,
     tiled,
 )
-from .registers import Hiding, exponent_factor, load_vector, pair_bias, ruled, up_to
+from .registers import Hiding, exponent_factor, load_pairs, load_vector, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -278,7 +278,7 @@ def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
     own = member_of(rules.ends, seq, context.begin, context.sharing_heads, context.spread)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    bias = pair_bias(rules, Sequence(own.batch, own.head, seq.len_q, seq.len_k), rows, cols, row, context.col, EDGE=True)
+    bias = load_pairs(rules.bias, Sequence(own.batch, own.head, seq.len_q, seq.len_k), rows, cols, row, context.col, EDGE=True)
     context.tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).store(bias)
 
 

@@ -69,8 +69,10 @@ def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
-def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor:
+def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """A bool mask of pairs, as `tiled`, in bytes."""
+    if mask is None:
+        return None
     mask = by_entry(mask)
     strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)

@@ -24,9 +24,9 @@ from .registers import (
     bias_vector,
     exponent_factor,
     lane_sums,
+    load_pairs,
     looked_at,
     mask_of,
-    pair_bias,
     rounded_pairs,
     ruled,
     widened,
@@ -284,7 +284,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         numbers = numbers_of(rules, seq, row, start, BLOCK_M, config.BLOCK_N)
     FROM_MEMORY: gl.constexpr = config.OF_PAIRS and tiles.bias is None
     if FROM_MEMORY:
-        bias = pair_bias(rules, seq, rows, cols, row, start, EDGE)
+        bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:

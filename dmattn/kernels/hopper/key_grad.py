@@ -130,7 +130,7 @@ def key_gradients(
         k=tiled(problem.key, block_n, piece_of(dim)),
         v=tiled(problem.value, block_n, dim_v),
         bias=tiled(bias, block_m, block_n),
-        mask=None if problem.pair_mask is None else tiled_mask(problem.pair_mask, block_m, block_n),
+        mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim_v),
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists)),

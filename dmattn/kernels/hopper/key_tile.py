@@ -19,7 +19,7 @@ from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
 from .distances import add_apart, numbers_of
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, pair_bias, ruled, up_to, words_of
+from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -257,7 +257,10 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
         if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
-            kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
+            if tiles.mask is None:
+                kept = load_pairs(rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
+            else:
+                kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
         divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         rows2, middle2 = 0, keys.middle2
@@ -356,7 +359,7 @@ def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     elif rules.bias_cols is not None and context.tiles.bias is None:
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
         cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
-        return pair_bias(rules, seq, rows, cols, start, context.col, EDGE)
+        return load_pairs(rules.bias, seq, rows, cols, start, context.col, EDGE)
     elif rules.bias_cols is not None:
         return context.tiles.bias.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

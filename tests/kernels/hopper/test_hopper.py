@@ -111,9 +111,9 @@ def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_interval
     one, within = problem(bias=bias), problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH))
     for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
         assert not serves(row, one)
-        assert serves(f"{row}, bias loaded", one)
-        assert not serves(f"{row}, bias loaded", within)
-    assert serves("Hopper: d_bias, bias loaded", one) == (bias.dtype != torch.float32)
+        assert serves(f"{row}, pairs loaded", one)
+        assert not serves(f"{row}, pairs loaded", within)
+    assert serves("Hopper: d_bias, pairs loaded", one) == (bias.dtype != torch.float32)
 
 
 def test_takes_intervals_but_for_a_shared_bias() -> None:
@@ -125,10 +125,11 @@ def test_takes_intervals_but_for_a_shared_bias() -> None:
     assert not serves("Hopper: d_bias", one)
 
 
-def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
+def test_a_mask_that_the_copy_engine_cannot_address_is_loaded_where_it_stands_keys_down() -> None:
     one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
     assert serves("Hopper", one)
     assert not serves("Hopper: d_key, d_value", one)
+    assert serves("Hopper: d_key, d_value, pairs loaded", one)
 
 
 @pytest.mark.parametrize(
