@@ -125,7 +125,7 @@ def _nobody(refusals: list[Refusal]) -> str:
 
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile),
-    Row("split keys", frozenset({OUT}), ALL - PACKED - {"dropout", "intervals by head"}, plans.split_keys),
+    Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
     Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, plans.hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, plans.resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, plans.portable),
