@@ -26,14 +26,21 @@ def packed_blocks(problem: Problem, block: int, by_key: bool = False) -> Tensor 
     """
     if problem.ends_q is None:
         return None
-    (total_q, total_k), len_q, len_k = totals_of(problem), problem.query.shape[2], problem.key.shape[2]
-    sequences = problem.query.shape[0]
-    own, walked = (problem.ends_q, total_q, len_q), (problem.ends_k, total_k, len_k)
+    total, longest = totals_of(problem)[by_key], (problem.key if by_key else problem.query).shape[2]
+    return _listed(problem, block, by_key, most_blocks(problem.query.shape[0], total, longest, block))
+
+
+def packed_sequences(problem: Problem) -> Tensor | None:
+    """The same list of packed sequences themselves, those with the most queries first: each that has keys is block 0, others are left over."""
+    return None if problem.ends_q is None else _listed(problem, max(1, problem.key.shape[2]), True, problem.query.shape[0])
+
+
+def _listed(problem: Problem, block: int, by_key: bool, entries: int) -> Tensor:
+    (total_q, total_k), sequences = totals_of(problem), problem.query.shape[0]
+    own, walked = (problem.ends_q, total_q, problem.query.shape[2]), (problem.ends_k, total_k, problem.key.shape[2])
     if by_key:
         own, walked = walked, own
-    ends, total, longest = own
-    entries = most_blocks(sequences, total, longest, block)
-    blocks = ends.new_empty((entries, 2), dtype=torch.int32)
+    blocks = problem.query.new_empty((entries, 2), dtype=torch.int32)
     launch(
         _packed_blocks_kernel,
         triton.cdiv(sequences, OWN),

@@ -90,16 +90,20 @@ def _place_blocks(program, programs, rules, blocks, heads):
 
 
 @triton.jit
-def member_of(ends, seq, member, sharing_heads, spread):
+def member_of(ends, seq, member, sharing_heads, spread, packed_blocks=None):
     """The sequence of one of the (batch, head) that share a slice of a bias, by its number; `seq` is the slice's own entry and head.
 
     A slice is shared by `sharing_heads` heads in each of its batch entries: in all where the bias has no batch axis, in one where it has, and
-    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules', None in a
-    kernel that serves no packed sequences.
+    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules', None in a kernel that serves no packed
+    sequences. Where all of these share the slice, `packed_blocks` lists them (`packed_sequences`); one that is left over has no queries.
     """
-    if spread is None:
+    len_q = seq.len_q
+    if packed_blocks is not None:
+        block, batch = listed_block(packed_blocks, member // sharing_heads)
+        len_q = tl.where(block == 0, len_q, 0)
+    elif spread is None:
         batch = seq.batch + member // sharing_heads
     else:
         batch = stepped(seq.batch, spread.entry_unit, spread.entry_every, spread.entry_step)
         batch += stepped(member // sharing_heads, spread.member_unit, spread.member_every, spread.member_step)
-    return sequence(ends, batch, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
+    return sequence(ends, batch, seq.head * sharing_heads + member % sharing_heads, len_q, seq.len_k)

@@ -71,7 +71,10 @@ class Barriers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Everything that members of a program's tile share; they are those from `begin` to `end`."""
+    """Everything that members of a program's tile share; they are those from `begin` to `end`.
+
+    Of packed sequences they are in steps of `stride`, which else is None.
+    """
 
     tiles: Any
     barriers: Any
@@ -82,6 +85,7 @@ class Context(NamedTuple):
     col: Any
     begin: Any
     end: Any
+    stride: Any
 
 
 class Vectors(NamedTuple):
@@ -108,7 +112,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         v=tiled(problem.value, block_n, dim),
         bias=tiled(problem.bias, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
-        rules=rules_of(problem),
+        rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),
@@ -156,6 +160,9 @@ def _shared_gradient_kernel(
         seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
     if not seen:
         end = begin
+    stride = None
+    if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
+        begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
     tiles = Tiles(
@@ -176,7 +183,7 @@ def _shared_gradient_kernel(
     mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
     for i in gl.static_range(2):
         copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end)
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride)
     vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
@@ -197,12 +204,19 @@ def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
             seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
             _copy_member(q, k, d_out, v, context, seq, groups, member - context.begin, config)
     else:
-        step = 0
-        for member in range(context.begin, context.end):
-            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread)
+        step, member = 0, context.begin
+        while member < context.end:
+            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
             if _has_tile(context, rules, seq):
                 _copy_member(q, k, d_out, v, context, seq, groups, step, config)
                 step += 1
+            member = _member_after(context, seq, member)
+
+
+@gluon.jit
+def _member_after(context, seq, member):
+    """The number of the member after a packed sequence's; that after all where no further one is long enough."""
+    return gl.where(context.row < seq.len_q, member + context.stride, context.end)
 
 
 @gluon.jit
@@ -244,12 +258,13 @@ def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, co
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(context.barriers.bias_full.index(0), 0)
     if rules.ends is not None:
-        step = 0
-        for member in range(context.begin, context.end):
-            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread)
+        step, member = 0, context.begin
+        while member < context.end:
+            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
             if _has_tile(context, rules, own):
                 total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
                 step += 1
+            member = _member_after(context, own, member)
     elif any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)

@@ -13,7 +13,7 @@ from packed_cases import Case, ends
 
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.leading import flattened
-from dmattn.kernels.base.packed_blocks import count_blocks, most_blocks, packed_blocks
+from dmattn.kernels.base.packed_blocks import count_blocks, most_blocks, packed_blocks, packed_sequences
 from dmattn.problem import Problem
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="runs kernels in Triton's interpreter")
@@ -92,3 +92,8 @@ def test_programs_are_bounded_by_tokens(mask: str | None, bias: str | None, monk
     assert taken <= set(launched)
     for kernel in taken:
         assert launched[kernel] <= 383 // 32 + 100 < 100 * 205 // 64
+
+
+def test_sequences_are_listed_by_their_queries() -> None:
+    problem = problem_of((7, 0, 30, 9, 30, 1), (4, 5, 0, 1, 9, 50))
+    assert packed_sequences(problem).tolist() == [[0, 4], [0, 3], [0, 0], [0, 5], [0, 1], [1, 0]]
