@@ -138,6 +138,7 @@ PACKED = (  # as many sequences as the batch has entries, none longer than the l
     (Case("packed-causal-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, causal=True), BF16),
     (Case("packed-causal-d64", 2048, batch=8, heads=16, head_dim=64, causal=True, sinks="random"), BF16),
     (Case("packed-key-mask-bias-window-d64", 1000, batch=8, heads=16, head_dim=64, mask="b11k", bias="bh1k", window=(512, 64)), BF16),
+    (Case("packed-decoding-gqa-sinks-d128", 2, 8192, batch=4, heads=32, kv_heads=8, head_dim=128, causal=True, sinks="random"), BF16),
     (Case("packed-dense-bias-causal-d128", 2048, batch=8, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
     (Case("packed-dense-bias-softcap-d64", 1000, batch=8, heads=16, head_dim=64, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
     (Case("packed-shared-bias-mask-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="bhqk"), BF16),
