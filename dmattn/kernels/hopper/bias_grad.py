@@ -73,7 +73,10 @@ class Barriers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Everything that members of a program's tile share; they are those from `begin` to `end`."""
+    """Everything that members of a program's tile share; they are those from `begin` to `end`.
+
+    Of packed sequences they are in steps of `stride`, which else is None.
+    """
 
     tiles: Any
     barriers: Any
@@ -84,6 +87,7 @@ class Context(NamedTuple):
     col: Any
     begin: Any
     end: Any
+    stride: Any
 
 
 class Vectors(NamedTuple):
@@ -110,7 +114,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         v=tiled(problem.value, block_n, dim),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
-        rules=rules_of(problem),
+        rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),
@@ -158,6 +162,9 @@ def _shared_gradient_kernel(
         seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
     if not seen:
         end = begin
+    stride = None
+    if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
+        begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
     tiles = Tiles(
@@ -179,7 +186,7 @@ def _shared_gradient_kernel(
         mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
         for i in gl.static_range(2):
             copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end)
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride)
     vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
@@ -200,12 +207,19 @@ def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
             seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
             _copy_member(q, k, d_out, v, context, seq, groups, member - context.begin, config)
     else:
-        step = 0
-        for member in range(context.begin, context.end):
-            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread)
+        step, member = 0, context.begin
+        while member < context.end:
+            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
             if _has_tile(context, rules, seq):
                 _copy_member(q, k, d_out, v, context, seq, groups, step, config)
                 step += 1
+            member = _member_after(context, seq, member)
+
+
+@gluon.jit
+def _member_after(context, seq, member):
+    """The number of the member after a packed sequence's; that after all where no further one is long enough."""
+    return gl.where(context.row < seq.len_q, member + context.stride, context.end)
 
 
 @gluon.jit
@@ -250,12 +264,13 @@ def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, wh
     else:
         mbarrier.wait(context.barriers.bias_full.index(0), 0)
     if rules.ends is not None:
-        step = 0
-        for member in range(context.begin, context.end):
-            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread)
+        step, member = 0, context.begin
+        while member < context.end:
+            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
             if _has_tile(context, rules, own):
                 total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
                 step += 1
+            member = _member_after(context, own, member)
     elif any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
@@ -274,11 +289,10 @@ def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, wh
 @gluon.jit
 def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
     """Put the bias of the consumer's rows where copies would have put it."""
-    seq = context.seq
-    own = member_of(rules.ends, seq, context.begin, context.sharing_heads, context.spread)
+    first = member_of(None, context.seq, 0, context.sharing_heads, context.spread)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    bias = load_pairs(rules.bias, Sequence(own.batch, own.head, seq.len_q, seq.len_k), rows, cols, row, context.col, EDGE=True)
+    bias = load_pairs(rules.bias, first, rows, cols, row, context.col, EDGE=True)
     context.tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).store(bias)
 
 

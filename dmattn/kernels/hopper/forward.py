@@ -100,7 +100,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, consumers * block_m)
+    works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
     launch(
         _forward_kernel,
         programs,

@@ -10,7 +10,6 @@ one to the other by shared memory, so that each product is made once.
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +24,7 @@ from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
@@ -112,20 +112,21 @@ def key_gradients(
 
     A bias of pairs that the copy engine cannot address is loaded by the consumers, and such a dBias stored by them.
     """
-    batch, heads, len_q, head_dim = problem.query.shape
+    heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
     consumers = consumers_of(len_k, max(dim, dim_v)) if problem.bias is None and open_walk else 2
     blocks = consumers if max(dim, dim_v) <= 128 else 1
-    lists = query_lists(problem, block_m, blocks * block_n)
+    packed = packed_blocks(problem, blocks * block_n, by_key=True)
+    lists = query_lists(problem, block_m, blocks * block_n, packed)
     bias = copyable("bias", problem.pair_bias)
     copies_d_bias = copyable("d_bias", d_bias) is not None
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, blocks * block_n) * kv_heads * batch,
+        count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, block_n, piece_of(dim)),
         v=tiled(problem.value, block_n, dim_v),
@@ -133,7 +134,7 @@ def key_gradients(
         mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim_v),
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
-        rules=with_spread_table(problem, rules_of(problem, lists)),
+        rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),

@@ -128,7 +128,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works, programs, drawn = programs_of(problem, 2 * block_m)
+    works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
     terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
