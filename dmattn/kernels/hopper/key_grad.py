@@ -27,7 +27,7 @@ from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
-from ..base.rules import rules_of
+from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
@@ -51,7 +51,7 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, far_places, with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -110,7 +110,7 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
-    consumers = consumers_of(len_k, max(dim, dim_v)) if problem.bias is None and open_walk else 2
+    consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
     blocks = consumers if max(dim, dim_v) <= 128 else 1
     lists = query_lists(problem, block_m, blocks * block_n)
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
@@ -291,9 +291,25 @@ def _consume(
             if rules.ends is not None:  # the last rows of a block may be those of the next sequence
                 whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
                 open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
-            for start in range(open_begin, open_end, BLOCK_M):
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
-                step += 1
+            if rules.table is None:
+                for start in range(open_begin, open_end, BLOCK_M):
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                    step += 1
+            else:  # queries far before the keys, whose pairs take the last number, near ones, and far ones after
+                ends = end_numbers(rules, this)
+                low, high = far_places(rules, ends, BLOCK_M, BLOCK_N)
+                place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
+                near_begin = gl.minimum(next_step(open_begin, place - high + 1, BLOCK_M), open_end)
+                near_end = gl.maximum(gl.minimum(next_step(open_begin, place - low, BLOCK_M), open_end), near_begin)
+                number, far_begin, far_end = ends[1], open_begin, near_begin
+                for _ in range(2):
+                    for start in range(far_begin, far_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
+                        step += 1
+                    for start in range(far_end, near_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                        step += 1
+                    number, far_begin, far_end = ends[0], near_end, open_end
             if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
