@@ -66,17 +66,6 @@ def end_numbers(rules, seq):
 
 
 @gluon.jit
-def far_places(rules, ends, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Up to which place of its first pair all pairs of a tile take the first number of a table, and from which on all take the last.
-
-    A number of -inf or NaN is taken so by no tile: pairs load it, which may be hidden.
-    """
-    low = gl.where(ends[0] > float("-inf"), 1 - BLOCK_N, -(1 << 30))
-    high = gl.where(ends[1] > float("-inf"), rules.distances + BLOCK_M - 2, 1 << 30)
-    return low, high
-
-
-@gluon.jit
 def numbers_of_pairs(rules, seq, row, col, SHAPE: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr):
     """The numbers of the pairs of a tile at a query and a key, for products to be added to.
 

@@ -13,11 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from ..base.window import next_step, open_keys
+from ..base.window import open_keys
 from .copies import pieces, product_under_way, stage_of
-from .distances import far_places, numbers_of_pairs
+from .distances import numbers_of_pairs
 from .registers import (
     Hiding,
     all_within,
@@ -175,8 +176,8 @@ def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _add_tile(
-    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr = False, AGAIN: gl.constexpr = False,
-    number=None,
+    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr,
+    FIRST: gl.constexpr = False, AGAIN: gl.constexpr = False, number=None,
 ):  # fmt: skip
     """Sums with one tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added.
 
@@ -219,19 +220,19 @@ def _add_tile(
 
 @gluon.jit
 def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
-    """`_add_open_tiles` beside a table of distances: far keys after a query, whose pairs take the last number, near ones, and far ones before."""
+    """The same sums beside a table of distances: outer tiles of keys after the queries, inner ones, then outer ones of keys before."""
     gl.static_assert(config.BACKWARDS)
     rules, seq, walk = context.rules, context.seq, context.walk
-    low, high = far_places(rules, context.ends, BLOCK_M, config.BLOCK_N)
+    first, last = context.ends
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
     place = place_of_first(rules, seq, context.row + which * BLOCK_M, step_of(walk, 0, config))  # that of a step is lower by the step
-    near_begin = gl.minimum(next_step(begin, place - high + 1, config.BLOCK_N), end)
-    near_end = gl.maximum(gl.minimum(next_step(begin, place - low, config.BLOCK_N), end), near_begin)
-    number, far_end = context.ends[1], near_begin
+    inner_begin, inner_end = inner_steps(begin, end, place - high + 1, place - low, config.BLOCK_N)
+    number, outer_end = last, inner_begin
     for _ in range(2):
-        sums = _add_open_tiles(context, sums, begin, far_end, number, which, config)
-        for step in range(far_end, near_end, config.BLOCK_N):
+        sums = _add_open_tiles(context, sums, begin, outer_end, number, which, config)
+        for step in range(outer_end, inner_end, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=False)
-        number, begin, far_end = context.ends[0], near_end, end
+        number, begin, outer_end = first, inner_end, end
     return sums
 
 

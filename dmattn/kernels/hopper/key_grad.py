@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
@@ -51,7 +52,7 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .distances import end_numbers, far_places, with_spread_table
+from .distances import end_numbers, with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -295,21 +296,20 @@ def _consume(
                 for start in range(open_begin, open_end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                     step += 1
-            else:  # queries far before the keys, whose pairs take the last number, near ones, and far ones after
-                ends = end_numbers(rules, this)
-                low, high = far_places(rules, ends, BLOCK_M, BLOCK_N)
+            else:  # outer tiles of queries before the keys, which take the last number, inner ones, and outer ones after, which take the first
+                first, last = end_numbers(rules, this)
+                low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
                 place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
-                near_begin = gl.minimum(next_step(open_begin, place - high + 1, BLOCK_M), open_end)
-                near_end = gl.maximum(gl.minimum(next_step(open_begin, place - low, BLOCK_M), open_end), near_begin)
-                number, far_begin, far_end = ends[1], open_begin, near_begin
+                inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+                number, outer_begin, outer_end = last, open_begin, inner_begin
                 for _ in range(2):
-                    for start in range(far_begin, far_end, BLOCK_M):
+                    for start in range(outer_begin, outer_end, BLOCK_M):
                         sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
                         step += 1
-                    for start in range(far_end, near_end, BLOCK_M):
+                    for start in range(outer_end, inner_end, BLOCK_M):
                         sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                         step += 1
-                    number, far_begin, far_end = ends[0], near_end, open_end
+                    number, outer_begin, outer_end = first, inner_end, open_end
             if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
