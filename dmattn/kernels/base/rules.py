@@ -18,6 +18,7 @@ from .window import within_window
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
 WORD = tl.constexpr(bits_of_a_mask.WORD)
+LANES = tl.constexpr(4)  # that share a row of a product on NVIDIA's GPUs, each with pairs of columns
 
 
 class Rules(NamedTuple):
@@ -237,6 +238,12 @@ def _load_places(rules, seq, place):
 
 
 @triton.jit
+def load_ends2(rules, seq):
+    """The first and the last number of a table times LOG2E."""
+    return _load_places(rules, seq, 0), _load_places(rules, seq, rules.distances - 1)
+
+
+@triton.jit
 def add_at_ends(ds, ends, rules, seq, rows, cols):
     """(sums of dS by query over the pairs that take the first number of a table of distances, over those that take the last) with a tile's."""
     low_rows, high_rows = ends
@@ -253,6 +260,14 @@ def add_at_ends(ds, ends, rules, seq, rows, cols):
         low_rows += tl.sum(tl.where(index <= -place, ds, 0.0), 1)
         high_rows += tl.sum(tl.where(index >= last - place, ds, 0.0), 1)
     return low_rows, high_rows
+
+
+@triton.jit
+def add_at_one_end(ds, ends, before):
+    """The same where all pairs take the first number, `before`, or all take the last. Sums are by lane, and summed over lanes in the end."""
+    low_lanes, high_lanes = ends
+    lanes = tl.sum(tl.sum(tl.reshape(ds, [ds.shape[0], ds.shape[1] // (2 * LANES), LANES, 2]), 3), 1)
+    return low_lanes + tl.where(before, lanes, 0.0), high_lanes + tl.where(before, 0.0, lanes)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ from .copies import (
     sync_threads,
     tiled,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -94,9 +94,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
-    consumers = (
-        consumers_of(len_q, max(dim, dim_v)) if problem.zero is None and not loaded else 2
-    )  # three have no registers for numbers of pairs
+    consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
     keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
@@ -288,7 +286,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
-        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk)
+        ends = None if rules.table is None else end_numbers(rules, seq)
+        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
         sums = _no_sums(turn, tiles.v.dtype, config)
         mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
@@ -27,7 +28,7 @@ from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
-from ..base.rules import rules_of
+from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
@@ -53,7 +54,7 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -116,7 +117,7 @@ def key_gradients(
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
-    consumers = consumers_of(len_k, max(dim, dim_v)) if problem.bias is None and open_walk else 2
+    consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
     blocks = consumers if max(dim, dim_v) <= 128 else 1
     packed = packed_blocks(problem, blocks * block_n, by_key=True)
     lists = query_lists(problem, block_m, blocks * block_n, packed)
@@ -306,9 +307,24 @@ def _consume(
             if rules.ends is not None:  # the last rows of a block may be those of the next sequence
                 whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
                 open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
-            for start in range(open_begin, open_end, BLOCK_M):
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
-                step += 1
+            if rules.table is None:
+                for start in range(open_begin, open_end, BLOCK_M):
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                    step += 1
+            else:  # outer tiles of queries before the keys, which take the last number, inner ones, and outer ones after, which take the first
+                first, last = end_numbers(rules, this)
+                low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
+                place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
+                inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+                number, outer_begin, outer_end = last, open_begin, inner_begin
+                for _ in range(2):
+                    for start in range(outer_begin, outer_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
+                        step += 1
+                    for start in range(outer_end, inner_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                        step += 1
+                    number, outer_begin, outer_end = first, inner_end, open_end
             if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)

@@ -18,7 +18,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
-from .distances import add_apart, numbers_of
+from .distances import numbers_of_pairs
 from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
@@ -218,8 +218,11 @@ def turn_of(step, STAGES: gl.constexpr, which: gl.constexpr = 0, CONSUMERS: gl.c
 
 
 @gluon.jit
-def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
-    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE."""
+def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=None):
+    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE.
+
+    A `number` of a table of distances is that of all pairs; without it, each loads its own.
+    """
     tiles, ones, barriers, rules, results = context.tiles, context.ones, context.barriers, context.rules, context.results
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
@@ -234,16 +237,18 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
         words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
     if EDGE and OF_SCORES and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, context.col)
-    if OF_SCORES and rules.table is not None:
-        numbers = numbers_of(rules, seq, start, context.col, BLOCK_M, BLOCK_N)
+    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+    BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
+    s = zero
+    if BY_PAIRS:
+        s = numbers_of_pairs(rules, seq, start, context.col, [BLOCK_N, BLOCK_M], PAIRS, KEYS_DOWN=True)  # [BLOCK_N, BLOCK_M]
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
     if OF_SCORES:
         # Loads that stand behind products are long in coming: these read all that shared memory gives.
         bias = _bias_of(context, keys, seq, turn, start, EDGE)  # [BLOCK_N, BLOCK_M], or broadcast to it
     q_pieces = pieces(tiles.q, turn.stage, DIM)
-    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     if OF_SCORES:
-        s = product_under_way(context.k, q_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
+        s = product_under_way(context.k, q_pieces, s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
         if rules.bias_by_key is not None:
             s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
     if AS_COLUMNS:  # of consumers that make all sums
@@ -267,12 +272,8 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
         if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
             rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
             middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
-        if rules.table is not None:
-            s = add_apart(s, numbers, rows, cols)
-            if EDGE:
-                s += numbers.number
-            else:
-                divisor_rows = divisor_rows - numbers.number * exponent_factor(rules)
+        if number is not None:
+            divisor_rows = divisor_rows - number * exponent_factor(rules)
         s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
         if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
             s = up_to(s, start + rows, seq.len_q - 1)
