@@ -130,7 +130,7 @@ def attention_varlen(
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
         sinks: as there, (H,): the same for all sequences.
-        dropout_p: as there; which weights are dropped depends on how the sequences are packed.
+        dropout_p: as there, where sequences are as batch entries: which weights are dropped follows from a sequence's number.
         return_lse: return (out, lse); lse is differentiable.
 
     No tensor is padded: query, key, value, out and their gradients stay as they lie. Each sequence has tiles of its own, and tiles of others

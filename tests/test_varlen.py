@@ -278,8 +278,10 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
             assert watch.size <= largest
 
 
-@pytest.mark.parametrize(("mask", "bias"), [(None, "nhqk"), ("n1qk", "1hqk"), ("1gqk", "1h1k"), ("n1q1", "ngqk"), ("n1qk", "1hr")])
-def test_dropout_counts_sequences_as_batch_entries(mask: str | None, bias: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "bias"), [(None, None), (None, "nhqk"), ("n1qk", "1hqk"), ("1gqk", "1h1k"), ("n1q1", "ngqk"), ("n1qk", "1hr")]
+)
+def test_dropout_counts_sequences_as_batch_entries(mask: str | None, bias: str | None, device: str) -> None:
     """As padded copies would have it: in all kernels, those of a table included, whose blocks of keys begin anywhere."""
     case = Case("dropout", mask, bias, (37, 3, 5), (21, 0, 42), options=dict(causal=True, dropout_p=0.4))
     given = inputs(case, torch.float32, device)
