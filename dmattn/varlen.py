@@ -12,11 +12,14 @@ from torch import Tensor
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
+from .checks import Window, check_tensor
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
-from .masks import IntervalMask, check_cumulative, sequence_of
-from .problem import Problem, Window, check_tensor
+from .mask_checks import check_cumulative
+from .masks import IntervalMask
+from .own_rows import sequence_of
+from .problem import Problem
 
 __all__ = ["attention_varlen"]
 

@@ -70,7 +70,8 @@ def member_of(ends, seq, member, sharing_heads, spread):
     """The sequence of one of the (batch, head) that share a slice of a bias, by its number; `seq` is the slice's own entry and head.
 
     A slice is shared by `sharing_heads` heads in each of its batch entries: in all where the bias has no batch axis, in one where it has, and
-    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules'.
+    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules', None in a
+    kernel that serves no packed sequences.
     """
     if spread is None:
         batch = seq.batch + member // sharing_heads
