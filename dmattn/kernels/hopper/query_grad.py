@@ -368,7 +368,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
 
 @gluon.jit
 def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
-    """Sums with the tiles from one step to another beside a table of distances: outer ones of keys before the queries, inner ones, outer ones."""
+    """Sums with the tiles of some steps beside a table: outer ones of keys before the queries, inner ones, then outer ones of keys after."""
     rules, seq = context.rules, context.seq
     first, last = end_numbers(rules, seq)
     low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
