@@ -135,6 +135,10 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
 )
 PACKED = (  # as many sequences as the batch has entries, none longer than the lengths
+    (Case("packed-causal-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, causal=True), BF16),
+    (Case("packed-causal-d64", 2048, batch=8, heads=16, head_dim=64, causal=True, sinks="random"), BF16),
+    (Case("packed-key-mask-bias-window-d64", 1000, batch=8, heads=16, head_dim=64, mask="b11k", bias="bh1k", window=(512, 64)), BF16),
+    (Case("packed-decoding-gqa-sinks-d128", 2, 8192, batch=4, heads=32, kv_heads=8, head_dim=128, causal=True, sinks="random"), BF16),
     (Case("packed-dense-bias-causal-d128", 2048, batch=8, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
     (Case("packed-dense-bias-softcap-d64", 1000, batch=8, heads=16, head_dim=64, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
     (Case("packed-shared-bias-mask-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="bhqk"), BF16),
@@ -185,6 +189,7 @@ ALIKE = {
     "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
     "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
+    "packed-key-mask-bias-window-d64": "packed-causal-gqa-d128 and packed-mask-key-bias-window-d128",
     "packed-shared-bias-d64": "packed-dense-bias-softcap-d64 and packed-shared-bias-mask-gqa-d128",
     "packed-shared-bias-dropout-d64": "packed-dense-bias-softcap-d64 and dropout-shared-bias-d64",
     "packed-query-mask-bias-d256": "packed-dense-bias-causal-d128 and dense-bias-d256",

@@ -32,7 +32,8 @@ class Rules(NamedTuple):
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
     a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
-    (`layout.Ends`). `unaligned` is 1 where blocks of keys begin anywhere, not at multiples of 4.
+    (`layout.Ends`); `packed_blocks` points to the list of their blocks where programs take these. `unaligned` is 1 where blocks of keys begin
+    anywhere, not at multiples of 4.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -60,6 +61,7 @@ class Rules(NamedTuple):
     zero: Any
     distances: Any
     ends: Any
+    packed_blocks: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -69,7 +71,9 @@ class Rules(NamedTuple):
     unaligned: Any
 
 
-def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None) -> Rules:
+def rules_of(
+    problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None, packed_blocks: Tensor | None = None
+) -> Rules:  # fmt: skip
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
@@ -103,6 +107,7 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned:
         distances=None if table is None else table.shape[3],
         shared=_shared(problem),
         ends=ends_of(problem),
+        packed_blocks=packed_blocks,
         unaligned=unaligned,
     )
 

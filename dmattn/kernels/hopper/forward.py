@@ -25,6 +25,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -77,29 +78,34 @@ class Sources(NamedTuple):
     q: Any  # [1, 1, BLOCK_M, DIM]
     k: Any  # [1, 1, SUB, PANEL]
     v: Any  # [1, 1, SUB, PANEL]
-    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
+    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs; None too where consumers load it
     intervals: Any  # [1, 1, 1, 2 * SUB]
     bias_columns: Any  # [1, 1, SUB, COLUMNS]
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq).
+
+    A bias of pairs that the copy engine cannot address is loaded by the consumers.
+    """
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
-    consumers = consumers_of(len_q, max(dim, dim_v))
     pairs = problem.pair_bias is not None
-    keys = keys_of(dim, dim_v, pairs)
+    bias = copyable("bias", problem.pair_bias)
+    loaded = pairs and bias is None
+    consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
+    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, consumers * block_m)
+    works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
     launch(
         _forward_kernel,
         programs,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.bias if pairs else None, block_m, sub),
+        bias=tiled(bias, block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
@@ -164,9 +170,9 @@ def _forward_kernel(
         VALUE_DIM=VALUE_DIM,
         IN_TURN=IN_TURN,
         EVEN_N=EVEN_N,
-        OF_PAIRS=bias is not None,
+        OF_PAIRS=rules.bias_rows is not None and rules.bias_cols is not None,
         BIAS_FIRST=BIAS_FIRST,
-        BACKWARDS=rules.lists is None and bias is None,
+        BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
         OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16]),
     )

@@ -26,6 +26,7 @@ from .registers import (
     bias_vector,
     exponent_factor,
     lane_sums,
+    load_pairs,
     looked_at,
     mask_of,
     rounded_pairs,
@@ -141,7 +142,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    if rules.table is None:
+    if rules.table is None or LISTS:
         sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
@@ -240,7 +241,7 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
 def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr):
     """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do.
 
-    Beside a table of distances all pairs take one `number`.
+    Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
     step = begin
     while step < end:
@@ -269,10 +270,11 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
     s, acc = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    FAR: gl.constexpr = rules.bias is not None or rules.table is not None
     if number is None:
-        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
     else:
-        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=True, OF_NONE=LOWEST)
+        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
@@ -316,9 +318,14 @@ def _scores(
         s = numbers_of_pairs(rules, seq, row, start, [BLOCK_M, config.BLOCK_N], config.PAIRS, KEYS_DOWN=False)  # [BLOCK_M, BLOCK_N]
     else:
         s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)
+    FROM_MEMORY: gl.constexpr = config.OF_PAIRS and tiles.bias is None
+    if FROM_MEMORY:
+        bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     if config.BIAS_FIRST:
-        s = widened(_load_bias(tiles, stage, which, config))
+        if not FROM_MEMORY:
+            bias = _load_bias(tiles, stage, which, config)
+        s = widened(bias)
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
@@ -331,7 +338,7 @@ def _scores(
     if IN_TURN:
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 if ADDS else 0, [s])
-    if config.OF_PAIRS and not config.BIAS_FIRST:
+    if config.OF_PAIRS and not config.BIAS_FIRST and not FROM_MEMORY:
         bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each

@@ -19,7 +19,7 @@ from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
 from .distances import numbers_of_pairs
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], in pieces like keys
     terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
     d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM_V]
-    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]; [STAGES, ...] where consumers share their keys
+    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     p: Any = None  # [BLOCK_N, BLOCK_M]: probabilities, of the consumer that makes dV for that which makes dK, if there are two such
@@ -71,12 +71,13 @@ class Sources(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Tensors to be written: a tensor descriptor of dBias, Strided of all else; None where nobody asked for it."""
+    """Tensors to be written: Strided, but of dBias a tensor descriptor unless it is stored `by_pointers`; None where nobody asked for it."""
 
     d_k: Any
     d_v: Any
     key_sums: Any
     d_bias: Any
+    by_pointers: Any = None  # 1 where dBias is Strided
 
 
 class Context(NamedTuple):
@@ -244,7 +245,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
     if OF_SCORES:
         # Loads that stand behind products are long in coming: these read all that shared memory gives.
-        bias = _bias_of(context, keys, seq, turn, start)  # [BLOCK_N, BLOCK_M], or broadcast to it
+        bias = _bias_of(context, keys, seq, turn, start, EDGE)  # [BLOCK_N, BLOCK_M], or broadcast to it
     q_pieces = pieces(tiles.q, turn.stage, DIM)
     if OF_SCORES:
         s = product_under_way(context.k, q_pieces, s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
@@ -261,7 +262,10 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
         if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
-            kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
+            if tiles.mask is None:
+                kept = load_pairs(rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
+            else:
+                kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
         divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         rows2, middle2 = 0, keys.middle2
@@ -320,12 +324,22 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
 
 @gluon.jit
 def store_d_bias(context, seq, start, ds):
-    """dS of a tile, keys down, to its place in dBias, by way of shared memory."""
+    """dS of a tile, keys down, to its place in dBias by way of shared memory."""
     d_bias, d_bias_tile = context.results.d_bias, context.tiles.d_bias.index(context.which)
-    tma.store_wait(0)  # the copy engine has read what the tile held
-    d_bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(ds.to(d_bias.dtype))
-    fence_async_shared()
-    store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    rows_down = d_bias_tile.reshape([BLOCK_M, BLOCK_N])
+    if context.results.by_pointers is None:
+        tma.store_wait(0)  # the copy engine has read what the tile held
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    else:
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]  # [BLOCK_M, 1]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, BLOCK_N]
+        pointers = slice_pointer(d_bias, seq) + gl.cast(context.col, gl.int64) * d_bias.col
+        pointers = (pointers + (start + rows).to(gl.int64) * d_bias.row) + cols * d_bias.col
+        gl.store(pointers, rows_down.load(LAYOUT), mask=(rows < seq.len_q - start) & (cols < seq.len_k - context.col))
 
 
 @gluon.jit
@@ -338,11 +352,15 @@ def uniform_bias_of(rules, seq):
 
 
 @gluon.jit
-def _bias_of(context, keys, seq, turn, start):
+def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     rules = context.rules
     if rules.bias is None or rules.bias_rows is None:
         return keys.bias
+    elif rules.bias_cols is not None and context.tiles.bias is None:
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
+        return load_pairs(rules.bias, seq, rows, cols, start, context.col, EDGE)
     elif rules.bias_cols is not None:
         return context.tiles.bias.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

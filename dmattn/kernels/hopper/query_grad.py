@@ -21,6 +21,7 @@ from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first
 from ..base.window import open_keys
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -102,7 +103,7 @@ class Tiles(NamedTuple):
     d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
-    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
+    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
@@ -124,7 +125,8 @@ def query_gradients(
 ) -> None:
     """As in portable/query_grad.py without a dBias.
 
-    And `incoming.terms` are filled, as a program has what makes them at hand.
+    And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
+    the consumers.
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
@@ -132,7 +134,7 @@ def query_gradients(
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, 2 * block_m)
+    works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
     terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
@@ -140,7 +142,7 @@ def query_gradients(
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, sub, PANEL.value),
         v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.pair_bias, block_m, sub),
+        bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         d_out=tiled(incoming.d_out, block_m, dim_v),

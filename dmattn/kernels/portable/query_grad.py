@@ -9,6 +9,7 @@ from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
 from ..base.layout import Span, load_pairs, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_queries
 from ..base.query_terms import Incoming
 from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_of_first, rules_of, through_softcap
@@ -26,19 +27,20 @@ def query_gradients(
     `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the last, if another.
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
-    batch, heads, len_q, _ = problem.query.shape
+    heads = problem.query.shape[1]
     tile = pick("queries of d_bias" if stored else "queries", problem)
-    lists = key_lists(problem, *tile[:2])
+    blocks = packed_blocks(problem, tile.block_m)
+    lists = key_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
         d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
-        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        count_blocks(problem, blocks, tile.block_m) * heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, lists),
+        rules=rules_of(problem, lists, packed_blocks=blocks),
         d_out=d_out,
         lse=lse,
         delta=delta,
