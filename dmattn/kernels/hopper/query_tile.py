@@ -118,7 +118,7 @@ def add_tile(
         start = listed_key(rules, seq, context.row, step, 0, context.walk, 2 * BLOCK_M, config.SUB)
     row = context.row + which * BLOCK_M
     stage, phase = stage_of(sums.turn, STAGES)
-    before = (sums.turn - 1) % STAGES
+    last = (sums.turn - 1) % STAGES
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
@@ -141,7 +141,7 @@ def add_tile(
     d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
     dq = sums.dq
     if not FIRST:
-        dq = added(sums, tiles, before, config)
+        dq = added(sums, tiles, last, config)
     if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is not None:
         bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     elif rules.bias_rows is None or rules.bias_cols is None:
@@ -160,7 +160,7 @@ def add_tile(
     d_s = p * (d_p - context.delta_rows[:, None])
     if not FIRST:
         dq = waited(dq)
-        mbarrier.arrive(barriers.free.index(before), count=1)
+        mbarrier.arrive(barriers.free.index(last), count=1)
     ends = sums.ends
     if ends is not None:
         low_lanes, high_lanes = ends
