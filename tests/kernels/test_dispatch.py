@@ -300,6 +300,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "d_bias of pairs is wanted, too"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64), "serves head dims from 33 to 64 beside a bias of pairs, or causal ones of 2048 keys"),
+    ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances", "mask of keys"})), "keys of a tile lie apart under a mask or intervals"),
+    ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "d_query is not wanted"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
