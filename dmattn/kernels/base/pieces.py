@@ -1,7 +1,7 @@
-"""Tiles in pieces of the head dim, tuples whose products are added, and which are loaded again for a second product.
+"""Tiles in pieces of the head dim: tuples, whose products are added.
 
-A product of float32 takes two registers for each number of a factor, and a sum beside the one that it is added to. Of all dims at once, or of a
-tile that waits in registers for its second product, they spill. One piece is a tile as it is, loaded once.
+A product of float32 factors takes registers for the parts of each number (:mod:`dmattn.precision`), and a sum beside the one that it is added
+to. Those of all dims of a wide head at once would spill, and so would those of a tile that waited in registers for a second product.
 """
 
 import triton
@@ -22,8 +22,8 @@ def load_pieces(t, seq, rows, dims, COUNT: tl.constexpr):
 
 @triton.jit
 def load_again(tiles, t, seq, rows, dims):
-    """The tiles of :func:`load_pieces`, and of several pieces new ones: across, as the compiler takes two loads that are the same for one."""
-    if len(tiles) == 1:
+    """The tiles of :func:`load_pieces` for another product: of float32 others, loaded across, as the compiler takes two like loads for one."""
+    if t.ptr.dtype.element_ty != tl.float32:
         return tiles
     else:
         again = ()

@@ -15,7 +15,7 @@ from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
-from ..base.tiles import launch_options, pick
+from ..base.tiles import in_pieces, launch_options, pick
 from ..visits.walk import query_lists, query_range, query_step
 
 
@@ -40,21 +40,30 @@ def key_gradients(
     lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
-    sums = vectors_of(key_sums)
-    launch(
-        _key_gradients_kernel,
-        count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
-        rules=rules_of(problem, lists, packed_blocks=blocks),
-        incoming=incoming.strided(heads),
-        wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
-        order=strided(order, heads),
-        groups=heads // kv_heads,
-        BY_GROUP=by_group(problem, key_sums),
-        **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
-    )
+    wanted = (d_key, d_value, vectors_of(key_sums), d_bias)
+    for group in _apart(wanted) if in_pieces(problem, tile) else (wanted,):
+        if all(x is None for x in group):
+            continue
+        launch(
+            _key_gradients_kernel,
+            count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads,
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, lists, packed_blocks=blocks),
+            incoming=incoming.strided(heads),
+            wanted=tuple(strided(x, heads) for x in group),
+            order=strided(order, heads),
+            groups=heads // kv_heads,
+            BY_GROUP=by_group(problem, key_sums),
+            **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
+        )
+
+
+def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], ...]:
+    """What is wanted in two launches: dV, and all else. Sums for both dK and dV would not fit the registers beside products in pieces."""
+    d_key, d_value, sums, d_bias = wanted
+    return (None, d_value, None, None), (d_key, None, sums, d_bias)
 
 
 @triton.jit

@@ -90,8 +90,8 @@ def _query_gradients_kernel(
             start = step + tl.where(before, 0, inner_end - inner_begin)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, lanes = _add_tile(
-                q_tile,
-                d_out_tile,
+                q_tiles,
+                d_out_tiles,
                 (None, stats[1]),
                 tensors,
                 rules,
@@ -112,8 +112,8 @@ def _query_gradients_kernel(
         for start in tl.range(inner_begin, inner_end, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, ends = _add_tile(
-                q_tile,
-                d_out_tile,
+                q_tiles,
+                d_out_tiles,
                 stats,
                 tensors,
                 rules,
