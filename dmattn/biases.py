@@ -115,6 +115,7 @@ register_pytree_node(
 torch.serialization.add_safe_globals([FactoredBias])  # a saved program holds the inputs that it was exported with
 
 
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class RelativeBias:
     """A bias that depends on the distance of key and query alone: R numbers a head, whatever the lengths.
 
@@ -145,6 +146,10 @@ class RelativeBias:
         ValueError: ``table`` is empty or has no axis, or ``zero`` lies outside it.
     """
 
+    table: Tensor
+    zero: int
+    longest: int | None  # queries or keys that the table was made for; None for any number
+
     def __init__(self, table: Tensor, zero: int | None = None) -> None:
         _check_float("RelativeBias: table", table)
         if table.ndim == 0 or table.shape[-1] == 0:
@@ -156,9 +161,9 @@ class RelativeBias:
             _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
             raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}")
-        self.table = table
-        self.zero = zero if isinstance(zero, (int, torch.SymInt)) else int(zero)
-        self.longest: int | None = None  # queries or keys that the table was made for; None for any number
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "zero", zero if isinstance(zero, (int, torch.SymInt)) else int(zero))
+        object.__setattr__(self, "longest", None)
 
     def __repr__(self) -> str:
         return f"RelativeBias(table of shape {tuple(self.table.shape)} in {self.table.dtype}, zero={self.zero})"
@@ -238,7 +243,7 @@ class RelativeBias:
             raise ValueError(f"dmattn: RelativeBias.alibi: length: expected at least 1, received {length}")
         distance = torch.arange(1 - length, length, device=slopes.device).abs()
         bias = cls(-slopes.to(torch.promote_types(slopes.dtype, torch.float32))[:, None] * distance, length - 1)
-        bias.longest = length
+        object.__setattr__(bias, "longest", length)
         return bias
 
 
@@ -256,8 +261,7 @@ def _check_integer(name: str, value: Any, expected: str = "an integer") -> None:
 def _with_table(tensors: Iterable[Any], context: tuple[int, int | None]) -> RelativeBias:
     """A bias of what stands for its table in a tree: a transformation may have put anything there, so nothing is checked."""
     bias = object.__new__(RelativeBias)
-    (bias.table,) = tensors
-    bias.zero, bias.longest = context
+    vars(bias).update(zip(("table", "zero", "longest"), (*tensors, *context), strict=True))
     return bias
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
+from .checks import Window, check_tensor
 from .execution.eager import attend
 from .factors import joined
 from .masks import IntervalMask
-from .problem import Window, check_tensor
 from .reference import logsumexp
 
 __all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]

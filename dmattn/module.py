@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .arguments import check_flag, kind, refuse_keywords
+from .checks import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 from .dynamic import dynamic_mask_attention
-from .problem import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 
 __all__ = ["DynamicMaskAttention", "dynamic_bias"]
 

@@ -1,4 +1,4 @@
-"""Vectors by token of packed sequences, in the coordinates of each sequence."""
+"""Packed sequences: in which one a token lies, and vectors by token in the coordinates of each sequence."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def own_rows(x: Tensor, begins: Tensor, lengths: Tensor, longest: int) -> Tensor
     row = (begins[:, None] + place).clamp(max=x.shape[2] - 1)
     own = x[0].index_select(1, row.flatten()).unflatten(1, row.shape).transpose(0, 1)
     return own.masked_fill((place >= lengths[:, None])[:, None], 0.0)
+
+
+def sequence_of(ends: Tensor, length: int) -> Tensor:
+    """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
+
+    Never one that does not exist, whatever `ends` holds.
+    """
+    place = torch.arange(length, device=ends.device)
+    return (torch.searchsorted(ends.contiguous(), place, right=True) - 1).clamp(0, ends.shape[0] - 2)

@@ -13,8 +13,9 @@ from .biases import FactoredBias, RelativeBias
 from .bits import unpacked
 from .block_mask import BlockMask
 from .broadcast import per_query_head
+from .checks import Window
 from .masks import IntervalMask
-from .problem import Problem, Window
+from .problem import Problem
 
 MASKING = torch.finfo(torch.float32).min / 1.4426950408889634  # a bias below is -inf in base 2, in which the kernels compute
 

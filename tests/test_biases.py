@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -205,6 +206,8 @@ def test_a_tree_of_its_table() -> None:
     again = pytree.tree_unflatten(leaves, spec)
     assert (again.table is bias.table, again.zero, again.longest) == (True, bias.zero, 4)
     assert repr(bias) == "RelativeBias(table of shape (2, 7) in torch.float32, zero=3)"
+    with pytest.raises(FrozenInstanceError):
+        bias.zero = 9  # which nothing would check
 
 
 def test_memory_of_a_cpu_is_not_that_of_pairs() -> None:

@@ -11,8 +11,10 @@ from torch.autograd import forward_ad
 
 from ..biases import RelativeBias
 from ..block_mask import BlockMask
+from ..checks import Window
+from ..fields import Blocks, Distances, Intervals
 from ..masks import IntervalMask
-from ..problem import Blocks, Distances, Intervals, Problem, Window, autocast
+from ..problem import Problem, autocast
 from . import operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
 from .watching import nothing_watches

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 
+from ..checks import MAPPED_BLOCKS
 from ..masks import BOUNDS
-from ..problem import MAPPED_BLOCKS
 
 SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..checks import with_axes
 from ..graphs import asked_in_tracing
 from ..masks import BOUNDS
-from ..problem import Problem, with_axes
+from ..problem import Problem
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of

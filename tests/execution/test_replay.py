@@ -24,7 +24,8 @@ from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention
 from dmattn.equivalence import Case
 from dmattn.execution import passes, replay
 from dmattn.execution.recorder import Recorder
-from dmattn.problem import Distances, Intervals, Problem
+from dmattn.fields import Distances, Intervals
+from dmattn.problem import Problem
 
 
 @on_a_cpu

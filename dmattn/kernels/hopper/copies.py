@@ -75,8 +75,10 @@ def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
-def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor:
+def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """A bool mask of pairs, as `tiled`, in bytes."""
+    if mask is None:
+        return None
     mask = by_entry(mask)
     strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
@@ -113,6 +115,14 @@ def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl
     """Shared memory for so many tiles that are copied by a descriptor: those of pieces follow each other."""
     PIECES: gl.constexpr = pieces_of(COLS)
     return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, COLS // PIECES], descriptor.layout)
+
+
+@gluon.jit
+def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles of a tensor of pairs (`layout.Strided`), as if they were to be copied."""
+    DTYPE: gl.constexpr = t.ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
+    return gl.allocate_shared_memory(DTYPE, [count, 1, 1, ROWS, COLS], LAYOUT)
 
 
 @gluon.jit

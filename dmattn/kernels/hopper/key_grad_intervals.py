@@ -21,9 +21,10 @@ from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
-from ..base.window import next_step, open_queries, queries_in_window
+from ..base.window import next_step
 from ..visits.intervals import block_bounds
-from .bias_columns import allocate_columns, ones_for_columns, store_bias_columns
+from .attending_queries import attending_of, describe_block, is_dead
+from .bias_columns import allocate_columns, ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
@@ -47,7 +48,6 @@ from .key_tile import (
     PROBABILITIES,
     Barriers,
     Context,
-    Keys,
     Ones,
     Results,
     Sources,
@@ -64,9 +64,8 @@ from .key_tile import (
     sums_layout,
     tiled_terms,
     turn_of,
-    uniform_bias_of,
 )
-from .registers import interval_of, places_of, store_tile, sums_of_lanes
+from .registers import places_of, store_tile, sums_of_lanes
 
 STAGES = 4  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 
@@ -90,24 +89,6 @@ class Exchange(NamedTuple):
     gradients: Any  # [2, 1] barriers for dK and dV, whose room is that of the tiles of queries
     key_sums: Any  # [2, 1] barriers for the sums over queries
     room: Any  # [BLOCK_N] float32 in shared memory, for the sums over queries
-
-
-class Attending(NamedTuple):
-    """Queries that attend a block of keys: from `begin`, a multiple of BLOCK_M, to `end`."""
-
-    begin: Any
-    end: Any
-    last_to_begin: Any  # the query from which on all keys are alive
-    first_to_end: Any  # the query from which on one of them is not
-
-
-class Steps(NamedTuple):
-    """Tiles of BLOCK_M queries from `begin` to `end`: those from `open_begin` to `open_end` hide no pair."""
-
-    begin: Any
-    end: Any
-    open_begin: Any
-    open_end: Any
 
 
 def key_gradients(
@@ -187,7 +168,7 @@ def _key_gradients_kernel(
     terms_tiles = allocate_terms(terms, STAGES)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
     d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 2 if config.IN_TURNS else 1, BLOCK_M, BLOCK_N)
-    if _is_dead(rules, bounds, seq, groups, col):
+    if is_dead(rules, bounds, seq, groups, col):
         _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
         p_tile, p_barriers = None, None
@@ -240,16 +221,6 @@ def _slice(t, seq):
 
 
 @gluon.jit
-def _is_dead(rules, bounds, seq, groups, col):
-    """Whether no query of any head attends a block of keys."""
-    live = False
-    for head in range(seq.head, seq.head + groups):
-        attending = _attending(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
-        live = live | (attending.begin < attending.end)
-    return not live
-
-
-@gluon.jit
 def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     WIDTH: gl.constexpr = max(config.DIM, config.DIM_V) if pieces_of(config.DIM) == 1 else 256
@@ -297,7 +268,7 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        attending = _attending(rules, bounds, this, col)
+        attending = attending_of(rules, bounds, this, col)
         for start in range(attending.begin, attending.end, BLOCK_M):
             stage, phase = stage_of(step, config.STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -332,7 +303,7 @@ def _consume(
     context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
     of_group = 0
     if config.ALIKE:
-        of_group = _describe_block(context, bounds, seq)
+        of_group = describe_block(context, bounds, seq)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     sums = no_sums(config.DIM, config.DIM_V, OF_KEYS=IN_TURNS or which == 1, OF_VALUES=IN_TURNS or which == 0)
     before = 0  # steps of the heads before
@@ -340,7 +311,7 @@ def _consume(
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums())
-        keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
+        keys, steps = of_group if config.ALIKE else describe_block(context, bounds, this)
         begin, end = steps.begin, steps.end
         mine = begin
         if IN_TURNS:
@@ -394,32 +365,7 @@ def _consume(
 
 
 @gluon.jit
-def _describe_block(context, bounds, seq):
-    """Store the bias columns of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
-    rules, col = context.rules, context.col
-    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
-    if rules.bias_by_key is not None:
-        store_bias_columns(context.bias_columns, rules, seq, col)
-    attending = _attending(rules, bounds, seq, col)
-    begin, end = attending.begin, attending.end
-    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
-    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(attending.last_to_begin, seq.len_q), BLOCK_M))
-    open_end = gl.minimum(open_end, next_step(begin, attending.first_to_end - BLOCK_M + 1, BLOCK_M))
-    return Keys(uniform_bias_of(rules, seq), middle2, length), Steps(begin, end, open_begin, open_end)
-
-
-@gluon.jit
 def _room_for_gradients(tiles, DIM: gl.constexpr):
     """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, DIM]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
-
-
-@gluon.jit
-def _attending(rules, bounds, seq, col):
-    """The :class:`Attending` of a block of keys; from the last to begin on all keys are alive."""
-    begin, end = queries_in_window(rules.left, rules.right, seq, col, BLOCK_N)
-    pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
-    end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
-    begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)
-    return Attending(begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3))

@@ -10,7 +10,7 @@ from ..base.layout import slice_pointer
 from ..base.query_terms import STORED_COLUMNS, store_terms
 from ..base.softmax import divisor2
 from .copies import pieces, product_under_way, stage_of, waited
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, words_of
+from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_pairs, load_vector, mask_of, rounded_pairs, ruled, words_of
 from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -105,6 +105,8 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
         words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False, partial=context.walk.partial)
         hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
+    if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is None:
+        bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
     if rules.bias_by_key is not None:
@@ -115,9 +117,9 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
     dq = sums.dq
     if not FIRST:
         dq = added(sums, tiles, before, config)
-    if rules.bias_rows is not None and rules.bias_cols is not None:
+    if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is not None:
         bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    else:
+    elif rules.bias_rows is None or rules.bias_cols is None:
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
