@@ -163,8 +163,8 @@ HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
 )
 HOPPER_QUERY = Row(
     "Hopper: d_query",
-    frozenset({D_QUERY}),
-    MASKS | BIASES | INTERVALS | WINDOW | EVERY | PACKED,
+    frozenset({D_QUERY, END_SUMS}),
+    MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED,
     plans.hopper_query,
     targets=HOPPER,
     besides=TERMS,

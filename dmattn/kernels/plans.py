@@ -10,7 +10,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import EVERY, MASKS, PAIR_BIAS
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -18,7 +18,7 @@ from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
-from .traits import D_BIAS_OF_PAIRS, D_KEY, D_VALUE, Traits
+from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
 
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 _CROWDED = "beside numbers of distances a mask takes too many registers"
@@ -266,6 +266,10 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
+    if D_QUERY not in traits.wanted:
+        return "d_query is not wanted, beside which sums at the ends of a table are made"
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS | INTERVALS):
+        return "keys of a tile lie apart under a mask or intervals, and have no distances in common"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
     if _are_narrowest(traits):

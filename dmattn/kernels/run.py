@@ -187,7 +187,7 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
 
 
 def _hopper_query(call: Call, made: Made) -> None:
-    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY])
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
 
 def _portable_query(call: Call, made: Made) -> None:

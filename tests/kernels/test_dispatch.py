@@ -76,7 +76,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "portable.distance_grad._bands_kernel": lambda given: ("portable: d_bias of distances", {D_BIAS_OF_DISTANCES: given["parts"]}),
     "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
-        {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
+        {D_QUERY: given["d_q"], END_SUMS: given["end_sums"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
     ),
     "hopper.shared_query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query, d_bias",
