@@ -266,10 +266,11 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
-    if D_QUERY not in traits.wanted:
-        return "d_query is not wanted, beside which sums at the ends of a table are made"
-    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS | INTERVALS):
-        return "keys of a tile lie apart under a mask or intervals, and have no distances in common"
+    if "bias of distances" in traits.features:
+        if not traits.features.isdisjoint(MASKS | INTERVALS):
+            return "keys of a tile lie apart under a mask or intervals, and have no distances in common"
+        if D_QUERY not in traits.wanted:
+            return "d_query is not wanted, beside which sums at the ends of a table are made"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
     if _are_narrowest(traits):

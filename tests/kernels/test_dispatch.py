@@ -314,6 +314,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", LONG_ROWS, "serves head dims to 32 beside a mask of keys, without which the portable kernel is faster"),
     ("backward: Hopper: d_query", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys"}), len_q=384), "serves head dims to 32 with more"),
     ("backward: Hopper: d_key, d_value", LONG_ROWS | dict(len_q=384), "serves head dims to 32 with more than 384 queries and keys, not 384 and 768"),
+    ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances", "mask of keys"})), "keys of a tile lie apart under a mask or intervals"),
+    ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "d_query is not wanted"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),

@@ -49,7 +49,7 @@ def _listed(problem: Problem, block: int, by_key: bool, entries: int) -> Tensor:
         walked=walked,
         sequences=sequences,
         entries=entries,
-        BLOCK=block,
+        block=block,
         BACKWARDS=not by_key,
         OWN=OWN,
         OTHERS=OTHERS,
@@ -72,43 +72,42 @@ def count_blocks(problem: Problem, blocks: Tensor | None, block: int, by_key: bo
     return triton.cdiv(x.shape[2], block) * x.shape[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "entries", "block"])
 def _packed_blocks_kernel(
-    blocks, own, walked, sequences, entries,
-    BLOCK: tl.constexpr, BACKWARDS: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, STEPS: tl.constexpr,
+    blocks, own, walked, sequences, entries, block, BACKWARDS: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
     """One program: the entries of OWN sequences, and its share of those that are left over. `own` and `walked` are (ends, total, longest)."""
     follow()
     number = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    length, count = _walked_and_count(own, walked, number, sequences, BLOCK)
+    length, count = _walked_and_count(own, walked, number, sequences, block)
     first = tl.full([OWN], 0, tl.int32)
     total = 0
     for start in range(0, sequences, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        other_length, other_count = _walked_and_count(own, walked, other, sequences, BLOCK)
+        other_length, other_count = _walked_and_count(own, walked, other, sequences, block)
         ahead = other_length[None, :] > length[:, None]
         ahead |= (other_length[None, :] == length[:, None]) & (other[None, :] < number[:, None])
         first += tl.sum(tl.where(ahead, other_count[None, :], 0), 1)  # [OWN, OTHERS]
         total += tl.sum(other_count, 0)
     for start in range(0, tl.max(count, 0), STEPS):
         step = start + tl.arange(0, STEPS)[None, :]
-        block = step
+        at = step
         if BACKWARDS:
-            block = count[:, None] - 1 - step
+            at = count[:, None] - 1 - step
         place = first[:, None] + step  # [OWN, STEPS]
         exists = (step < count[:, None]) & (place < entries)  # fewer may have room, where the ends do not rise
-        tl.store(blocks + 2 * place, block, mask=exists)
+        tl.store(blocks + 2 * place, at, mask=exists)
         tl.store(blocks + 2 * place + 1, number[:, None] + tl.zeros([OWN, STEPS], tl.int32), mask=exists)
     for start in range(total + tl.program_id(0) * OTHERS, entries, tl.num_programs(0) * OTHERS):
         place = start + tl.arange(0, OTHERS)
-        tl.store(blocks + 2 * place, tl.cdiv(own[2], BLOCK) + tl.zeros([OTHERS], tl.int32), mask=place < entries)
+        tl.store(blocks + 2 * place, tl.cdiv(own[2], block) + tl.zeros([OTHERS], tl.int32), mask=place < entries)
         tl.store(blocks + 2 * place + 1, tl.zeros([OTHERS], tl.int32), mask=place < entries)
 
 
 @triton.jit
-def _walked_and_count(own, walked, number, sequences, BLOCK: tl.constexpr):
+def _walked_and_count(own, walked, number, sequences, block):
     """(how many tokens each of a sequence's blocks walks at most, how many blocks it has): none behind the last sequence."""
     real = tl.minimum(number, sequences - 1)
     _, length = begin_and_length(own[0], real, own[1], own[2])
     _, walked_length = begin_and_length(walked[0], real, walked[1], walked[2])
-    return walked_length, tl.where(number < sequences, tl.cdiv(length, BLOCK), 0)
+    return walked_length, tl.where(number < sequences, tl.cdiv(length, block), 0)

@@ -1,7 +1,8 @@
 """A bias by distance on Hopper (sm_90): its table spread out in global memory, and the numbers of a tile from there.
 
-A tile wholly beyond an end of the table takes one number, which goes into the terms of its queries: no instruction a pair. Others load a number
-for each pair. Lanes of a warp read places side by side, and the table stays in the first cache.
+All pairs of an outer tile (base/distances.py) take one number, which goes into the terms of its queries: no instruction a pair. Those of an
+inner tile load numbers before its products, which are added to them, so that they take no registers beside those of scores. Lanes of a warp
+read places side by side, and the table stays in the first cache.
 """
 
 import torch

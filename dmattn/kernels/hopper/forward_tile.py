@@ -142,7 +142,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    if rules.table is None:
+    if rules.table is None or LISTS:
         sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
@@ -241,7 +241,7 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
 def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr):
     """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do.
 
-    Beside a table of distances all pairs take one `number`.
+    Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
     step = begin
     while step < end:
@@ -270,10 +270,11 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
     s, acc = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    FAR: gl.constexpr = rules.bias is not None or rules.table is not None
     if number is None:
-        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
     else:
-        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=True, OF_NONE=LOWEST)
+        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
