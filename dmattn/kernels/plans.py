@@ -10,7 +10,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import INTERVALS, MASKS, PAIR_BIAS
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -25,6 +25,8 @@ _CROWDED = "beside numbers of distances a mask takes too many registers"
 _OF_NARROW = "serves head dims from 33 to 64"
 _MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
 _WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
+_OF_NARROWEST = "serves head dims to 32"
+_FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 _PAIRWISE = frozenset({"mask of pairs", "block mask", "intervals"})
 
 
@@ -39,6 +41,28 @@ def _without_tile(traits: Traits) -> str:
 
 def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+
+
+def _are_narrowest(traits: Traits) -> bool:
+    return max(traits.head_dim, traits.value_dim) <= 32
+
+
+def _narrowest(traits: Traits, loads_pairs: bool) -> str | None:
+    """Why another row is faster for head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+
+    Their programs are bound by loads of the bias, which the producer of a program for Hopper takes from them.
+    """
+    most = hopper_resident.MOST_KEYS
+    if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
+        return f"{_OF_NARROWEST} beside a bias of pairs that the copy engine addresses, with sinks or a mask of keys, and no other rule"
+    if traits.bias.batch == traits.batch:
+        return f"{_OF_NARROWEST} where batch entries share the bias"
+    if min(traits.len_q, traits.len_k) <= most:
+        return f"{_OF_NARROWEST} with more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
+    blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
+    if blocks < _FULL * traits.processors:
+        return f"{_OF_NARROWEST} with {_FULL * traits.processors} blocks of 128 queries or more, not {blocks}"
+    return None
 
 
 def are_wide(traits: Traits) -> bool:
@@ -141,7 +165,9 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
         return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128, 256), loads_pairs=loads_pairs)
+    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
+        return reason
+    return _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -247,13 +273,20 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
             return "d_query is not wanted, beside which sums at the ends of a table are made"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
+    if _are_narrowest(traits):
+        if "mask of keys" not in traits.features:
+            return f"{_OF_NARROWEST} beside a mask of keys, without which the portable kernel is faster"
+        if (reason := _narrowest(traits, loads_pairs)) is not None:
+            return reason
+    return _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 
 
 def hopper_keys(traits: Traits, loads_pairs: bool = False) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
+    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
+        return reason
+    return _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 
 def hopper_interval_keys(traits: Traits) -> str | None:

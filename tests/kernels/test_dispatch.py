@@ -242,6 +242,11 @@ BACKWARD_SERVED = {
     "query terms": PLAIN,
 }
 
+# Long rows of narrow heads that share a bias, which Hopper's rows serve, but for their d_query.
+LONG_ROWS: dict[str, Any] = dict(
+    batch=64, heads=4, kv_heads=4, len_q=768, len_k=768, head_dim=32, value_dim=32, features=frozenset({"bias of pairs"}), bias=Bias(BF16, 1, 4)
+)
+
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: one tile", dict(kv_heads=2), "heads share keys"),
@@ -262,10 +267,16 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
     ("forward: Hopper", dict(features=frozenset({"softcap"})), "does not serve softcap"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
-    ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 64 or 128 or 256 here, not 64 of queries and 128 of values"),
+    ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 32 or 64 or 128 or 256 here, not 64 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, features=INTERVALS), "serves head dims from 33 to 64 without a mask of pairs, a block mask or intervals"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=4096, left=1022, right=0), "serves head dims from 33 to 64 with a window of 1024 keys or more, not 1023"),
-    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims padded to 64 or 128 or 256 here, not 32 of queries and 20 of values"),
+    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims to 32 beside a bias of pairs that the copy engine addresses"),
+    ("forward: Hopper", LONG_ROWS | dict(value_dim=16), "serves head dims padded to 32 or 64 or 128 or 256 here, not 32 of queries and 16 of values"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs"})), "serves head dims to 32 beside a bias of pairs that"),
+    ("forward: Hopper", LONG_ROWS | dict(bias=Bias(BF16, 64, 4)), "serves head dims to 32 where batch entries share the bias"),
+    ("forward: Hopper", LONG_ROWS | dict(len_k=384), "serves head dims to 32 with more than 384 queries and keys, not 768 and 384"),
+    ("forward: Hopper", LONG_ROWS | dict(batch=21), "serves head dims to 32 with 528 blocks of 128 queries or more, not 504"),
+    ("forward: Hopper, pairs loaded", LONG_ROWS, "serves head dims to 32 beside a bias of pairs that the copy engine addresses"),
     ("forward: Hopper", dict(features=INTERVALS | {"bias of distances"}), "keys of a tile lie apart under intervals"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "mask of keys"})), "beside numbers of distances a mask takes too many registers"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
@@ -311,6 +322,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "d_bias of pairs is wanted, too"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64), "serves head dims from 33 to 64 beside a bias of pairs, or causal ones of 2048 keys"),
+    ("backward: Hopper: d_query", LONG_ROWS, "serves head dims to 32 beside a mask of keys, without which the portable kernel is faster"),
+    ("backward: Hopper: d_query", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys"}), len_q=384), "serves head dims to 32 with more"),
+    ("backward: Hopper: d_key, d_value", LONG_ROWS | dict(len_q=384), "serves head dims to 32 with more than 384 queries and keys, not 384 and 768"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances", "mask of keys"})), "keys of a tile lie apart under a mask or intervals"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "d_query is not wanted"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),

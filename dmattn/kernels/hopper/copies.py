@@ -24,6 +24,7 @@ CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
 ROOM = 232448 - 1536  # bytes of shared memory that tiles may take; barriers and what warps exchange take the others
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
+NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a panel's columns
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -42,7 +43,7 @@ def consumers_of(length: int, dim: int) -> int:
 
 def padded_dim(problem: Problem) -> int:
     """What the head dims of query and value are both padded to, where neither is over 128."""
-    return max(block_dim(x.shape[3]) for x in (problem.query, problem.value))
+    return max(NARROWEST, *(block_dim(x.shape[3]) for x in (problem.query, problem.value)))
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
@@ -57,6 +58,11 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 def piece_of(dim: int) -> int:
     """The dims of a tile of one copy: a tile of no power of 2 is kept as PANELs, each a tile of its own."""
     return dim if dim & (dim - 1) == 0 else PANEL.value
+
+
+def panel_of(dim: int) -> int:
+    """The columns of one copy of listed blocks, which come by panels."""
+    return min(PANEL.value, dim)
 
 
 def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:

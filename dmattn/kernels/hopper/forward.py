@@ -1,4 +1,4 @@
-"""The forward pass on Hopper (sm_90) for head dims from 33 to 256, in Gluon: copies, matrix products and softmax overlap.
+"""The forward pass on Hopper (sm_90) for head dims from 17 to 256, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
@@ -39,6 +39,7 @@ from .copies import (
     copy,
     copy_tile,
     padded_dims,
+    panel_of,
     piece_of,
     pieces,
     place_of_queries,
@@ -70,13 +71,16 @@ from .walk import (
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+# NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
+# under a mask of keys 1.07 and 1.64.
+NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 
 
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs; None too where consumers load it
     intervals: Any  # [1, 1, 1, 2 * SUB]
@@ -103,8 +107,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         _forward_kernel,
         programs,
         q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
         bias=tiled(bias, block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
@@ -119,7 +123,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         len_k=len_k,
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
-        STAGES=STAGES,
+        STAGES=NARROW_STAGES if max(dim, dim_v) < PANEL.value else STAGES,
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
@@ -132,7 +136,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 
 def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
-    """Keys of a tile: half as many where shared memory, or registers beside `out`, have no room for more."""
+    """Keys of a tile: half as many of the narrowest heads, or where shared memory, or registers beside `out`, have no room for more."""
+    if max(dim, dim_v) < PANEL.value:
+        return KEYS // 2
     return KEYS if max(dim, dim_v) <= 128 or (dim == 192 and dim_v == 128 and not pairs) else KEYS // 2
 
 

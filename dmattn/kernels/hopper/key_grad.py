@@ -1,4 +1,4 @@
-"""dK and dV on Hopper (sm_90) for head dims from 33 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
+"""dK and dV on Hopper (sm_90) for head dims from 17 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. While one consumer makes probabilities, the others multiply. Within one consumer no product outlives a tile,

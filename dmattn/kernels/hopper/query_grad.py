@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
+"""dQ on Hopper (sm_90) for head dims from 17 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -26,7 +26,6 @@ from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
-    PANEL,
     PRODUCER_REGISTERS,
     ROOM,
     allocate_barriers,
@@ -34,6 +33,7 @@ from .copies import (
     copy,
     copy_tile,
     padded_dims,
+    panel_of,
     piece_of,
     pieces,
     pieces_of,
@@ -87,7 +87,7 @@ class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 SUB]
@@ -140,8 +140,8 @@ def query_gradients(
         _query_gradients_kernel,
         programs,
         q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
         bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
@@ -330,7 +330,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
         no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
-        sums = Sums(dq, ds, turn, ends=None if end_sums is None else (no_lanes, no_lanes))
+        sums = Sums(dq, ds, turn, ends=() if end_sums is None else (no_lanes, no_lanes))
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
             sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
@@ -379,7 +379,7 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
     number, outer_end = first, inner_begin
     for after in range(2):
         for step in range(begin, outer_end, config.BLOCK_N):
-            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, before=after == 0)
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, at_first=after == 0)
         for step in range(outer_end, inner_end, config.BLOCK_N):
             sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
         number, begin, outer_end = last, inner_end, end

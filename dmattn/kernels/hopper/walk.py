@@ -235,12 +235,13 @@ def copy_blocks(t, seq, head, starts, full, tiles, stage, DIM: gl.constexpr):
     """Copy a tile of keys that is made of blocks to its stage of `tiles`, and tell the barrier."""
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
-    PANELS: gl.constexpr = DIM // PANEL
-    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // PANEL) * BLOCKS, 1, 1, SUB, PANEL], t.layout)
+    WIDTH: gl.constexpr = t.block_shape[3]  # a panel, or all of fewer columns
+    PANELS: gl.constexpr = DIM // WIDTH
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // WIDTH) * BLOCKS, 1, 1, SUB, WIDTH], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
             entry, col = place_of_keys(seq, starts[block])
-            copy(t, [entry, head, col, panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
+            copy(t, [entry, head, col, panel * WIDTH], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
 
 
 @gluon.jit

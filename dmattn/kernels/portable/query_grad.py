@@ -201,9 +201,8 @@ def _add_tile(
     else:
         lse_rows, delta_rows = stats
         v_tiles = load_pieces(v, seq, cols, value_dims, len(d_out_tiles))  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(
-            q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, False, PRECISION, bias2
-        )
+        scored = (q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols)
+        _, ds, tanh = score_gradient(*scored, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
         if d_bias is not None:
             store_pairs(d_bias, seq, rows, cols, ds)
         if d_q is not None:
