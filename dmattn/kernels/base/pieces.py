@@ -52,12 +52,16 @@ def over_dims(left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def over_rows(pairs, tiles, sums, PRECISION: tl.constexpr):
-    """`sums` with pairs tiles, [rows of `pairs`, dims] in the pieces of `tiles`; pairs [.., rows of `tiles`] are rounded to their type."""
+def over_rows(pairs, tiles, sums, PRECISION: tl.constexpr, factor=None):
+    """`sums`, times a factor if any, with pairs tiles: [rows of `pairs`, dims] in pieces. `pairs` [.., rows of `tiles`] get the tiles' type."""
     added = ()
     for piece in tl.static_range(len(tiles)):
         tile = tiles[piece]
-        added = added + (tl.dot(pairs.to(tile.dtype), tile, sums[piece], input_precision=PRECISION),)  # noqa: RUF005
+        rounded = pairs.to(tile.dtype)
+        total = sums[piece]
+        if factor is not None:
+            total = total * factor
+        added = added + (tl.dot(rounded, tile, total, input_precision=PRECISION),)  # noqa: RUF005
     return added
 
 

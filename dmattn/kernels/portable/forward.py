@@ -10,7 +10,7 @@ from ..base.launch import launch
 from ..base.layout import Span, sequence, store_rows, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.pieces import load_pieces, over_rows, store_pieces, times, zero_pieces
+from ..base.pieces import load_pieces, over_rows, store_pieces, zero_pieces
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
@@ -83,5 +83,5 @@ def _add_tile(q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
     v_tiles = load_pieces(v, seq, cols, value_dims, len(acc))  # [BLOCK_N, BLOCK_DV]
-    acc = over_rows(p, v_tiles, times(acc, alpha[:, None]), PRECISION)
+    acc = over_rows(p, v_tiles, acc, PRECISION, alpha[:, None])
     return acc, row_max, row_sum
