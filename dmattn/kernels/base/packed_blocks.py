@@ -32,7 +32,9 @@ def packed_blocks(problem: Problem, block: int, by_key: bool = False) -> Tensor 
 
 def packed_sequences(problem: Problem) -> Tensor | None:
     """The same list of packed sequences themselves, those with the most queries first: each that has keys is block 0, others are left over."""
-    return None if problem.ends_q is None else _listed(problem, max(1, problem.key.shape[2]), True, problem.query.shape[0])
+    if problem.ends_q is None:
+        return None
+    return _listed(problem, triton.next_power_of_2(max(1, problem.key.shape[2])), by_key=True, entries=problem.query.shape[0])
 
 
 def _listed(problem: Problem, block: int, by_key: bool, entries: int) -> Tensor:
@@ -80,15 +82,17 @@ def _packed_blocks_kernel(
     follow()
     number = tl.program_id(0) * OWN + tl.arange(0, OWN)
     length, count = _walked_and_count(own, walked, number, sequences, block)
-    first = tl.full([OWN], 0, tl.int32)
-    total = 0
+    first = tl.full([OWN], 0, tl.int64)  # of ends that do not rise more blocks than 32 bits count
+    total = tl.full([], 0, tl.int64)
     for start in range(0, sequences, OTHERS):
         other = start + tl.arange(0, OTHERS)
         other_length, other_count = _walked_and_count(own, walked, other, sequences, block)
         ahead = other_length[None, :] > length[:, None]
         ahead |= (other_length[None, :] == length[:, None]) & (other[None, :] < number[:, None])
-        first += tl.sum(tl.where(ahead, other_count[None, :], 0), 1)  # [OWN, OTHERS]
-        total += tl.sum(other_count, 0)
+        first += tl.sum(tl.where(ahead, other_count[None, :], 0).to(tl.int64), 1)  # [OWN, OTHERS]
+        total += tl.sum(other_count.to(tl.int64), 0)
+    first = tl.minimum(first, entries).to(tl.int32)
+    total = tl.minimum(total, entries).to(tl.int32)
     for start in range(0, tl.max(count, 0), STEPS):
         step = start + tl.arange(0, STEPS)[None, :]
         at = step

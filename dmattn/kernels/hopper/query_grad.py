@@ -330,7 +330,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
         no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
-        sums = Sums(dq, ds, turn, ends=None if end_sums is None else (no_lanes, no_lanes))
+        sums = Sums(dq, ds, turn, ends=() if end_sums is None else (no_lanes, no_lanes))
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
             sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
@@ -379,7 +379,7 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
     number, outer_end = first, inner_begin
     for after in range(2):
         for step in range(begin, outer_end, config.BLOCK_N):
-            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, before=after == 0)
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, at_first=after == 0)
         for step in range(outer_end, inner_end, config.BLOCK_N):
             sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
         number, begin, outer_end = last, inner_end, end

@@ -61,7 +61,7 @@ class Sums(NamedTuple):
     dq: Any  # [BLOCK_M, DIM] float32, in pieces, without the last tile
     ds: Any  # [BLOCK_M, BLOCK_N / 2] int32, dS of the last tile (`rounded_pairs`)
     turn: Any  # tiles so far, of all blocks of queries
-    ends: Any = None  # those of dS by lane over the keys that take the first number of a table, and over those that take the last, [BLOCK_M, 4]
+    ends: Any  # of dS by lane over the keys that take the first number of a table, and over those that take the last, [BLOCK_M, 4]; or ()
 
 
 @gluon.jit
@@ -102,11 +102,11 @@ def added(sums, tiles, stage, config: gl.constexpr):
 
 @gluon.jit
 def add_tile(
-    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr, number=None, before=None
+    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr, number=None, at_first=None
 ):  # fmt: skip
     """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own.
 
-    A `number` of a table of distances is that of all pairs, the first one if the keys are `before` the queries, else the last; without it,
+    A `number` of a table of distances is that of all pairs, the first one if it is `at_first`, else the last; without it,
     each pair loads its own.
     """
     tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
@@ -162,7 +162,7 @@ def add_tile(
         dq = waited(dq)
         mbarrier.arrive(barriers.free.index(last), count=1)
     ends = sums.ends
-    if ends is not None:
+    if len(ends) > 0:
         low_lanes, high_lanes = ends
         if BY_PAIRS:
             place = place_of_first(rules, seq, row, start) + cols - rows
@@ -170,7 +170,7 @@ def add_tile(
             high_lanes += lane_sums(gl.where(place >= gl.maximum(rules.distances - 1, 1), d_s, 0.0))  # the only number is the first
         else:
             lanes = lane_sums(d_s)
-            low_lanes += gl.where(before != 0, lanes, 0.0)
-            high_lanes += gl.where(before != 0, 0.0, lanes)
+            low_lanes += gl.where(at_first != 0, lanes, 0.0)
+            high_lanes += gl.where(at_first != 0, 0.0, lanes)
         ends = (low_lanes, high_lanes)
     return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1, ends)

@@ -200,9 +200,8 @@ def _add_tile(
     else:
         lse_rows, delta_rows = stats
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(
-            q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE, False, PRECISION, bias2
-        )
+        scored = (q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols)
+        _, ds, tanh = score_gradient(*scored, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
         if d_bias is not None:
             store_pairs(d_bias, seq, rows, cols, ds)
         if d_q is not None:
