@@ -48,9 +48,9 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 def _narrowest(traits: Traits, loads_pairs: bool) -> str | None:
-    """Why another row is faster for head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
 
-    Their programs are bound by loads of the bias, which the producer of a program for Hopper takes from them.
+    Of others these kernels are not known to be the faster ones.
     """
     most = hopper_resident.MOST_KEYS
     if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
