@@ -163,8 +163,8 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
         return f"{_OF_NARROW} without a mask of pairs, a block mask or intervals, beside which the portable kernel is faster"
     if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
         return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
-    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
-        return f"{_CROWDED} at head dims over 64"
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
+        return _CROWDED
     if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
         return reason
     return _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
