@@ -48,9 +48,9 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 def _narrowest(traits: Traits, loads_pairs: bool) -> str | None:
-    """Why another row is faster for head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
 
-    Their programs are bound by loads of the bias, which the producer of a program for Hopper takes from them.
+    Of others these kernels are not known to be the faster ones.
     """
     most = hopper_resident.MOST_KEYS
     if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
@@ -163,8 +163,8 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
         return f"{_OF_NARROW} without a mask of pairs, a block mask or intervals, beside which the portable kernel is faster"
     if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
         return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
-    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
-        return f"{_CROWDED} at head dims over 64"
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
+        return _CROWDED
     if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
         return reason
     return _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)

@@ -1,8 +1,8 @@
 """A bias by distance on Hopper (sm_90): its table spread out in global memory, and the numbers of a tile from there.
 
-All pairs of an outer tile (base/distances.py) take one number, which goes into the terms of its queries: no instruction a pair. Those of an
-inner tile load numbers before its products, which are added to them, so that they take no registers beside those of scores. Lanes of a warp
-read places side by side, and the table stays in the first cache.
+All pairs of an outer tile (base/distances.py) take one number, which joins the maximum or lse of its queries: no instruction a pair. An inner
+tile loads numbers before its products, which are added to them, so that they take no registers beside those of scores; a load brings those of
+two pairs. Lanes of a warp read places side by side, and the table stays in the first cache.
 """
 
 import torch

@@ -142,7 +142,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    if rules.table is None or LISTS:
+    if rules.table is None:
         sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
@@ -222,7 +222,7 @@ def _add_tile(
 @gluon.jit
 def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
     """The same sums beside a table of distances: outer tiles of keys after the queries, inner ones, then outer ones of keys before."""
-    gl.static_assert(config.BACKWARDS)
+    gl.static_assert(config.BACKWARDS)  # no mask is served beside a table, so there are no lists
     rules, seq, walk = context.rules, context.seq, context.walk
     first, last = context.ends
     low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
