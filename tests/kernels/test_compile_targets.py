@@ -53,6 +53,7 @@ SPILLED_IN = {
     "shared-bias-of-many-d128": 1024,
     "windows-of-49-mask-d32": 2048,
     "dense-bias-d256": 1024,
+    "decoding-fp32-d256": 768,
     "odd-lengths-d20": 1024,
 }
 
