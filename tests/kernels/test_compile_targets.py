@@ -39,6 +39,7 @@ SPILLED_IN = {
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
     "leading-rows-shared-bias-d32": 1024,
+    "loaded-dense-bias-causal-d256": 1024,
     "loaded-mask-dense-bias-fp32-d128": 1536,
     "loaded-shared-bias-d128": 1280,
     "packed-mask-key-bias-d256": 1536,
