@@ -300,6 +300,21 @@ def load_tile(t, seq, rows, cols):
 
 
 @triton.jit
+def load_tile_across(t, seq, rows, cols):
+    """The same as [cols, rows]."""
+    corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
+    pointers = corner + rows.index[None, :] * t.row + cols.index[:, None] * t.col
+    if rows.length is None and cols.length is None:
+        return tl.load(pointers)
+    elif cols.length is None:
+        return tl.load(pointers, mask=inside(rows)[None, :], other=0)
+    elif rows.length is None:
+        return tl.load(pointers, mask=inside(cols)[:, None], other=0)
+    else:
+        return tl.load(pointers, mask=inside(rows)[None, :] & inside(cols)[:, None], other=0)
+
+
+@triton.jit
 def store_tile(t, seq, rows, cols, x):
     """Write [rows, cols] of one sequence inside the bounds, in the tensor's dtype."""
     pointers = _tile_pointers(t, seq, rows, cols)

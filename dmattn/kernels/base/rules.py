@@ -13,6 +13,7 @@ from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
 from .layout import Span, ends_of, inside, load_pairs, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .pieces import over_dims
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -121,16 +122,16 @@ def _shared(problem: Problem) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
     A tile that is no EDGE hides no pair, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
     queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        s = over_dims(k_tiles, q_tiles, PRECISION)
     else:
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = over_dims(q_tiles, k_tiles, PRECISION)
     tanh = 0.0
     if rules.softcap is None:
         s *= rules.scale * LOG2E

@@ -16,6 +16,7 @@ from ..base.layout import Sequence, Span, inside, load_rows, load_tile, store_ti
 from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
 from ..base.packed_blocks import packed_sequences
+from ..base.pieces import load_pieces
 from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import load_bias2, rules_of
@@ -191,8 +192,9 @@ def _shared_gradient_kernel(
     part_entry = program // (blocks_m * blocks_n) // bias_heads
     entry = part_entry % slice_batch
     part = part_entry // slice_batch
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    PIECES: tl.constexpr = ((HEAD_DIM - 1) // BLOCK_D + 1, (VALUE_DIM - 1) // BLOCK_DV + 1)
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
@@ -207,7 +209,7 @@ def _shared_gradient_kernel(
     if rules.ends is None:
         for member in tl.range(begin, end):
             seq = member_of(None, of_slice, member, sharing_heads, spread)
-            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
     else:  # by turns, up to the first sequence that is too short: those after it are, too
         member = part
         while member < members:
@@ -215,42 +217,42 @@ def _shared_gradient_kernel(
             reaches = rows.start < seq.len_q
             if reaches & (cols.start < seq.len_k) & any_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
                 own_rows, own_cols = Span(rows.start, rows.index, seq.len_q), Span(cols.start, cols.index, seq.len_k)
-                total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PRECISION=PRECISION)
+                total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
             member = tl.where(reaches, member + tl.cdiv(members, members_per_part), members)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 
 @triton.jit
-def add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION: tl.constexpr):
+def add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES: tl.constexpr, PRECISION: tl.constexpr):
     """`total` with dS of the tile in one member, where the mask or intervals leave a pair."""
     BLOCK_M: tl.constexpr = total.shape[0]
     BLOCK_N: tl.constexpr = total.shape[1]
     if rules.states is not None:
         live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
         if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
-            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, EDGE=False, PRECISION=PRECISION)
         elif live:
-            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, EDGE=True, PRECISION=PRECISION)
     elif rules.first is not None:
         if any_live_interval(rules, seq, rows, cols, BLOCK_M):
-            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, EDGE=True, PRECISION=PRECISION)
     else:
-        total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+        total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, EDGE=True, PRECISION=PRECISION)
     return total
 
 
 @triton.jit
-def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr):
+def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr):
     """dS of the tile in one member."""
     q, k, v, d_out, lse, delta = tensors
-    q_tile = load_tile(q, seq, rows, dims)
-    k_tile = load_tile(k, seq, cols, dims)
-    v_tile = load_tile(v, seq, cols, value_dims)
-    d_out_tile = load_tile(d_out, seq, rows, value_dims)
+    q_tiles = load_pieces(q, seq, rows, dims, PIECES[0])
+    k_tiles = load_pieces(k, seq, cols, dims, PIECES[0])
+    v_tiles = load_pieces(v, seq, cols, value_dims, PIECES[1])
+    d_out_tiles = load_pieces(d_out, seq, rows, value_dims, PIECES[1])
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
     tile = probabilities(
-        q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
+        q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
     )
     p = tile.p
     if rules.ends is not None:  # a row past the end has a bias, which may be NaN

@@ -180,8 +180,9 @@ def _bands_kernel(
         tiles = tl.cdiv(tl.maximum(tl.minimum(len_q, len_k - shift) - first_row, 0), BLOCK_M)
     else:
         tiles = most_tiles  # of which a sequence may have fewer
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    PIECES: tl.constexpr = ((HEAD_DIM - 1) // BLOCK_D + 1, (VALUE_DIM - 1) // BLOCK_DV + 1)
     row_index, col_index = tl.arange(0, BLOCK_M).to(INDEX), tl.arange(0, BLOCK_N).to(INDEX)
     tensors = (q, k, v, d_out, lse, delta)
     first_rows, first_cols = Span(first_row, row_index, None), Span(first_row + shift, col_index, None)
@@ -197,7 +198,7 @@ def _bands_kernel(
             row = first_row + step % tiles * BLOCK_M
             rows = Span(row, row_index, None if EVEN_M else len_q)
             cols = Span(row + shift, col_index, None if EVEN_N else len_k)
-            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
         else:
             own_shift = first_place + band * BLOCK_N - place_of_first(rules, seq, 0, 0)
             if rules.packed_blocks is None:
@@ -208,7 +209,7 @@ def _bands_kernel(
             col = row + own_shift
             if (row < seq.len_q) & (col < seq.len_k) & (col > -BLOCK_N):
                 rows, cols = Span(row, row_index, seq.len_q), SpanFromBefore(col, col_index, seq.len_k, 0)
-                total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+                total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
     store_diagonals(parts + tl.cast((number * splits + part) * count + band, tl.int64) * (BLOCK_M + BLOCK_N), total)
 
 

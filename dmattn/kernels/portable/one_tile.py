@@ -121,8 +121,9 @@ def _one_tile_gradients_kernel(
         places = cols
         if order is not None:
             places = Span(0, load_rows(order, seq, cols, LARGEST).to(tl.int64), LARGEST)
+        factors = ((q_tile,), (k_tile,), (v_tile,), (d_out_tile,))
         p, weights, d_p, tanh = probabilities(
-            q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
+            *factors, lse_rows, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
         )
         if d_v is not None:
             store_tile(d_v, seq, places, value_dims, _over_queries(weights, d_out_tile, PRECISION))

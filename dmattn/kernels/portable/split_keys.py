@@ -182,7 +182,7 @@ def _split_kernel(
         start = key_step(rules, seq, rows, step, end, full_end, QUERIES, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-        s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
+        s = _scores((q_tile,), (k_tile,), rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
@@ -194,7 +194,7 @@ def _split_kernel(
 
 @triton.jit
 def _scores(
-    q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
+    q_tiles, k_tiles, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
     bias2 = None
@@ -203,9 +203,9 @@ def _scores(
     elif rules.bias is not None or rules.table is not None:
         bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN=False, BY_ROW=True)
     if MASK_BY_HEAD:
-        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
+        s, _ = scores(q_tiles, k_tiles, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     else:
-        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
+        s, _ = scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     return s
 
 
