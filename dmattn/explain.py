@@ -17,6 +17,7 @@ from .factors import joined
 from .functional import attention
 from .masks import BOUNDS
 from .problem import Gradients, Problem
+from .rehearsal import without_storage
 
 if TYPE_CHECKING:
     from .kernels.dispatch import Choice
@@ -213,13 +214,6 @@ def _table_family(family: str) -> str:
     return "hip" if family.startswith("gfx") else family
 
 
-def _without_storage(x: Tensor) -> Tensor:
-    """A tensor that lies as `x` does, to 16 bytes, in no memory."""
-    start = x.data_ptr() % 16 // x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return torch.empty(start + last + 1, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), start)
-
-
 def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
     """The rows of the table for both passes; none where there is nothing to compute."""
     backend.kernels(torch.device("meta"), backend.interpreting())  # which says that Triton is missing
@@ -265,7 +259,7 @@ class _Call:
     """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
     def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
-        placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+        placed: dict[str, Any] = {name: without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         self.problem = problem._replace(**placed)
         self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
         self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))

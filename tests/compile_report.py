@@ -35,7 +35,6 @@ from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
-from dmattn.kernels.base import device, launch
 from dmattn.problem import Problem
 from dmattn.states import GRANULE
 
@@ -315,18 +314,11 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
 def on_gpu(target: str) -> Iterator[None]:
     """Tensors without storage stand for a GPU."""
     active = driver._active
-
-    def forget() -> None:
-        for cached in (device.device_family, launch._assembler, device.processors):
-            cached.cache_clear()
-
-    forget()
     driver.set_active(NoDevice(gpu_target(target)))
     try:
         yield
     finally:
         driver._active = active
-        forget()
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:

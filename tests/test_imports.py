@@ -56,6 +56,7 @@ LAYERS = (
         "own_rows",
         "precision",
         "recording",
+        "rehearsal",
         "selection",
         "states",
         "unions",
@@ -86,7 +87,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:
