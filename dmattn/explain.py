@@ -182,11 +182,7 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
     if processors is not None and (isinstance(processors, bool) or not isinstance(processors, int) or processors < 1):
         raise ValueError(f"dmattn: processors: expected a positive integer or None, received {processors}")
     if target is not None:
-        if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
-            raise ValueError(f"dmattn: target: expected a family of GPUs such as {', '.join(PEAKS)}, or None, received {target}")
-        if processors is None and target not in PEAKS:
-            raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
-        return target, PEAKS[target].processors if processors is None else processors
+        return target_of(target, processors)
     if device.type == "meta":
         if not torch.cuda.is_available():
             raise ValueError(f"dmattn: target: expected a family such as {', '.join(PEAKS)} for tensors on meta without a GPU, received None")
@@ -203,6 +199,15 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
     if family == "hip":
         family = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     return family, processors_of(device) if processors is None else processors
+
+
+def target_of(target: str, processors: int | None, argument: str = "target") -> tuple[str, int]:
+    """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
+    if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
+        raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)}, received {target}")
+    if processors is None and target not in PEAKS:
+        raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
+    return target, PEAKS[target].processors if processors is None else processors
 
 
 def _by_kernels(problem: Problem, target: str | None) -> bool:

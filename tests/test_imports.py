@@ -82,7 +82,7 @@ LAYERS = (
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
-    ("report",),
+    ("compilation", "report"),
     ("verify",),
     ("cli",),
     ("__main__",),

@@ -24,13 +24,13 @@ from dmattn.rehearsal import without_storage
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
-from compile_report import NoDevice, gpu_target  # noqa: E402
 from triton.runtime import driver, jit  # noqa: E402
 
 from dmattn import kernels  # noqa: E402
 from dmattn.kernels.base import ahead, launch  # noqa: E402
 from dmattn.kernels.base.ahead import Ahead  # noqa: E402
 from dmattn.kernels.base.device import device_family, processors, rehearsed_for  # noqa: E402
+from dmattn.kernels.base.no_device import NoDevice, gpu_target  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = "sm_90", 4
