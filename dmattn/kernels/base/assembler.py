@@ -49,8 +49,14 @@ def _leave() -> None:
             tools.update(_before)
 
 
-@cache
 def assembler(family: str) -> str | None:
+    """The path of the ptxas to compile with, None for Triton's choice."""
+    with _lock:  # of two threads that ask first, one would else see what the other has set
+        return _choice(family)
+
+
+@cache
+def _choice(family: str) -> str | None:
     """The path of the ptxas to compile with instead of Triton's choice, if its choice is known to be wrong.
 
     ptxas 12.8, with which Triton up to 3.8 compiles for Hopper, loses the register that holds the shared-memory address of a matrix product

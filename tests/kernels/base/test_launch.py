@@ -70,6 +70,28 @@ def test_threads_do_not_take_it_from_each_other(assembler: str) -> None:
     assert triton.knobs.nvidia.ptxas.path == before
 
 
+def test_threads_that_ask_first_at_once_get_the_same() -> None:
+    tools = triton.knobs.nvidia
+    if not hasattr(tools, "ptxas_blackwell"):
+        pytest.skip("needs a Triton with two assemblers")
+    wanted, together, seen = assemblers.assembler("sm_90") or tools.ptxas.path, threading.Barrier(8, timeout=60), []
+
+    def work() -> None:
+        together.wait()
+        with assemblers.assembling_for("sm_90"):
+            seen.append(triton.knobs.nvidia.ptxas.path)
+
+    for _ in range(20):
+        assemblers._choice.cache_clear()
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert seen == [wanted] * 160
+    assert (assemblers.assembler("sm_90") or tools.ptxas.path) == wanted
+
+
 def test_only_hopper_with_an_old_assembler_needs_it() -> None:
     for family, needed in (("sm_80", False), ("sm_90", True), ("sm_100", False), ("hip", False)):
         tools = triton.knobs.nvidia
