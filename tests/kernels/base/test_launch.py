@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,26 +72,26 @@ def test_threads_do_not_take_it_from_each_other(assembler: str) -> None:
     assert triton.knobs.nvidia.ptxas.path == before
 
 
-def test_threads_that_ask_first_at_once_get_the_same() -> None:
-    tools = triton.knobs.nvidia
-    if not hasattr(tools, "ptxas_blackwell"):
-        pytest.skip("needs a Triton with two assemblers")
-    wanted, together, seen = assemblers.assembler("sm_90") or tools.ptxas.path, threading.Barrier(8, timeout=60), []
+def test_threads_that_ask_first_at_once_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second would else take what the first has set for Triton's own choice, and no threads after it set any."""
+    asked, together = [], threading.Barrier(8, timeout=60)
+
+    @functools.cache
+    def choice(family: str) -> None:
+        asked.append(family)
+        time.sleep(0.05)
 
     def work() -> None:
         together.wait()
-        with assemblers.assembling_for("sm_90"):
-            seen.append(triton.knobs.nvidia.ptxas.path)
+        assemblers.assembler("sm_90")
 
-    for _ in range(20):
-        assemblers._choice.cache_clear()
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert seen == [wanted] * 160
-    assert (assemblers.assembler("sm_90") or tools.ptxas.path) == wanted
+    monkeypatch.setattr(assemblers, "_choice", choice)
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert asked == ["sm_90"]
 
 
 def test_only_hopper_with_an_old_assembler_needs_it() -> None:
