@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import numbers
 from itertools import pairwise
-from typing import Literal, NamedTuple, NoReturn, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
-from .broadcast import per_query_head
 from .checks import Window, check_tensor
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
 from .mask_checks import check_cumulative
-from .masks import IntervalMask
-from .own_rows import sequence_of
 from .problem import Problem
 
 __all__ = ["attention_varlen"]
@@ -113,7 +110,7 @@ def attention_varlen(
 
     Sequences may have no queries or no keys; a query of one without keys gives 0 and lse = -inf, or its head's sink. Nothing waits for the
     device: a CUDA graph, or one of ``torch.compile``, serves other lengths in `cu_seqlens_q` and `cu_seqlens_k` as well. Float64 tensors on a
-    GPU and derivatives past the first are exceptions where sequences have tiles of their own: PyTorch's formula goes from one to the next.
+    GPU and derivatives past the first are exceptions: PyTorch's formula goes from one sequence to the next.
 
     Args:
         query: (total_q, H, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides. Differentiable.
@@ -133,17 +130,14 @@ def attention_varlen(
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
         sinks: as there, (H,): the same for all sequences.
-        dropout_p: as there; which weights are dropped depends on how the sequences are packed.
+        dropout_p: as there, where sequences are as batch entries: which weights are dropped follows from a sequence's number.
         return_lse: return (out, lse); lse is differentiable.
 
-    No tensor is padded: query, key, value, out and their gradients stay as they lie, and tiles of other sequences are not visited. Without mask
-    and bias, or where each of them is the same for all queries (axis -2 is 1) or for all keys (axis -1 is 1) of a sequence, a tile may hold
-    several short sequences; only the gradient of a bias is laid out as (sequences, heads, max_seqlen) first. Beside a mask or bias of
-    pairs, a mask by query with a bias by key, or a :class:`dmattn.RelativeBias`, each sequence has tiles of its own. There `max_seqlen_q` and
-    `max_seqlen_k` should be near the longest lengths: programs are launched for so many queries and keys of every sequence, and those past its
-    end have nothing to do. A mask of pairs takes lists of its blocks besides, for each sequence. Sums of a bias by key, and of pairs beyond a
-    table's ends, are laid out as (sequences, heads, max_seqlen) in the backward pass. On Hopper, infinity or NaN in the values, or in the
-    incoming gradients, of a sequence's first tokens may spread to the sequence before it.
+    No tensor is padded: query, key, value, out and their gradients stay as they lie. Each sequence has tiles of its own, and tiles of others
+    are not visited. Programs are launched for as many blocks as so many tokens can have, however uneven the lengths are. A mask takes lists of
+    its blocks besides, for each sequence. In the backward pass the sums of a bias by key, those of pairs beyond a table's ends, and what the
+    gradient of a bias by query is summed from are laid out as (sequences, heads, max_seqlen). On Hopper, infinity or NaN in the values, or in
+    the incoming gradients, of a sequence's first tokens may spread to the sequence before it.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -189,78 +183,10 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    out, lse = _attend(problem, cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous(), max_seqlen_q, max_seqlen_k)
+    ends_q, ends_k = cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous()
+    out, lse = call(problem._replace(ends_q=ends_q, ends_k=ends_k, longest_q=max_seqlen_q, longest_k=max_seqlen_k))
+    out, lse = out[0].transpose(0, 1), lse[0]
     return (out, lse) if return_lse else out
-
-
-class _Places(NamedTuple):
-    """Of packed rows: the sequence of each and its position there, both (total,), and the sizes of (sequences, longest), which they index."""
-
-    sequence: Tensor
-    position: Tensor
-    sequences: int
-    longest: int
-
-    @classmethod
-    def of(cls, ends: Tensor, total: int, longest: int) -> _Places:
-        """From cumulative lengths; inside (sequences, longest), whatever they hold."""
-        sequence = sequence_of(ends, total)
-        position = torch.arange(total, device=ends.device) - ends[sequence]
-        return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
-
-
-def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences.
-
-    Where no bias is of distances and nothing differs between pairs, all tokens are one sequence under intervals, and a tile may hold several
-    short ones. Else each sequence has tiles of its own.
-    """
-    mask, bias = problem.mask, problem.bias
-    of_pairs = any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias))
-    by_both = mask is not None and mask.shape[2] != 1 and bias is not None and bias.shape[3] != 1
-    if problem.zero is not None or of_pairs or by_both:
-        problem = problem._replace(ends_q=ends_q, ends_k=ends_k, longest_q=longest_q, longest_k=longest_k)
-    else:
-        queries, keys = _Places.of(ends_q, problem.query.shape[2], longest_q), _Places.of(ends_k, problem.key.shape[2], longest_k)
-        intervals = IntervalMask.packed(
-            ends_q, ends_k, problem.query.shape[2], problem.key.shape[2], left=problem.left, right=problem.right
-        )  # fmt: skip
-        first, last = intervals.first[None, None], intervals.last[None, None]
-        if mask is not None and mask.shape[2] == 1:
-            last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
-            mask = None
-        bias = _packed_bias(mask, bias, problem.query.shape[1], queries, keys)
-        problem = problem._replace(mask=None, bias=bias, first=first, last=last, left=None, right=None)
-    out, lse = call(problem)
-    return out[0].transpose(0, 1), lse[0]
-
-
-def _packed_bias(mask: Tensor | None, bias: Tensor | None, heads: int, queries: _Places, keys: _Places) -> Tensor | None:
-    """The bias of packed rows that says what a mask by query, and a bias by query or by key, say of the sequences."""
-    if bias is not None:
-        # in float32 at least: a gradient is rounded after its sum over the sequences and heads that share a value
-        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-        bias = _of_keys(bias, keys) if bias.shape[3] != 1 else _of_queries(bias, queries)
-    if mask is None:
-        return bias
-    seen = per_query_head(_of_queries(mask, queries), heads)
-    return torch.where(seen, 0.0 if bias is None else per_query_head(bias, heads), float("-inf"))
-
-
-def _of_keys(x: Tensor, keys: _Places) -> Tensor:
-    """A mask or bias (sequences or 1, heads, 1, longest or 1) of packed keys, (1, heads, 1, total)."""
-    return _packed_rows(x[:, :, 0], keys)[None, :, None]
-
-
-def _of_queries(x: Tensor, queries: _Places) -> Tensor:
-    """A mask or bias (sequences or 1, heads, longest or 1, 1) of packed queries, (1, heads, total, 1)."""
-    return _packed_rows(x[..., 0], queries)[None, ..., None]
-
-
-def _packed_rows(x: Tensor, places: _Places) -> Tensor:
-    """(sequences or 1, heads, longest or 1) as (heads, total), contiguous."""
-    x = x.transpose(1, 2).expand(places.sequences, places.longest, -1)  # a view; its gradient is summed by PyTorch in a fixed order
-    return x[places.sequence, places.position].t().contiguous()
 
 
 def _check_lengths(

@@ -57,6 +57,11 @@ CASES = (
         bias="bhqk",
         causal=True,
     ),
+    Case("hopper-loaded-bias-causal", 137, 251, heads=2, head_dim=64, bias="bhqk", causal=True),
+    Case("hopper-loaded-shared-bias", 137, 251, batch=3, heads=2, head_dim=128, bias="1hqk"),
+    Case("hopper-loaded-shared-bias-fp32", 200, 131, batch=3, heads=2, head_dim=40, bias="1hqk", bias_dtype=torch.float32),
+    Case("hopper-loaded-bias-mask-window", 137, 251, heads=2, head_dim=128, mask="b1qk", bias="bhqk", window=(100, 20)),
+    Case("hopper-loaded-mask-wide", 137, 251, heads=2, head_dim=192, mask="11qk", bias="bhqk"),
     Case("decoding-blocked-mask-by-head", 3, 1100, heads=4, kv_heads=2, mask="bhqk", keep="random", blocked=True, head_dim=64),
     Case("dense-bias-softcap", 65, 37, bias="bhqk", softcap=5.0),  # whose dBias is no dS that dQ could be made of
     Case("dropout-shared-bias-grouped-causal", 65, 97, heads=4, kv_heads=2, bias="1hqk", causal=True, dropout_p=0.2),

@@ -16,7 +16,7 @@ LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1, 4, 2), (5, 2, 6, 3, 0, 2)  # more keys, no q
 
 @dataclass(frozen=True)
 class Case:
-    """A packed problem. `mask` and `bias` name the axes, n or 1, h, g (a kv head) or 1, q or 1, k or 1; longest are two more than needed.
+    """A packed problem. `mask` and `bias` name the axes, n or 1, h, g (a kv head) or 1, q or 1, k or 1; longest are `spare` more than needed.
 
     A bias of three letters, the last r, is the table of a RelativeBias of 7 numbers with distance 0 at 4. Where lengths of queries and keys are one
     tuple, they are one tensor.
@@ -33,6 +33,7 @@ class Case:
     value_dim: int = 6
     bias_dtype: torch.dtype | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    spare: int = 2
     reason: str = ""
 
     @property
@@ -41,7 +42,7 @@ class Case:
 
     @property
     def longest(self) -> tuple[int, int]:
-        return max(self.lengths_q) + 2, max(self.lengths_k) + 2
+        return max(self.lengths_q) + self.spare, max(self.lengths_k) + self.spare
 
 
 def ends(lengths: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.int32) -> Tensor:

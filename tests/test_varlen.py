@@ -25,6 +25,7 @@ compiles = pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's
 
 
 CAUSAL = dict(causal=True)
+UNEVEN = (0, 2, 0, 100, *(0,) * 40, 1, 33, *(0,) * 9)
 CASES = (
     Case("plain", options=dict(scale=0.7), reason="nothing but the sequences"),
     Case("causal", options=CAUSAL, reason="aligned with the end of each sequence"),
@@ -68,6 +69,13 @@ CASES = (
     Case("table-no-keys", bias="1hr", lengths_q=(3, 2), lengths_k=(0, 0), reason="every row is empty"),
     Case("table-mask-no-queries", bias="1hr", mask="1hqk", lengths_q=(0, 0), lengths_k=(3, 2), reason="nothing to place"),
     Case("table-of-long-sequences", lengths_q=(70, 3, 50), lengths_k=(40, 0, 90), bias="1hr", head_dim=16, options=CAUSAL, reason="several tiles"),
+    Case("exactly-the-longest", lengths_q=(64, 3, 64), lengths_k=(32, 70, 96), head_dim=16, spare=0, options=CAUSAL, reason="whole tiles, none of them beyond"),
+    Case("exactly-the-longest-pair-mask", mask="11qk", lengths_q=(64, 64), lengths_k=(96, 96), head_dim=16, spare=0, reason="as many blocks as there is room for"),
+    Case("uneven", lengths_q=UNEVEN, lengths_k=UNEVEN, head_dim=16, options=CAUSAL, reason="one long sequence among empty ones"),
+    Case("uneven-pair-mask", mask="1hqk", lengths_q=UNEVEN, lengths_k=UNEVEN, head_dim=16, reason="lists for its blocks alone"),
+    Case("uneven-table-key-mask", mask="n11k", bias="1hr", lengths_q=UNEVEN, lengths_k=UNEVEN[::-1], head_dim=16, reason="few sequences have queries and keys"),
+    Case("few-queries-many-keys", lengths_q=(1, 2, 0, 1), lengths_k=(700, 3, 5, 1030), kv_heads=1, head_dim=16, options=CAUSAL, reason="decoding: keys in splits, of which short sequences leave some"),
+    Case("few-queries-many-keys-pair-bias", mask="n11k", bias="1hqk", lengths_q=(2, 1), lengths_k=(40, 800), head_dim=16, options=dict(window=(600, 0)), reason="likewise, told by each sequence's end"),
     Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
     Case("pair-bias-longer-than-a-tile", lengths_q=(70, 3, 50), lengths_k=(90, 0, 50), bias="nhqk", head_dim=16, options=CAUSAL, reason="full tiles, and tiles of two sequences"),
     Case("shared-pair-bias-longer-than-a-tile", lengths_q=(33, 3, 70), lengths_k=(75, 5, 66), bias="1gqk", mask="nhqk", head_dim=16, reason="full tiles under a mask, sequences that end within a tile"),
@@ -75,7 +83,7 @@ CASES = (
     Case("pair-mask-window-longer-than-a-tile", lengths_q=(100, 40), lengths_k=(150, 66), mask="11qk", bias="nh1k", head_dim=16, options=dict(window=(90, 40)), reason="likewise of one mask for all"),
     Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip
-IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "table", "table-of-each", "table-one-tensor-of-lengths", "table-query-mask-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile")  # fmt: skip
+IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "table", "table-of-each", "table-one-tensor-of-lengths", "table-query-mask-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile", "exactly-the-longest", "uneven", "uneven-table-key-mask", "few-queries-many-keys")  # fmt: skip
 
 
 def assert_equal(got: dict[str, Tensor], true: dict[str, Tensor], tolerance: float) -> None:
@@ -247,12 +255,12 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
     assert watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
     (problem,) = seen
     assert problem.query.shape == (1, 1, 500, 1)
-    by_sequence = mask == "n1qk" or bias in ("1hqk", "1hr") or (mask == "11q1" and bias == "1h1k")
-    assert (problem.ends_q is not None) == (problem.ends_k is not None) == by_sequence
-    if by_sequence and interpreting():
+    if interpreting():
         terms = 8 * (500 + 64 * 100)  # two float32 for each query, in whole blocks for each sequence
         blocks = 205 // 32 + 1
-        scanned = 0 if problem.mask is None else max(problem.mask.numel() // 4, 4 * 100 * blocks * (2 + blocks))  # states, and lists of blocks
+        scanned = (
+            0 if problem.mask is None else max(problem.mask.numel() // 4, 4 * 100 * (blocks + 1) * (2 + blocks))
+        )  # states, and lists of blocks
         with Watch(problem.mask, problem.bias) as watch:
             out, lse, states, *_ = passes.forward(problem)
         assert watch.waits == 0
@@ -263,15 +271,17 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
                 gradients = passes.backward(out, lse, out, lse, (True, True, True, bias_too and bias is not None, False), True, problem)
             assert watch.waits == 0
             largest = max(terms, scanned, *(x.untyped_storage().nbytes() for x in gradients if x is not None))
-            if bias_too and bias == "1h1k":
-                largest = max(largest, 4 * 100 * 205)  # of a bias of keys sums lie as the bias would for each sequence
+            if bias_too and bias in ("1h1k", "1hq1"):
+                largest = max(largest, 8 * 100 * 205)  # of a bias of keys or queries sums lie as the bias would for each sequence, or places
             if bias_too and bias == "1hr":
                 largest = max(largest, 1 << 20)  # of a table in as many parts as there are programs
             assert watch.size <= largest
 
 
-@pytest.mark.parametrize(("mask", "bias"), [(None, "nhqk"), ("n1qk", "1hqk"), ("1gqk", "1h1k"), ("n1q1", "ngqk"), ("n1qk", "1hr")])
-def test_dropout_counts_sequences_as_batch_entries(mask: str | None, bias: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "bias"), [(None, None), (None, "nhqk"), ("n1qk", "1hqk"), ("1gqk", "1h1k"), ("n1q1", "ngqk"), ("n1qk", "1hr")]
+)
+def test_dropout_counts_sequences_as_batch_entries(mask: str | None, bias: str | None, device: str) -> None:
     """As padded copies would have it: in all kernels, those of a table included, whose blocks of keys begin anywhere."""
     case = Case("dropout", mask, bias, (37, 3, 5), (21, 0, 42), options=dict(causal=True, dropout_p=0.4))
     given = inputs(case, torch.float32, device)

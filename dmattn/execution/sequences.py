@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..own_rows import begins_and_lengths
 from ..problem import Problem
 
 _TOKENS = {"query": -2, "out": -2, "key": -2, "value": -2, "lse": -1}  # the axis of tokens
@@ -61,5 +62,5 @@ def sequences_of(problem: Problem) -> Iterator[Sequence]:
 def _slices(ends: Tensor, total: int, longest: int | None) -> list[slice]:
     """Inside `total` tokens and at most the longest, whatever the ends hold."""
     assert longest is not None
-    places = [min(max(end, 0), total) for end in ends.tolist()]
-    return [slice(begin, min(max(end, begin), begin + longest)) for begin, end in pairwise(places)]
+    begins, lengths = torch.stack(begins_and_lengths(ends, total, longest)).tolist()
+    return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]

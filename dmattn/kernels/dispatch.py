@@ -7,6 +7,7 @@ Its `plan` (plans.py) says what else keeps it from a call, or why another row is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from . import plans
@@ -42,7 +43,7 @@ class Row(NamedTuple):
     name: str
     makes: frozenset[str]
     understands: frozenset[str]
-    plan: Callable[[Traits], str | None]
+    plan: Callable[..., str | None]
     targets: frozenset[str] | None = None
     reads: frozenset[str] = frozenset()
     besides: frozenset[str] = frozenset()
@@ -123,10 +124,23 @@ def _nobody(refusals: list[Refusal]) -> str:
     return "dmattn: no kernel serves this call: " + "; ".join(f"{refusal.row} {refusal.reason}" for refusal in refusals)
 
 
+def _loading(row: Row) -> Row:
+    """A row whose kernels load a bias or mask of pairs that the copy engine cannot address: slower than copies. Not by intervals."""
+    return row._replace(
+        name=f"{row.name}, pairs loaded",
+        understands=row.understands - INTERVALS,
+        plan=partial(row.plan, loads_pairs=True),
+    )
+
+
+HOPPER_FORWARD = Row(
+    "Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, plans.hopper_forward, targets=HOPPER
+)
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile),
-    Row("split keys", frozenset({OUT}), ALL - PACKED - {"dropout", "intervals by head"}, plans.split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, plans.hopper_forward, targets=HOPPER),
+    Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
+    HOPPER_FORWARD,
+    _loading(HOPPER_FORWARD),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, plans.resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, plans.portable),
 )
@@ -144,6 +158,18 @@ HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES 
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, plans.hopper_interval_keys, **WITH_COLUMNS
 )
+HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
+    name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=STORED
+)
+HOPPER_QUERY = Row(
+    "Hopper: d_query",
+    frozenset({D_QUERY, END_SUMS}),
+    MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED,
+    plans.hopper_query,
+    targets=HOPPER,
+    besides=TERMS,
+)
+HOPPER_BIAS = Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED, plans.hopper_shared, **ON_HOPPER)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED, plans.one_tile),
     Row(
@@ -165,26 +191,23 @@ BACKWARD = (
         needs=OF_QUERIES_AND_SHARED,
     ),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
-    HOPPER_KEYS._replace(name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=STORED),
+    HOPPER_KEYS_AND_BIAS,
+    _loading(HOPPER_KEYS_AND_BIAS),
     HOPPER_INTERVAL_KEYS._replace(
         name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=STORED
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS | STORED, needs=STORED),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERMS | {END_SUMS}),
-    Row(
-        "Hopper: d_query",
-        frozenset({D_QUERY}),
-        MASKS | BIASES | INTERVALS | WINDOW | EVERY | PACKED,
-        plans.hopper_query,
-        targets=HOPPER,
-        besides=TERMS,
-    ),
+    HOPPER_QUERY,
+    _loading(HOPPER_QUERY),
     HOPPER_KEYS,
+    _loading(HOPPER_KEYS),
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, plans.always, reads=TERMS),
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERMS),
-    Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED, plans.hopper_shared, **ON_HOPPER),
+    HOPPER_BIAS,
+    _loading(HOPPER_BIAS),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, plans.always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, plans.always, reads=TERMS),

@@ -10,7 +10,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import DISTANCES, EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -18,12 +18,16 @@ from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
-from .traits import D_BIAS_OF_PAIRS, D_KEY, D_VALUE, Traits
+from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
 
 _GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
 _CROWDED = "beside numbers of distances a mask takes too many registers"
 _OF_NARROW = "serves head dims from 33 to 64"
-_MANY_KEYS = 2048  # from which Hopper's forward kernel is the faster one for narrow heads
+_MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
+_WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
+_OF_NARROWEST = "serves head dims to 32"
+_FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
+_PAIRWISE = frozenset({"mask of pairs", "block mask", "intervals"})
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:
@@ -39,8 +43,36 @@ def _are_narrow(traits: Traits) -> bool:
     return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
 
 
+def _are_narrowest(traits: Traits) -> bool:
+    return max(traits.head_dim, traits.value_dim) <= 32
+
+
+def _narrowest(traits: Traits, loads_pairs: bool) -> str | None:
+    """Why another row is faster for head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+
+    Their programs are bound by loads of the bias, which the producer of a program for Hopper takes from them.
+    """
+    most = hopper_resident.MOST_KEYS
+    if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
+        return f"{_OF_NARROWEST} beside a bias of pairs that the copy engine addresses, with sinks or a mask of keys, and no other rule"
+    if traits.bias.batch == traits.batch:
+        return f"{_OF_NARROWEST} where batch entries share the bias"
+    if min(traits.len_q, traits.len_k) <= most:
+        return f"{_OF_NARROWEST} with more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
+    blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
+    if blocks < _FULL * traits.processors:
+        return f"{_OF_NARROWEST} with {_FULL * traits.processors} blocks of 128 queries or more, not {blocks}"
+    return None
+
+
 def are_wide(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) > 128
+
+
+def _window(traits: Traits) -> int:
+    """How many keys a query in the middle sees."""
+    left, right = (traits.len_k if side is None else side for side in (traits.left, traits.right))
+    return min(left + 1 + right, traits.len_k)
 
 
 def _sees_all_before(traits: Traits) -> bool:
@@ -48,10 +80,11 @@ def _sees_all_before(traits: Traits) -> bool:
     return traits.left is None and traits.right is not None
 
 
-def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | None:
+def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs: bool = False) -> str | None:
     """What any kernel for Hopper asks: 16-bit tensors that the copy engine addresses, those in `copied` too, and a positive scale.
 
-    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products.
+    A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. A kernel that `loads_pairs` does
+    so where the copy engine does not address a bias or mask of them.
     """
     if not traits.gluon:
         return "needs Triton 3.6 or later"
@@ -73,7 +106,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
         return f"{', '.join(sorted(traits.wide))}: a stride of 2**22 or more, with which an offset within a tile needs more than 32 bits"
     if traits.bias is not None and traits.bias.dtype == torch.float64:
         return "bias of float64 takes too many registers: convert it to float32"
-    asked = {"query", "key", "value", "bias", *copied}
+    asked = {"query", "key", "value", *copied} | (set() if loads_pairs else {"bias"})
     return next((why for name, why in traits.uncopyable if name in asked), None)
 
 
@@ -122,18 +155,19 @@ def split_keys(traits: Traits) -> str | None:
     return None
 
 
-def hopper_forward(traits: Traits) -> str | None:
+def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     if {"intervals", "bias of distances"} <= traits.features:
         return "keys of a tile lie apart under intervals, and have no distances in common"
-    understood = PAIR_BIAS | EVERY | PACKED | (WINDOW if _sees_all_before(traits) else DISTANCES)
-    if _are_narrow(traits) and not (traits.len_k >= _MANY_KEYS and traits.features <= understood):
-        return (
-            f"{_OF_NARROW} from {_MANY_KEYS} keys on, with sinks, a bias of pairs, causal or without it a bias of distances, and no other rule"
-        )
+    if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
+        return f"{_OF_NARROW} without a mask of pairs, a block mask or intervals, beside which the portable kernel is faster"
+    if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
+        return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS) and block_dim(traits.head_dim) > 64:
         return f"{_CROWDED} at head dims over 64"
-    return _on_hopper(traits, (64, 128, 256))
+    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
+        return reason
+    return _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -219,32 +253,47 @@ def stores_d_scores(traits: Traits) -> str | None:
     return None
 
 
-def hopper_keys_and_bias(traits: Traits) -> str | None:
-    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", "d_bias", "mask")
+def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> str | None:
+    d_bias = () if loads_pairs else ("d_bias", "mask")
+    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
 def hopper_interval_keys_and_bias(traits: Traits) -> str | None:
     return _only_intervals(traits) or hopper_keys_and_bias(traits)
 
 
-def hopper_query(traits: Traits) -> str | None:
+def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
+    if "bias of distances" in traits.features:
+        if not traits.features.isdisjoint(MASKS | INTERVALS):
+            return "keys of a tile lie apart under a mask or intervals, and have no distances in common"
+        if D_QUERY not in traits.wanted:
+            return "d_query is not wanted, beside which sums at the ends of a table are made"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128, 256), "d_out", "out")
+    if _are_narrowest(traits):
+        if "mask of keys" not in traits.features:
+            return f"{_OF_NARROWEST} beside a mask of keys, without which the portable kernel is faster"
+        if (reason := _narrowest(traits, loads_pairs)) is not None:
+            return reason
+    return _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 
 
-def hopper_keys(traits: Traits) -> str | None:
+def hopper_keys(traits: Traits, loads_pairs: bool = False) -> str | None:
     if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
         return _CROWDED
-    return _on_hopper(traits, (64, 128, 256), "d_out", "mask")
+    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
+        return reason
+    return _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 
 def hopper_interval_keys(traits: Traits) -> str | None:
     return _only_intervals(traits) or hopper_keys(traits)
 
 
-def hopper_shared(traits: Traits) -> str | None:
-    return _on_hopper(traits, (64, 128), "d_out")
+def hopper_shared(traits: Traits, loads_pairs: bool = False) -> str | None:
+    if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
+        return f"bias of {traits.bias.dtype} leaves no room in shared memory beside head dims over 64"
+    return _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)

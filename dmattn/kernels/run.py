@@ -51,6 +51,7 @@ FORWARD = {
     "one tile": one_tile_forward,
     "split keys": split_keys,
     "Hopper": hopper_forward,
+    "Hopper, pairs loaded": hopper_forward,
     "Hopper, bias on chip": hopper_resident_forward,
     "portable": portable_forward,
 }
@@ -186,7 +187,7 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
 
 
 def _hopper_query(call: Call, made: Made) -> None:
-    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY])
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
 
 def _portable_query(call: Call, made: Made) -> None:
@@ -257,16 +258,20 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "whole rows": _whole_rows,
     "Hopper: d_query, d_bias": _shared_query,
     "Hopper: d_key, d_value, d_bias": _hopper_keys,
+    "Hopper: d_key, d_value, d_bias, pairs loaded": _hopper_keys,
     "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,
     "portable: d_key, d_value, d_bias": _portable_keys,
     "portable: d_query of d_bias": _query_of_d_bias,
     "portable: d_bias of distances": _portable_distances,
     "Hopper: d_query": _hopper_query,
+    "Hopper: d_query, pairs loaded": _hopper_query,
     "Hopper: d_key, d_value": _hopper_keys,
+    "Hopper: d_key, d_value, pairs loaded": _hopper_keys,
     "Hopper: d_key, d_value by intervals": _hopper_interval_keys,
     "portable: d_key, d_value": _portable_keys,
     "portable: d_query, d_bias": _portable_query,
     "Hopper: d_bias": _hopper_shared,
+    "Hopper: d_bias, pairs loaded": _hopper_shared,
     "portable: d_bias": _portable_shared,
     "sums of d_lse": _sums_of_d_lse,
     "sums of d_lse and d_sinks": _sums_of_d_lse_and_sinks,

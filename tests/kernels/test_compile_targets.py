@@ -32,16 +32,13 @@ MOST_SPILLED = 512
 # Rows of 49 keys are such rows too, in the forward pass. The kernels for dK and dV on Hopper spill the strides of their results, and a few
 # addresses that a tile needs; the forms that spilled less were slower (docs/history.md). That for dQ and a shared dBias spills in tiles at
 # a window's edge, that with the bias on chip between tiles and where it loads the bias.
-# A table of distances beside sums of 128 dims spills numbers of its pairs, and is still faster than the portable kernels.
 SPILLED_IN = {
-    "distances-causal-d128": 1024,
     "dense-bias-causal-d128": 1024,
     "documents-bias-by-head-gqa-d128": 1024,
     "documents-bias-by-head-gqa-d256": 1024,
     "dynamic-gqa-d128": 1024,
     "key-bias-gqa-causal-d128": 1280,
     "leading-rows-shared-bias-d32": 1024,
-    "packed-distances-sinks-d128": 1024,
     "packed-mask-key-bias-d256": 1536,
     "packed-mask-key-bias-window-d128": 1536,
     "packed-shared-bias-d64": 1024,

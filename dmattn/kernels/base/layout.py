@@ -182,8 +182,13 @@ def ends_of(problem: Problem) -> Ends | None:
     """Those of a problem as a kernel argument; None where no sequences are packed."""
     if problem.ends_q is None:
         return None
+    return Ends(problem.ends_q, problem.ends_k, *totals_of(problem))
+
+
+def totals_of(problem: Problem) -> tuple[int, int]:
+    """How many queries and keys all packed sequences have."""
     total_q, total_k = (x.tensor.shape[2] if isinstance(x, Packed) else x.shape[2] for x in (problem.query, problem.key))
-    return Ends(problem.ends_q, problem.ends_k, total_q, total_k)
+    return total_q, total_k
 
 
 @triton.jit
@@ -192,14 +197,14 @@ def sequence(ends, batch, head, len_q, len_k):
     if ends is None:
         return Sequence(batch, head, len_q, len_k)
     else:
-        begin_q, own_q = _begin_and_length(ends.ends_q, batch, ends.total_q, len_q)
-        begin_k, own_k = _begin_and_length(ends.ends_k, batch, ends.total_k, len_k)
+        begin_q, own_q = begin_and_length(ends.ends_q, batch, ends.total_q, len_q)
+        begin_k, own_k = begin_and_length(ends.ends_k, batch, ends.total_k, len_k)
         return PackedSequence(batch, head, own_q, own_k, begin_q, begin_k, len_k)
 
 
 @triton.jit
-def _begin_and_length(ends, batch, total, longest):
-    """Both inside the tensor, whatever the ends hold."""
+def begin_and_length(ends, batch, total, longest):
+    """Where a packed sequence begins and how long it is, inside the tensor and at most the longest, whatever the ends hold."""
     begin = tl.minimum(tl.maximum(tl.load(ends + batch), 0), total)
     end = tl.minimum(tl.maximum(tl.load(ends + batch + 1), begin), total)
     return begin.to(tl.int32), tl.minimum((end - begin).to(tl.int32), longest)

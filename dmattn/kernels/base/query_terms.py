@@ -13,13 +13,14 @@ from .described import Packed
 from .launch import launch
 from .layout import UNIT, Span, ends_of, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided
 from .overlap import follow
+from .packed_blocks import packed_blocks
 from .place import place
 from .rules import LOG2E
 from .softmax import divisor2
 from .tiles import block_dim
 
-BLOCK = UNIT.value  # queries whose terms are copied together; a multiple of ROWS
-ROWS = 32  # queries of a program
+BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
+ROWS = 32  # queries of any other program
 STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
@@ -68,12 +69,14 @@ class Incoming(NamedTuple):
 
 def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
     """Make the terms of all queries of a `dmattn.problem.Problem`."""
-    batch, heads, len_q, value_dim = out.shape
+    heads, len_q, value_dim = out.shape[1:]
     padded = triton.cdiv(len_q, BLOCK) * BLOCK
+    packed = packed_blocks(problem, BLOCK)
+    rows = ROWS if packed is None else BLOCK
     terms, term_columns = incoming.stored(heads)
     launch(
         _terms_kernel,
-        padded // ROWS * heads * batch,
+        (padded // ROWS * out.shape[0] if packed is None else packed.shape[0]) * heads,
         out=strided(out, heads),
         d_out=strided(incoming.d_out, heads),
         lse=strided(incoming.lse, heads),
@@ -81,25 +84,27 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
         terms=terms,
         term_columns=term_columns,
         ends=ends_of(problem),
+        packed_blocks=packed,
         scale=problem.scale,
         heads=heads,
         len_q=len_q,
         padded_len_q=padded,
         VALUE_DIM=value_dim,
-        BLOCK_M=ROWS,
+        BLOCK_M=rows,
         BLOCK_DV=block_dim(value_dim),
+        num_warps=4 * rows // ROWS,
         enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
     )
 
 
 @triton.jit
 def _terms_kernel(
-    out, d_out, lse, d_lse, terms, term_columns, ends, scale, heads, len_q, padded_len_q,
+    out, d_out, lse, d_lse, terms, term_columns, ends, packed_blocks, scale, heads, len_q, padded_len_q,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     follow()
-    block, head, batch = place(padded_len_q, heads, BLOCK_M)
+    block, head, batch = place(padded_len_q, heads, BLOCK_M, packed_blocks)
     seq = sequence(ends, batch, head, len_q, 0)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)

@@ -18,6 +18,7 @@ from .window import within_window
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
 WORD = tl.constexpr(bits_of_a_mask.WORD)
+LANES = tl.constexpr(4)  # that share a row of a product on NVIDIA's GPUs, each with pairs of columns
 
 
 class Rules(NamedTuple):
@@ -31,7 +32,8 @@ class Rules(NamedTuple):
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
     a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
-    (`layout.Ends`). `unaligned` is 1 where blocks of keys begin anywhere, not at multiples of 4.
+    (`layout.Ends`); `packed_blocks` points to the list of their blocks where programs take these. `unaligned` is 1 where blocks of keys begin
+    anywhere, not at multiples of 4.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -59,6 +61,7 @@ class Rules(NamedTuple):
     zero: Any
     distances: Any
     ends: Any
+    packed_blocks: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -68,7 +71,9 @@ class Rules(NamedTuple):
     unaligned: Any
 
 
-def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None) -> Rules:
+def rules_of(
+    problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None, packed_blocks: Tensor | None = None
+) -> Rules:  # fmt: skip
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
@@ -102,6 +107,7 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None, unaligned:
         distances=None if table is None else table.shape[3],
         shared=_shared(problem),
         ends=ends_of(problem),
+        packed_blocks=packed_blocks,
         unaligned=unaligned,
     )
 
@@ -232,6 +238,12 @@ def _load_places(rules, seq, place):
 
 
 @triton.jit
+def load_ends2(rules, seq):
+    """The first and the last number of a table times LOG2E."""
+    return _load_places(rules, seq, 0), _load_places(rules, seq, rules.distances - 1)
+
+
+@triton.jit
 def add_at_ends(ds, ends, rules, seq, rows, cols):
     """(sums of dS by query over the pairs that take the first number of a table of distances, over those that take the last) with a tile's."""
     low_rows, high_rows = ends
@@ -248,6 +260,14 @@ def add_at_ends(ds, ends, rules, seq, rows, cols):
         low_rows += tl.sum(tl.where(index <= -place, ds, 0.0), 1)
         high_rows += tl.sum(tl.where(index >= last - place, ds, 0.0), 1)
     return low_rows, high_rows
+
+
+@triton.jit
+def add_at_one_end(ds, ends, before):
+    """The same where all pairs take the first number, `before`, or all take the last. Sums are by lane, and summed over lanes in the end."""
+    low_lanes, high_lanes = ends
+    lanes = tl.sum(tl.sum(tl.reshape(ds, [ds.shape[0], ds.shape[1] // (2 * LANES), LANES, 2]), 3), 1)
+    return low_lanes + tl.where(before, lanes, 0.0), high_lanes + tl.where(before, 0.0, lanes)
 
 
 @triton.jit

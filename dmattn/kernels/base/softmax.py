@@ -112,13 +112,13 @@ class Probabilities(NamedTuple):
 @triton.jit
 def score_gradient(
     q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols,
-    EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr,
+    EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None,
 ):  # fmt: skip
     """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
     dS = p * (dp - delta), the gradient of the scores and so of the bias; p, dp and the weights are those of :func:`probabilities`.
     """
-    tile = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION)
+    tile = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION, bias2)
     return tile.weights, tile.p * (tile.d_p - by_query(delta_rows, KEYS_DOWN)), tile.tanh
 
 
@@ -130,10 +130,13 @@ def probabilities(
     """The :class:`Probabilities` of one tile.
 
     p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dp = z * dO V^T, the
-    gradient of p as that of a number by itself. EDGE and `bias2` as for `scores`.
+    gradient of p as that of a number by itself. EDGE and `bias2` as for `scores`. Without `lse_rows`, `bias2` is less their `divisor2` already.
     """
     s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION, bias2)
-    p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
+    if lse_rows is None:
+        p = tl.exp2(s)
+    else:
+        p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
     if KEYS_DOWN:
         d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
     else:

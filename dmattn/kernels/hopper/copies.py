@@ -24,6 +24,7 @@ CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
 ROOM = 232448 - 1536  # bytes of shared memory that tiles may take; barriers and what warps exchange take the others
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
+NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a panel's columns
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -42,7 +43,7 @@ def consumers_of(length: int, dim: int) -> int:
 
 def padded_dim(problem: Problem) -> int:
     """What the head dims of query and value are both padded to, where neither is over 128."""
-    return max(block_dim(x.shape[3]) for x in (problem.query, problem.value))
+    return max(NARROWEST, *(block_dim(x.shape[3]) for x in (problem.query, problem.value)))
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
@@ -59,6 +60,11 @@ def piece_of(dim: int) -> int:
     return dim if dim & (dim - 1) == 0 else PANEL.value
 
 
+def panel_of(dim: int) -> int:
+    """The columns of one copy of listed blocks, which come by panels."""
+    return min(PANEL.value, dim)
+
+
 def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """The tensor (or `leading.Nested`) as the copy engine takes it, in tiles of [rows, cols] of one (own entry, head)."""
     if x is None:
@@ -69,8 +75,10 @@ def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
-def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor:
+def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """A bool mask of pairs, as `tiled`, in bytes."""
+    if mask is None:
+        return None
     mask = by_entry(mask)
     strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
@@ -107,6 +115,14 @@ def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl
     """Shared memory for so many tiles that are copied by a descriptor: those of pieces follow each other."""
     PIECES: gl.constexpr = pieces_of(COLS)
     return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, COLS // PIECES], descriptor.layout)
+
+
+@gluon.jit
+def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles of a tensor of pairs (`layout.Strided`), as if they were to be copied."""
+    DTYPE: gl.constexpr = t.ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
+    return gl.allocate_shared_memory(DTYPE, [count, 1, 1, ROWS, COLS], LAYOUT)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The forward pass on Hopper (sm_90) for head dims from 33 to 256, in Gluon: copies, matrix products and softmax overlap.
+"""The forward pass on Hopper (sm_90) for head dims from 17 to 256, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
@@ -25,6 +25,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -38,6 +39,7 @@ from .copies import (
     copy,
     copy_tile,
     padded_dims,
+    panel_of,
     piece_of,
     pieces,
     place_of_queries,
@@ -45,7 +47,7 @@ from .copies import (
     sync_threads,
     tiled,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -69,37 +71,45 @@ from .walk import (
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+# NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
+# under a mask of keys 1.07 and 1.64.
+NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 
 
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
-    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
+    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs; None too where consumers load it
     intervals: Any  # [1, 1, 1, 2 * SUB]
     bias_columns: Any  # [1, 1, SUB, COLUMNS]
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq).
+
+    A bias of pairs that the copy engine cannot address is loaded by the consumers.
+    """
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
-    consumers = consumers_of(len_q, max(dim, dim_v)) if problem.zero is None else 2  # three have no registers for numbers of pairs
     pairs = problem.pair_bias is not None
-    keys = keys_of(dim, dim_v, pairs)
+    bias = copyable("bias", problem.pair_bias)
+    loaded = pairs and bias is None
+    consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
+    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, consumers * block_m)
+    works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
     launch(
         _forward_kernel,
         programs,
         q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.bias if pairs else None, block_m, sub),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
+        bias=tiled(bias, block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
@@ -113,7 +123,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         len_k=len_k,
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
-        STAGES=STAGES,
+        STAGES=NARROW_STAGES if max(dim, dim_v) < PANEL.value else STAGES,
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
@@ -126,7 +136,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 
 def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
-    """Keys of a tile: half as many where shared memory, or registers beside `out`, have no room for more."""
+    """Keys of a tile: half as many of the narrowest heads, or where shared memory, or registers beside `out`, have no room for more."""
+    if max(dim, dim_v) < PANEL.value:
+        return KEYS // 2
     return KEYS if max(dim, dim_v) <= 128 or (dim == 192 and dim_v == 128 and not pairs) else KEYS // 2
 
 
@@ -164,9 +176,9 @@ def _forward_kernel(
         VALUE_DIM=VALUE_DIM,
         IN_TURN=IN_TURN,
         EVEN_N=EVEN_N,
-        OF_PAIRS=bias is not None,
+        OF_PAIRS=rules.bias_rows is not None and rules.bias_cols is not None,
         BIAS_FIRST=BIAS_FIRST,
-        BACKWARDS=rules.lists is None and bias is None,
+        BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
         OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16]),
     )
@@ -280,7 +292,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
-        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk)
+        ends = None if rules.table is None else end_numbers(rules, seq)
+        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
         sums = _no_sums(turn, tiles.v.dtype, config)
         mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:

@@ -1,4 +1,4 @@
-"""dK and dV on Hopper (sm_90) for head dims from 33 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
+"""dK and dV on Hopper (sm_90) for head dims from 17 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. While one consumer makes probabilities, the others multiply. Within one consumer no product outlives a tile,
@@ -10,7 +10,6 @@ one to the other by shared memory, so that each product is made once.
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,15 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
-from ..base.rules import rules_of
+from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries
 from ..visits.walk import query_lists, query_range, query_step
+from .addressing import copyable
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -38,6 +40,7 @@ from .copies import (
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    allocate_pairs,
     allocate_tiles,
     consumers_of,
     copy,
@@ -51,7 +54,7 @@ from .copies import (
     tiled,
     tiled_mask,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -94,6 +97,7 @@ class Config(NamedTuple):
     BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
     STAGES: Any  # tiles of queries, dO and bias in shared memory
     EVEN_N: Any  # no program has keys past the end
+    COPIES_D_BIAS: Any  # dBias is stored by the copy engine
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
@@ -105,27 +109,33 @@ def key_gradients(
     key_sums: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, without intervals."""
-    batch, heads, len_q, head_dim = problem.query.shape
+    """As in portable/key_grad.py, without intervals.
+
+    A bias of pairs that the copy engine cannot address is loaded by the consumers, and such a dBias stored by them.
+    """
+    heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
-    consumers = consumers_of(len_k, max(dim, dim_v)) if problem.bias is None and open_walk else 2
+    consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
     blocks = consumers if max(dim, dim_v) <= 128 else 1
-    lists = query_lists(problem, block_m, blocks * block_n)
+    packed = packed_blocks(problem, blocks * block_n, by_key=True)
+    lists = query_lists(problem, block_m, blocks * block_n, packed)
+    bias = copyable("bias", problem.pair_bias)
+    copies_d_bias = copyable("d_bias", d_bias) is not None
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, blocks * block_n) * kv_heads * batch,
+        count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, block_n, piece_of(dim)),
         v=tiled(problem.value, block_n, dim_v),
-        bias=tiled(problem.pair_bias, block_m, block_n),
-        mask=None if problem.pair_mask is None else tiled_mask(problem.pair_mask, block_m, block_n),
+        bias=tiled(bias, block_m, block_n),
+        mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim_v),
-        d_bias=tiled(d_bias, block_m, block_n),
-        rules=with_spread_table(problem, rules_of(problem, lists)),
+        d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
+        rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
@@ -142,6 +152,7 @@ def key_gradients(
         BLOCKS=blocks,
         STAGES=STAGES if blocks > 1 else stages_of(problem, d_bias),
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
+        COPIES_D_BIAS=copies_d_bias,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -152,18 +163,18 @@ def key_gradients(
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, heads, groups, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCKS of BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias or mask is read
-    from rules.
+    q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
+    is read from rules.
     """
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCKS * BLOCK_N)
     seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
     col = block * (BLOCKS * BLOCK_N)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, BY_GROUP)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
     v_tiles = allocate_tiles(v, BLOCKS, BLOCK_N, DIM_V)
     q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
@@ -171,7 +182,12 @@ def _key_gradients_kernel(
     terms_tiles = allocate_terms(terms, STAGES)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
     mask_tiles = None if mask is None else allocate_tiles(mask, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
-    d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+    d_bias_tiles = None
+    if d_bias is not None:
+        if COPIES_D_BIAS:
+            d_bias_tiles = allocate_tiles(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+        else:
+            d_bias_tiles = allocate_pairs(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
     p_tile, p_barriers = None, None
     if BLOCKS == 1:
         p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
@@ -262,7 +278,7 @@ def _consume(
         d_v = None
     if not OF_D_SCORES:
         d_k, key_sums, d_bias = None, None, None
-    results = Results(d_k, d_v, key_sums, d_bias)
+    results = Results(d_k, d_v, key_sums, d_bias, by_pointers=None if config.COPIES_D_BIAS else 1)
     owner = Span(col, 0, None)
     col += own * BLOCK_N
     k_tile = pieces(tiles.k, own, config.DIM)
@@ -291,9 +307,24 @@ def _consume(
             if rules.ends is not None:  # the last rows of a block may be those of the next sequence
                 whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
                 open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
-            for start in range(open_begin, open_end, BLOCK_M):
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
-                step += 1
+            if rules.table is None:
+                for start in range(open_begin, open_end, BLOCK_M):
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                    step += 1
+            else:  # outer tiles of queries before the keys, which take the last number, inner ones, and outer ones after, which take the first
+                first, last = end_numbers(rules, this)
+                low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
+                place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
+                inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+                number, outer_begin, outer_end = last, open_begin, inner_begin
+                for _ in range(2):
+                    for start in range(outer_begin, outer_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
+                        step += 1
+                    for start in range(outer_end, inner_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                        step += 1
+                    number, outer_begin, outer_end = first, inner_end, open_end
             if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
                     sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
@@ -317,7 +348,7 @@ def _consume(
             _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, PAIRS))
     if key_sums is not None and config.BY_GROUP:
         _store_sums(key_sums, seq, col, sums_of_lanes(sums.lanes, PAIRS))
-    if d_bias is not None:
+    if d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
     if d_k is not None:
         for i in gl.static_range(len(sums.dk)):

@@ -18,8 +18,8 @@ from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
-from .distances import add_apart, numbers_of
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .distances import numbers_of_pairs
+from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], in pieces like keys
     terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
     d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM_V]
-    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]; [STAGES, ...] where consumers share their keys
+    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     p: Any = None  # [BLOCK_N, BLOCK_M]: probabilities, of the consumer that makes dV for that which makes dK, if there are two such
@@ -71,12 +71,13 @@ class Sources(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Tensors to be written: a tensor descriptor of dBias, Strided of all else; None where nobody asked for it."""
+    """Tensors to be written: Strided, but of dBias a tensor descriptor unless it is stored `by_pointers`; None where nobody asked for it."""
 
     d_k: Any
     d_v: Any
     key_sums: Any
     d_bias: Any
+    by_pointers: Any = None  # 1 where dBias is Strided
 
 
 class Context(NamedTuple):
@@ -217,8 +218,11 @@ def turn_of(step, STAGES: gl.constexpr, which: gl.constexpr = 0, CONSUMERS: gl.c
 
 
 @gluon.jit
-def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
-    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE."""
+def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=None):
+    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE.
+
+    A `number` of a table of distances is that of all pairs; without it, each loads its own.
+    """
     tiles, ones, barriers, rules, results = context.tiles, context.ones, context.barriers, context.rules, context.results
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
@@ -233,16 +237,18 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
         words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
     if EDGE and OF_SCORES and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, context.col)
-    if OF_SCORES and rules.table is not None:
-        numbers = numbers_of(rules, seq, start, context.col, BLOCK_M, BLOCK_N)
+    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+    BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
+    s = zero
+    if BY_PAIRS:
+        s = numbers_of_pairs(rules, seq, start, context.col, [BLOCK_N, BLOCK_M], PAIRS, KEYS_DOWN=True)  # [BLOCK_N, BLOCK_M]
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
     if OF_SCORES:
         # Loads that stand behind products are long in coming: these read all that shared memory gives.
-        bias = _bias_of(context, keys, seq, turn, start)  # [BLOCK_N, BLOCK_M], or broadcast to it
+        bias = _bias_of(context, keys, seq, turn, start, EDGE)  # [BLOCK_N, BLOCK_M], or broadcast to it
     q_pieces = pieces(tiles.q, turn.stage, DIM)
-    zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
     if OF_SCORES:
-        s = product_under_way(context.k, q_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
+        s = product_under_way(context.k, q_pieces, s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
         if rules.bias_by_key is not None:
             s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
     if AS_COLUMNS:  # of consumers that make all sums
@@ -256,19 +262,18 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
         if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
-            kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
+            if tiles.mask is None:
+                kept = load_pairs(rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
+            else:
+                kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
         divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         rows2, middle2 = 0, keys.middle2
         if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
             rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
             middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
-        if rules.table is not None:
-            s = add_apart(s, numbers, rows, cols)
-            if EDGE:
-                s += numbers.number
-            else:
-                divisor_rows = divisor_rows - numbers.number * exponent_factor(rules)
+        if number is not None:
+            divisor_rows = divisor_rows - number * exponent_factor(rules)
         s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
         if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
             s = up_to(s, start + rows, seq.len_q - 1)
@@ -319,12 +324,22 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
 
 @gluon.jit
 def store_d_bias(context, seq, start, ds):
-    """dS of a tile, keys down, to its place in dBias, by way of shared memory."""
+    """dS of a tile, keys down, to its place in dBias by way of shared memory."""
     d_bias, d_bias_tile = context.results.d_bias, context.tiles.d_bias.index(context.which)
-    tma.store_wait(0)  # the copy engine has read what the tile held
-    d_bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(ds.to(d_bias.dtype))
-    fence_async_shared()
-    store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    rows_down = d_bias_tile.reshape([BLOCK_M, BLOCK_N])
+    if context.results.by_pointers is None:
+        tma.store_wait(0)  # the copy engine has read what the tile held
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    else:
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]  # [BLOCK_M, 1]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, BLOCK_N]
+        pointers = slice_pointer(d_bias, seq) + gl.cast(context.col, gl.int64) * d_bias.col
+        pointers = (pointers + (start + rows).to(gl.int64) * d_bias.row) + cols * d_bias.col
+        gl.store(pointers, rows_down.load(LAYOUT), mask=(rows < seq.len_q - start) & (cols < seq.len_k - context.col))
 
 
 @gluon.jit
@@ -337,11 +352,15 @@ def uniform_bias_of(rules, seq):
 
 
 @gluon.jit
-def _bias_of(context, keys, seq, turn, start):
+def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     rules = context.rules
     if rules.bias is None or rules.bias_rows is None:
         return keys.bias
+    elif rules.bias_cols is not None and context.tiles.bias is None:
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
+        return load_pairs(rules.bias, seq, rows, cols, start, context.col, EDGE)
     elif rules.bias_cols is not None:
         return context.tiles.bias.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

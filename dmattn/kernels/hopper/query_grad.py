@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
+"""dQ on Hopper (sm_90) for head dims from 17 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -14,16 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
+from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import copied_entry, strided
+from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.query_terms import Incoming
+from ..base.rules import place_of_first
 from ..base.window import open_keys
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
-    PANEL,
     PRODUCER_REGISTERS,
     ROOM,
     allocate_barriers,
@@ -31,6 +33,7 @@ from .copies import (
     copy,
     copy_tile,
     padded_dims,
+    panel_of,
     piece_of,
     pieces,
     pieces_of,
@@ -39,8 +42,9 @@ from .copies import (
     tiled,
     waited,
 )
+from .distances import end_numbers, with_spread_table
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
-from .registers import rounded_pairs, store_tile
+from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
     ahead_of,
@@ -83,7 +87,7 @@ class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 SUB]
@@ -99,7 +103,7 @@ class Tiles(NamedTuple):
     d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
-    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
+    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
@@ -116,25 +120,29 @@ class Barriers(NamedTuple):
     numbers: Any  # [6, 1], int32 (`walk.tell`)
 
 
-def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
+def query_gradients(
+    problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor, end_sums: Tensor | None = None
+) -> None:
     """As in portable/query_grad.py without a dBias.
 
-    And `incoming.terms` are filled, as a program has what makes them at hand.
+    And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
+    the consumers.
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works, programs, drawn = programs_of(problem, 2 * block_m)
+    rules = with_spread_table(problem, rules)
+    works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
     terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
         programs,
         q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.pair_bias, block_m, sub),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
+        bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         d_out=tiled(incoming.d_out, block_m, dim_v),
@@ -146,6 +154,7 @@ def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Te
         terms=terms,
         term_columns=term_columns,
         d_q=strided(d_query, heads),
+        end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
         heads=heads,
         groups=heads // kv_heads,
         works=works,
@@ -174,11 +183,14 @@ def tile_of(problem: Problem) -> tuple[int, int]:
 
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, lse, d_lse, terms, term_columns, d_q, end_sums,
+    heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+
+    Of a table of distances it writes the sums at its ends, too, if they are wanted.
 
     q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None; but out, of
     wide heads, is read by pointers. The terms go to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
@@ -214,8 +226,8 @@ def _query_gradients_kernel(
     vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
     gl.warp_specialize(
         [
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 0, config)),
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 1, config)),
+            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 0, config)),
+            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 1, config)),
             (_produce, (sources, tiles, barriers, rules, lengths, groups, config)),
         ],
         [4, 1],
@@ -287,7 +299,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
 
 
 @gluon.jit
-def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr, config: gl.constexpr):
+def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.constexpr, config: gl.constexpr):
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
@@ -317,7 +329,8 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
         for _ in gl.static_range(len(q_pieces)):
             dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
-        sums = Sums(dq, ds, turn)
+        no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
+        sums = Sums(dq, ds, turn, ends=() if end_sums is None else (no_lanes, no_lanes))
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
             sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
@@ -326,8 +339,11 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
                         sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
-                for step in range(open_begin, open_end, BLOCK_N):
-                    sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                if rules.table is None:
+                    for step in range(open_begin, open_end, BLOCK_N):
+                        sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                else:
+                    sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
                 if rules.right is not None or not config.EVEN_N:
                     for step in range(open_end, walk.end, BLOCK_N):
                         sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
@@ -345,5 +361,33 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr,
             mbarrier.arrive(barriers.q_free.index(0), count=1)
         for i in gl.static_range(len(dq)):
             store_tile(d_q, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
+        if end_sums is not None:
+            for end in gl.static_range(2):
+                _store_sums(end_sums[end], seq, own_row, sums_of_lanes(sums.ends[end], config.PAIRS))
         count += 1
         number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
+
+
+@gluon.jit
+def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """Sums with the tiles of some steps beside a table: outer ones of keys before the queries, inner ones, then outer ones of keys after."""
+    rules, seq = context.rules, context.seq
+    first, last = end_numbers(rules, seq)
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
+    place = place_of_first(rules, seq, context.row + which * BLOCK_M, 0)  # that of a key is higher by its number
+    inner_begin, inner_end = inner_steps(begin, end, low + 1 - place, high - place, config.BLOCK_N)
+    number, outer_end = first, inner_begin
+    for after in range(2):
+        for step in range(begin, outer_end, config.BLOCK_N):
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, at_first=after == 0)
+        for step in range(outer_end, inner_end, config.BLOCK_N):
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+        number, begin, outer_end = last, inner_end, end
+    return sums
+
+
+@gluon.jit
+def _store_sums(t, seq, row, sums):
+    """Sums by query of a consumer."""
+    rows = row + gl.arange(0, BLOCK_M, sums.type.layout)
+    gl.store(slice_pointer(t, seq) + rows.to(gl.int64) * t.row, sums, mask=rows < seq.len_q)

@@ -8,9 +8,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..base.layout import slice_pointer
 from ..base.query_terms import STORED_COLUMNS, store_terms
+from ..base.rules import place_of_first
 from ..base.softmax import divisor2
 from .copies import pieces, product_under_way, stage_of, waited
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, words_of
+from .distances import numbers_of_pairs
+from .registers import (
+    Hiding,
+    as_factor,
+    bias_vector,
+    exponent_factor,
+    lane_sums,
+    load_pairs,
+    load_vector,
+    mask_of,
+    rounded_pairs,
+    ruled,
+    words_of,
+)
 from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
@@ -47,6 +61,7 @@ class Sums(NamedTuple):
     dq: Any  # [BLOCK_M, DIM] float32, in pieces, without the last tile
     ds: Any  # [BLOCK_M, BLOCK_N / 2] int32, dS of the last tile (`rounded_pairs`)
     turn: Any  # tiles so far, of all blocks of queries
+    ends: Any  # of dS by lane over the keys that take the first number of a table, and over those that take the last, [BLOCK_M, 4]; or ()
 
 
 @gluon.jit
@@ -86,8 +101,14 @@ def added(sums, tiles, stage, config: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
-    """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
+def add_tile(
+    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr, number=None, at_first=None
+):  # fmt: skip
+    """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own.
+
+    A `number` of a table of distances is that of all pairs, the first one if it is `at_first`, else the last; without it,
+    each pair loads its own.
+    """
     tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
@@ -97,7 +118,7 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
         start = listed_key(rules, seq, context.row, step, 0, context.walk, 2 * BLOCK_M, config.SUB)
     row = context.row + which * BLOCK_M
     stage, phase = stage_of(sums.turn, STAGES)
-    before = (sums.turn - 1) % STAGES
+    last = (sums.turn - 1) % STAGES
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
@@ -105,8 +126,14 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
         words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False, partial=context.walk.partial)
         hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
+    if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is None:
+        bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
+    BY_PAIRS: gl.constexpr = rules.table is not None and number is None
+    s = zero
+    if BY_PAIRS:
+        s = numbers_of_pairs(rules, seq, row, start, [BLOCK_M, BLOCK_N], PAIRS, KEYS_DOWN=False)  # [BLOCK_M, BLOCK_N]
     mbarrier.wait(barriers.k_full.index(stage), phase)
-    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
+    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), s, BY_PAIRS)  # [BLOCK_M, BLOCK_N]
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(barriers.v_full.index(stage), phase)
@@ -114,10 +141,10 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
     d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
     dq = sums.dq
     if not FIRST:
-        dq = added(sums, tiles, before, config)
-    if rules.bias_rows is not None and rules.bias_cols is not None:
+        dq = added(sums, tiles, last, config)
+    if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is not None:
         bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    else:
+    elif rules.bias_rows is None or rules.bias_cols is None:
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
@@ -125,10 +152,25 @@ def add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDG
     AFTER: gl.constexpr = 0 if FIRST else len(context.q_pieces)  # products for dQ, behind dP
     s = warpgroup_mma_wait(1 + AFTER, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - context.divisor_rows[:, None])
+    divisor_rows = context.divisor_rows
+    if number is not None:
+        divisor_rows = divisor_rows - number * exponent_factor(rules)
+    p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
     d_p = warpgroup_mma_wait(AFTER, [d_p])
     d_s = p * (d_p - context.delta_rows[:, None])
     if not FIRST:
         dq = waited(dq)
-        mbarrier.arrive(barriers.free.index(before), count=1)
-    return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1)
+        mbarrier.arrive(barriers.free.index(last), count=1)
+    ends = sums.ends
+    if len(ends) > 0:
+        low_lanes, high_lanes = ends
+        if BY_PAIRS:
+            place = place_of_first(rules, seq, row, start) + cols - rows
+            low_lanes += lane_sums(gl.where(place <= 0, d_s, 0.0))
+            high_lanes += lane_sums(gl.where(place >= gl.maximum(rules.distances - 1, 1), d_s, 0.0))  # the only number is the first
+        else:
+            lanes = lane_sums(d_s)
+            low_lanes += gl.where(at_first != 0, lanes, 0.0)
+            high_lanes += gl.where(at_first != 0, 0.0, lanes)
+        ends = (low_lanes, high_lanes)
+    return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1, ends)

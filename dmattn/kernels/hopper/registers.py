@@ -45,6 +45,25 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
+def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
+    """A tile of a tensor of pairs (`layout.Strided`) at a query and a key, from memory wherever it lies there.
+
+    `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
+    EDGE reaches, it is 0; past that of the queries it is the last one's.
+    """
+    rows = gl.minimum(row + rows, gl.maximum(seq.len_q, 1) - 1).to(gl.int64)
+    pointers = slice_pointer(t, seq) + gl.cast(col, gl.int64) * t.col
+    if rows.shape[1] == 1:  # what is added last differs by register alone, and is part of the instructions that load
+        pointers = (pointers + rows * t.row) + cols * t.col
+    else:
+        pointers = (pointers + cols * t.col) + rows * t.row
+    if EDGE:
+        return gl.load(pointers, mask=cols < seq.len_k - col, other=0)
+    else:
+        return gl.load(pointers)
+
+
+@gluon.jit
 def mask_of(rules, seq, rows, cols, row, col):
     """Which pairs the mask keeps of a tile at a query and a key, not 0 where kept; 1 without one.
 

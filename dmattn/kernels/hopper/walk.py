@@ -6,7 +6,6 @@ What a tile has to know of its keys (intervals, a bias of keys) is copied with t
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +16,7 @@ from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
 from ..base.layout import Span, copied_entry, sequence
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
@@ -63,10 +63,12 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def programs_of(problem: Problem, block_m: int) -> tuple[int, int, Tensor | None]:
-    """(blocks of queries, programs that take them, and a count of those they draw, unless blocks have about the same work)."""
-    batch, heads, len_q = problem.query.shape[:3]
-    works, most = triton.cdiv(len_q, block_m) * heads * batch, processors(problem.query.device)
+def programs_of(problem: Problem, block_m: int, packed: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """(blocks of queries, programs that take them, and a count of those they draw, unless blocks have about the same work).
+
+    `packed` is the list of blocks of packed sequences.
+    """
+    works, most = count_blocks(problem, packed, block_m) * problem.query.shape[1], processors(problem.query.device)
     draws = works > most and not even_work(problem)
     return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
 
@@ -79,7 +81,8 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
     """
     if problem.first is None:
         sub = block_n
-        rules = rules_of(problem, key_lists(problem, block_m, block_n))
+        packed = packed_blocks(problem, block_m)
+        rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed)
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
         sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n)
@@ -232,12 +235,13 @@ def copy_blocks(t, seq, head, starts, full, tiles, stage, DIM: gl.constexpr):
     """Copy a tile of keys that is made of blocks to its stage of `tiles`, and tell the barrier."""
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
-    PANELS: gl.constexpr = DIM // PANEL
-    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // PANEL) * BLOCKS, 1, 1, SUB, PANEL], t.layout)
+    WIDTH: gl.constexpr = t.block_shape[3]  # a panel, or all of fewer columns
+    PANELS: gl.constexpr = DIM // WIDTH
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // WIDTH) * BLOCKS, 1, 1, SUB, WIDTH], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
             entry, col = place_of_keys(seq, starts[block])
-            copy(t, [entry, head, col, panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
+            copy(t, [entry, head, col, panel * WIDTH], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from ..base.launch import launch
 from ..base.layout import Sequence, Span, inside, load_rows, load_tile, store_tile, strided
 from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
+from ..base.packed_blocks import packed_sequences
 from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import load_bias2, rules_of
@@ -101,6 +102,10 @@ class Sharing(NamedTuple):
             BLOCK_N=PARTS_COLS,
         )
 
+    def sequences(self, problem: Problem) -> Tensor | None:
+        """The list of packed sequences where all of them share a slice. Their members are all of one sequence else."""
+        return packed_sequences(problem) if self.batch == 1 else None
+
     @property
     def argument(self) -> tuple[int, int, int, int]:
         """That of a kernel whose programs walk members: slices on the batch axis, heads to a slice, members, members to a part."""
@@ -153,7 +158,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, states=problem.states if problem.is_masked else None),
+        rules=rules_of(problem, states=problem.states if problem.is_masked else None, packed_blocks=sharing.sequences(problem)),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,
@@ -199,17 +204,19 @@ def _shared_gradient_kernel(
         end = begin
     tensors = (q, k, v, d_out, lse, delta)
     bias2 = load_bias2(rules, member_of(rules.ends, of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
-    for member in tl.range(begin, end):
-        seq = member_of(rules.ends, of_slice, member, sharing_heads, spread)
-        if rules.ends is None:
+    if rules.ends is None:
+        for member in tl.range(begin, end):
+            seq = member_of(None, of_slice, member, sharing_heads, spread)
             total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
-        elif (
-            (rows.start < seq.len_q)
-            & (cols.start < seq.len_k)
-            & any_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N)
-        ):
-            own_rows, own_cols = Span(rows.start, rows.index, seq.len_q), Span(cols.start, cols.index, seq.len_k)
-            total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PRECISION=PRECISION)
+    else:  # by turns, up to the first sequence that is too short: those after it are, too
+        member = part
+        while member < members:
+            seq = member_of(rules.ends, of_slice, member, sharing_heads, spread, rules.packed_blocks)
+            reaches = rows.start < seq.len_q
+            if reaches & (cols.start < seq.len_k) & any_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
+                own_rows, own_cols = Span(rows.start, rows.index, seq.len_q), Span(cols.start, cols.index, seq.len_k)
+                total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PRECISION=PRECISION)
+            member = tl.where(reaches, member + tl.cdiv(members, members_per_part), members)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
 
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from ...broadcast import sum_to
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, SpanFromBefore, strided
+from ..base.layout import Sequence, Span, SpanFromBefore, sequence, strided
 from ..base.leading import spread_of
 from ..base.overlap import follow
-from ..base.place import member_of
+from ..base.packed_blocks import packed_blocks
+from ..base.place import listed_block, member_of
 from ..base.query_terms import Incoming
 from ..base.rules import Rules, load_bias2, place_of_first, rules_of
 from ..base.tiles import Tile, launch_options, pick
@@ -105,6 +106,9 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
     (batch, heads), (slice_batch, slice_heads) = problem.query.shape[:2], slices_of
     slices = slice_batch * slice_heads
     members = batch * heads // slices
+    packed = packed_blocks(problem, tile.block_m) if slice_batch == 1 else None
+    if packed is not None:  # as if they were one batch entry
+        members, bands = heads // slice_heads, bands._replace(tiles=packed.shape[0])
     longest = bands.tiles * members
     steps = triton.cdiv(longest, min(longest, max(1, PROGRAMS // (bands.count * slices))))
     parts = torch.empty(
@@ -116,7 +120,7 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=_rules_of(problem),
+        rules=_rules_of(problem, packed),
         incoming=incoming.strided(heads),
         parts=parts,
         sharing=(slice_batch, heads // slice_heads, members),
@@ -139,9 +143,9 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
     return sums.view(slice_batch, slice_heads, -1)
 
 
-def _rules_of(problem: Problem) -> Rules:
+def _rules_of(problem: Problem, packed: Tensor | None) -> Rules:
     if problem.ends_q is not None:
-        return rules_of(problem, unaligned=1)  # with states of blocks that begin elsewhere
+        return rules_of(problem, unaligned=1, packed_blocks=packed)  # with states of blocks that begin elsewhere
     return rules_of(problem, states=problem.states if problem.is_masked else None)
 
 
@@ -153,10 +157,10 @@ def _bands_kernel(
 ):  # fmt: skip
     """One program: dS of one part of a band, added tile on tile, then along diagonals to BLOCK_M + BLOCK_N numbers of parts.
 
-    The steps of a band are its tiles in one of the members, (batch, head) that share the slice of the table, then those in the next. Packed
-    sequences take as many steps whatever their lengths, and their tiles may begin at keys before the first. A part is
-    so many steps; those past the end of a short band store zeros. Grid of one axis: bands fastest, then parts, heads of slices, batch
-    entries of slices.
+    The steps of a band are its tiles in one of the members, (batch, head) that share the slice of the table, then those in the next. Tiles of
+    packed sequences may begin at keys before the first. Where these share the table, the steps are their listed blocks of queries under one
+    head, then the next; else as many whatever the lengths. A part is so many steps; those past the end of a short band store zeros. Grid of
+    one axis: bands fastest, then parts, heads of slices, batch entries of slices.
     """
     follow()
     d_out, lse, delta = incoming
@@ -184,7 +188,11 @@ def _bands_kernel(
     bias2 = load_bias2(rules, first_seq, first_rows, first_cols, KEYS_DOWN=False)  # every tile's
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for step in tl.range(part * steps, tl.minimum(part * steps + steps, tiles * members)):
-        seq = member_of(rules.ends, of_slice, step // tiles, sharing_heads, spread)
+        if rules.packed_blocks is None:
+            seq = member_of(rules.ends, of_slice, step // tiles, sharing_heads, spread)
+        else:
+            block, batch = listed_block(rules.packed_blocks, step % tiles)
+            seq = sequence(rules.ends, batch, of_slice.head * sharing_heads + step // tiles, len_q, len_k)
         if rules.ends is None:
             row = first_row + step % tiles * BLOCK_M
             rows = Span(row, row_index, None if EVEN_M else len_q)
@@ -192,10 +200,13 @@ def _bands_kernel(
             total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
         else:
             own_shift = first_place + band * BLOCK_N - place_of_first(rules, seq, 0, 0)
-            own_first = tl.cdiv(tl.maximum(1 - BLOCK_N - own_shift, 0), BLOCK_M) * BLOCK_M
-            row = own_first + step % tiles * BLOCK_M
+            if rules.packed_blocks is None:
+                own_first = tl.cdiv(tl.maximum(1 - BLOCK_N - own_shift, 0), BLOCK_M) * BLOCK_M
+                row = own_first + step % tiles * BLOCK_M
+            else:
+                row = block * BLOCK_M
             col = row + own_shift
-            if (row < seq.len_q) & (col < seq.len_k):
+            if (row < seq.len_q) & (col < seq.len_k) & (col > -BLOCK_N):
                 rows, cols = Span(row, row_index, seq.len_q), SpanFromBefore(col, col_index, seq.len_k, 0)
                 total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
     store_diagonals(parts + tl.cast((number * splits + part) * count + band, tl.int64) * (BLOCK_M + BLOCK_N), total)

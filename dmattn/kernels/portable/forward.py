@@ -9,6 +9,7 @@ from ..base.dropout import kept_factor
 from ..base.launch import launch
 from ..base.layout import Span, load_tile, sequence, store_rows, store_tile, strided
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
@@ -18,15 +19,16 @@ from ..visits.walk import key_lists, key_range, key_step
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`), with its `states` if masked."""
-    batch, heads, len_q, _ = problem.query.shape
+    heads = problem.query.shape[1]
     tile = pick("forward", problem)
+    blocks = packed_blocks(problem, tile.block_m)
     launch(
         _forward_kernel,
-        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        count_blocks(problem, blocks, tile.block_m) * heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, key_lists(problem, *tile[:2])),
+        rules=rules_of(problem, key_lists(problem, *tile[:2], blocks), packed_blocks=blocks),
         out=strided(out, heads),
         lse=strided(lse, heads),
         **launch_options(problem, tile, out),

@@ -9,6 +9,7 @@ from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, load_rows, load_tile, sequence, store_pairs, store_rows, store_tile, store_zeros, strided, under_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
@@ -33,19 +34,19 @@ def key_gradients(
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
-    lists = query_lists(problem, *tile[:2])
+    blocks = packed_blocks(problem, tile.block_n, by_key=True)
+    lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
     sums = vectors_of(key_sums)
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, tile.block_n) * kv_heads * batch,
+        count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, lists),
+        rules=rules_of(problem, lists, packed_blocks=blocks),
         incoming=incoming.strided(heads),
         wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
         order=strided(order, heads),

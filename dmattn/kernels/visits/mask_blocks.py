@@ -63,10 +63,11 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
     return mask, 1
 
 
-def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Any:
+def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False, packed: Tensor | None = None) -> Any:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-    They are made from the states in `problem`. The window counts too, and of packed sequences the lengths, which no two need to share.
+    They are made from the states in `problem`. The window counts too, and of packed sequences the lengths, which no two need to share. Of these
+    the blocks in the list `packed` have lists (`packed_blocks`).
     """
     states = by_entry(problem.states)
     batch, heads = states.shape[:2]
@@ -75,18 +76,19 @@ def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = Fals
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     owned, walked = (len_k, len_q) if by_key else (len_q, len_k)
     own, walk = (block_n, block_m) if by_key else (block_m, block_n)
-    owners = triton.cdiv(owned, own)
+    owners = triton.cdiv(owned, own) + (packed is not None)  # with that of the entries that are left over
     lists = empty_lists(states, batch, heads, owners, triton.cdiv(walked, walk))
     if not states.numel():
         return with_entries(lists.zero_(), problem.states)
     launch(
         _mask_lists_kernel,
-        batch * heads * owners,
+        heads * (batch * owners if packed is None else packed.shape[0]),
         states=strided(states.mT if by_key else states, heads),
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
         ends=ends_of(problem),
+        packed_blocks=packed,
         heads=heads,
         len_q=len_q,
         len_k=len_k,
@@ -147,11 +149,11 @@ def _scan_kernel(
 
 @triton.jit
 def _mask_lists_kernel(
-    states, lists, left, right, ends, heads, len_q, len_k, OWN: tl.constexpr, WALK: tl.constexpr, BY_KEY: tl.constexpr
+    states, lists, left, right, ends, packed_blocks, heads, len_q, len_k, OWN: tl.constexpr, WALK: tl.constexpr, BY_KEY: tl.constexpr
 ):  # fmt: skip
     """One program: the list of one block of OWN queries, of keys with BY_KEY, of one (batch, head). The rows of `states` are those of OWN."""
     follow()
-    block, head, batch = place(len_k if BY_KEY else len_q, heads, OWN)
+    block, head, batch = place(len_k if BY_KEY else len_q, heads, OWN, packed_blocks)
     seq = sequence(ends, batch, head, len_q, len_k)
     if BY_KEY:
         owned, walked = seq.len_k, seq.len_q

@@ -8,6 +8,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...problem import Problem
 from ..base.layout import load_rows
@@ -18,21 +19,24 @@ from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
 
 
-def key_lists(problem: Problem, block_m: int, block_n: int) -> Any:
-    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block."""
+def key_lists(problem: Problem, block_m: int, block_n: int, packed: Tensor | None = None) -> Any:
+    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block.
+
+    Of packed sequences, for every block in their list (`packed_blocks`).
+    """
     if problem.key.shape[2] <= block_n:
         return None
     if problem.is_masked:
-        return mask_lists(problem, block_m, block_n)
+        return mask_lists(problem, block_m, block_n, packed=packed)
     return None if problem.first is None else interval_lists(problem, block_m, block_n)
 
 
-def query_lists(problem: Problem, block_m: int, block_n: int) -> Any:
+def query_lists(problem: Problem, block_m: int, block_n: int, packed: Tensor | None = None) -> Any:
     """For every block of keys the list of the blocks of queries to visit; None without a mask, as one interval of a key is a range anyway."""
     if problem.query.shape[2] <= block_m:
         return None
     if problem.is_masked:
-        return mask_lists(problem, block_m, block_n, by_key=True)
+        return mask_lists(problem, block_m, block_n, by_key=True, packed=packed)
     return None if problem.also_first is None else query_interval_lists(problem, block_m, block_n)
 
 

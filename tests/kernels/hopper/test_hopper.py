@@ -96,6 +96,26 @@ def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) ->
     assert not serves("Hopper: d_bias", one)
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32),
+        tensor(1, 4, LENGTH, LENGTH + 4)[..., :LENGTH],
+        tensor(1, 4, LENGTH, LENGTH).mT,
+        tensor(1, 4, LENGTH, LENGTH + 8)[..., 4 : LENGTH + 4],
+        tensor(1, 4, LENGTH, 1).expand(2, 4, LENGTH, LENGTH),
+    ],
+    ids=["float32", "rows-unaligned", "transposed", "begins-unaligned", "expanded"],
+)
+def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_intervals(bias: Tensor) -> None:
+    one, within = problem(bias=bias), problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH))
+    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
+        assert not serves(row, one)
+        assert serves(f"{row}, pairs loaded", one)
+        assert not serves(f"{row}, pairs loaded", within)
+    assert serves("Hopper: d_bias, pairs loaded", one) == (bias.dtype != torch.float32)
+
+
 def test_takes_intervals_but_for_a_shared_bias() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
     assert serves("Hopper", one)
@@ -105,10 +125,11 @@ def test_takes_intervals_but_for_a_shared_bias() -> None:
     assert not serves("Hopper: d_bias", one)
 
 
-def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
+def test_a_mask_that_the_copy_engine_cannot_address_is_loaded_where_it_stands_keys_down() -> None:
     one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
     assert serves("Hopper", one)
     assert not serves("Hopper: d_key, d_value", one)
+    assert serves("Hopper: d_key, d_value, pairs loaded", one)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +172,18 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
-    assert not serves("Hopper", one)
+    assert serves("Hopper", one)
     assert not serves("Hopper: d_query", one)
     long = problem(head_dim=64, length=2048)
     assert serves("Hopper", long)
     assert serves("Hopper", long._replace(right=0))
-    assert not serves("Hopper", long._replace(right=0, left=1000))
+    assert serves("Hopper", long._replace(right=0, left=1023))
+    assert not serves("Hopper", long._replace(right=0, left=1022))
+    assert not serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
     assert not serves("Hopper: d_query", long)
     assert serves("Hopper: d_query", long._replace(right=0))
     assert not serves("Hopper: d_query", one._replace(right=0))
-    assert not serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
+    assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
     assert serves("Hopper: d_key, d_value", one)
