@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
-from dmattn.kernels.base import device, launch
+from dmattn.kernels.base.no_device import NoDevice, gpu_target
 from dmattn.problem import Problem
 from dmattn.states import GRANULE
 
@@ -208,30 +207,6 @@ ALIKE = {
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
 
 
-class NoDevice:
-    """The part of a driver that a compilation asks for."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return f"{self.target.backend}:{self.target.arch}"
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-
-def gpu_target(name: str) -> GPUTarget:
-    """A target by the name that its maker gives it."""
-    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
-
-
 @triton.jit
 def nothing():
     pass
@@ -323,24 +298,6 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     early = getattr(compiled.metadata, "launch_pdl", False) != (len(waits) == 1) or bool(waits and touches and touches.start() < waits[0])
     counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early)}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
-
-
-@contextlib.contextmanager
-def on_gpu(target: str) -> Iterator[None]:
-    """Tensors without storage stand for a GPU."""
-    active = driver._active
-
-    def forget() -> None:
-        for cached in (device.device_family, launch._assembler, device.processors):
-            cached.cache_clear()
-
-    forget()
-    driver.set_active(NoDevice(gpu_target(target)))
-    try:
-        yield
-    finally:
-        driver._active = active
-        forget()
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:

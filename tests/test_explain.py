@@ -21,10 +21,11 @@ from dmattn.problem import Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from cases import CASES, HOPPER, LARGE, WIDEST
-from compile_report import FORWARD, LAUNCHES, meta, on_gpu
+from compile_report import FORWARD, LAUNCHES, meta
 from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
+from dmattn.kernels.base.no_device import on_gpu
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 not_interpreted = pytest.mark.skipif(backend.interpreting(), reason="asks what a GPU or PyTorch serves")

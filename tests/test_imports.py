@@ -56,6 +56,7 @@ LAYERS = (
         "own_rows",
         "precision",
         "recording",
+        "rehearsal",
         "selection",
         "states",
         "unions",
@@ -81,12 +82,12 @@ LAYERS = (
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
-    ("report",),
+    ("compilation", "report"),
     ("verify",),
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

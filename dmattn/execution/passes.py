@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from .. import selection
+from .. import rehearsal, selection
 from ..problem import Gradients, Problem
 from . import backend
 from .replay import replayed
@@ -25,7 +26,10 @@ def _attended(problem: Problem) -> Forward:
     out, lse, states = backend.allocate_forward(problem)
     problem = problem.with_states(states)
     if out.numel() or lse.numel():
-        backend.path(problem).forward(problem, out, lse)
+        needs = rehearsal.thread.needs
+        gradients = None if needs is None else (unwrap(backward), (out, None, out, lse, needs, True, problem))  # if d_out lies as `out` does
+        with rehearsal.followed_by(gradients):
+            backend.path(problem).forward(problem, out, lse)
     return out, lse, problem.states, problem.seed, rules_of(problem)
 
 

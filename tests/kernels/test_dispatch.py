@@ -20,7 +20,6 @@ from dmattn.problem import Gradients, Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from compile_report import on_gpu
 from drawn_problems import Drawn
 from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, named_problems, record, with_gradients
 from triton.runtime.jit import JITFunction
@@ -28,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from dmattn import kernels
 from dmattn.kernels import dispatch, plans, run
 from dmattn.kernels.base.leading import flattened
+from dmattn.kernels.base.no_device import on_gpu
 from dmattn.kernels.portable import distance_grad
 from dmattn.kernels.traits import (
     D_BIAS_OF_DISTANCES,
