@@ -79,6 +79,7 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
 
 
 def checked_mask(mask: Any, is_packed: bool) -> Tensor:
+    """A mask that is a bool tensor; any other kind has been told apart before."""
     expected = "a bool tensor or None" if is_packed else "a bool tensor, an IntervalMask, a BlockMask or None"
     if is_packed and isinstance(mask, IntervalMask):
         hint = "dmattn.attention of the packed tokens as one sequence takes it, as mask & IntervalMask.packed(...)"
@@ -153,6 +154,7 @@ def check_bias(mask_name: str | None, bias: Any) -> None:
 
 
 def checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, device: torch.device, is_packed: bool) -> Tensor:
+    """The table of a RelativeBias (..., H, 1, R) with axes for all leading ones of the pairs."""
     table, _, longest = distances
     check_tensor("bias.table", table)
     if table.dtype not in FLOATS:
@@ -206,6 +208,7 @@ def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bo
 
 
 def check_sinks(sinks: Any, query: Tensor) -> None:
+    """Raise unless there is a score for each query head."""
     check_tensor("sinks", sinks, "a torch.Tensor or None")
     heads = query.shape[-3]
     if sinks.ndim != 1 or sinks.shape[0] != heads:
@@ -217,6 +220,7 @@ def check_sinks(sinks: Any, query: Tensor) -> None:
 
 
 def checked_window(causal: bool, window: Window) -> tuple[int | None, int | None]:
+    """(left, right) of a window within causal, each None where it hides nothing."""
     check_flag("causal", causal)
     sides = (window, window) if window is None or isinstance(window, numbers.Integral) else window
     if not isinstance(sides, tuple) or len(sides) != 2:

@@ -100,6 +100,15 @@ def test_a_refusal_names_all_that_is_in_the_way() -> None:
         assert t5(1001, done).passes[1].rows == wanted
 
 
+def test_a_call_that_no_kernel_serves_says_what_to_do_instead() -> None:
+    instead = "pass a head dim up to 256, or float16 or bfloat16, or float64, which PyTorch's operations serve$"
+    words = rf"^dmattn: no kernel serves this call on sm_90: portable does not serve float32 with head dims 320 .* on sm_90: {instead}"
+    with pytest.raises(NotImplementedError, match=words):
+        explain(*same(2, 8, 300, 320, dtype=FP32), target="sm_90")
+    for dtype in (BF16, FP64):
+        assert explain(*same(2, 8, 300, 320, dtype=dtype), target="sm_90").passes[0].rows
+
+
 def test_padding_beside_a_table_of_distances_is_told_to_pack() -> None:
     """A mask leaves such a call to the portable kernels; packed sequences have none, and Hopper's kernels."""
     table = RelativeBias(empty(16, 257, dtype=FP32))

@@ -250,6 +250,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
 
 
 def resident_forward(traits: Traits) -> str | None:
+    """As `_resident`, for programs of one block of queries for each consumer."""
     consumers = consumers_of(traits.len_q, hopper_resident.DIM)
     return _resident(traits, hopper_resident_forward.BLOCK_M.value * consumers, "out")
 
@@ -314,6 +315,7 @@ def stores_d_scores(traits: Traits) -> Iterator[str]:
 
 @joined
 def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """d_bias of pairs and a mask of them are copied, too, where the kernel loads no pairs."""
     d_bias = () if loads_pairs else ("d_bias", "mask")
     yield stores_d_scores(traits)
     yield _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
@@ -321,6 +323,7 @@ def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[
 
 @joined
 def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
+    """The same by intervals."""
     yield _only_intervals(traits)
     yield hopper_keys_and_bias(traits)
 
@@ -344,6 +347,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
 
 @joined
 def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """A mask of pairs is copied, too, where the kernel loads no pairs."""
     yield _without_distances(traits, MASKS)
     if _are_narrowest(traits):
         yield _narrowest(traits, loads_pairs)
@@ -352,12 +356,14 @@ def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | Non
 
 @joined
 def hopper_interval_keys(traits: Traits) -> Iterator[str | None]:
+    """The same by intervals."""
     yield _only_intervals(traits)
     yield hopper_keys(traits)
 
 
 @joined
 def hopper_shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """A loaded bias of float32 has no room in shared memory beside wide heads."""
     if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
         yield f"bias: {_word(traits.bias.dtype)} leaves no room in shared memory beside head dims over 64: convert it to 16 bits"
     yield _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)
