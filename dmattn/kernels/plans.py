@@ -31,6 +31,7 @@ _OF_NARROW = "with head dims from 33 to 64"
 _MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
 _WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
+_SHORT = 128  # queries and keys up to which the portable forward kernel is the faster one of the narrowest heads beside a mask of keys
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 _PAIRWISE = frozenset({"mask of pairs", "block mask", "intervals"})
 
@@ -78,12 +79,12 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 @joined
-def _narrowest(traits: Traits, loads_pairs: bool) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False) -> Iterator[str]:
+    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip, or `short`.
 
     Of others these kernels are not known to be the faster ones.
     """
-    most = hopper_resident.MOST_KEYS
+    most = _SHORT if short else hopper_resident.MOST_KEYS
     if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
         yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
     if traits.features >= PAIR_BIAS and traits.bias.batch == traits.batch:
@@ -223,7 +224,8 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
         yield f"{_OF_NARROW} leaves windows of fewer than {_WIDE_WINDOW} keys, here {_window(traits)}, to the portable kernel, which is faster"
     if _are_narrowest(traits):
-        yield _narrowest(traits, loads_pairs)
+        beside_mask = "mask of keys" in traits.features
+        yield _narrowest(traits, loads_pairs, short=beside_mask)
     yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
@@ -363,7 +365,9 @@ def hopper_interval_keys(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def hopper_shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """A loaded bias of float32 has no room in shared memory beside wide heads."""
+    """A loaded bias of float32 has no room in shared memory beside wide heads. Narrow heads only where the portable kernel is slower."""
+    if _are_narrow(traits) and "mask of keys" in traits.features:
+        yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) to the portable kernel, which is faster"
     if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
         yield f"bias: {_word(traits.bias.dtype)} leaves no room in shared memory beside head dims over 64: convert it to 16 bits"
     yield _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)

@@ -334,6 +334,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value by intervals", dict(features=INTERVALS | {"two intervals"}), "does not serve two intervals a key"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for an IntervalMask, and there is none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
+    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "with head dims from 33 to 64 leaves a mask (..., 1, Sk)"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of pairs"})), "does not serve a mask (..., Sq, Sk)"),
     ("backward: Hopper: d_bias, pairs loaded", dict(head_dim=128, value_dim=128, bias=Bias(FP32, 1, 16)), "bias: float32 leaves no room in shared memory"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
