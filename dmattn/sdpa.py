@@ -20,6 +20,7 @@ from .graphs import asked_in_tracing
 __all__ = ["replace_sdpa"]
 
 NAME = "scaled_dot_product_attention"
+TRACED = {"torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.functional_tensor.FunctionalTensor"}  # which stand for plain tensors
 Sdpa = Callable[..., Tensor]
 
 _lock = RLock()
@@ -50,8 +51,8 @@ def replace_sdpa() -> Replacement:
 
     **Not reached**: attention that computes its weights itself, such as ``torch.nn.MultiheadAttention`` with ``need_weights=True``, its
     default, or torchvision's Swin; the function where an object, a class or a closure holds it; calls of ``torch.ops.aten`` or from C++;
-    programs that were exported, and all that ``torch.jit.script`` compiles. Subclasses of tensors with functions of their own, such as
-    nested tensors and ``DTensor``, are left to torch and counted.
+    programs that were exported, and all that ``torch.jit.script`` compiles. Subclasses of tensors, such as nested tensors
+    and ``DTensor``, are left to torch and counted.
 
     ``torch.compile`` takes calls into its graphs as dmattn's operators, and compiles anew where a replacement begins or ends. A call counts
     when it is traced, not when the graph runs.
@@ -195,11 +196,9 @@ def _answering(door: Door) -> Sdpa:
 
 
 def _foreign(*tensors: Any) -> str | None:
-    """Why the first tensor with functions of its own is left to these; None if there is none."""
+    """Why the first tensor of a class of its own is left to that; None if there is none."""
     for name, x in zip(("query", "key", "value", "attn_mask"), tensors, strict=True):
-        if x is None or type(x) is Tensor or type(x) is Parameter:
-            continue
-        if getattr(type(x), "__torch_function__", None) is not torch._C._disabled_torch_function_impl:
+        if x is not None and type(x) is not Tensor and type(x) is not Parameter and kind(x) not in TRACED:
             return f"{name}: expected a torch.Tensor, received {kind(x)}"
     return None
 

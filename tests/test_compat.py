@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_cuda
 from torch import Tensor
 
 from dmattn import BlockMask, advice, attention, compat
@@ -434,17 +435,14 @@ def test_a_wrong_argument_is_named(number: int) -> None:
         function(*arguments, **options)
 
 
+@needs_cuda
 def test_a_mask_bias_on_a_gpu_is_read_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU, where nobody has to wait for it."""
-    from dmattn.compat import deepspeed
-
-    class OfGpu:
-        is_cpu = False
-
-    deepspeed._check_mask_bias(OfGpu())  # which is not looked at
+    given = [x.cuda().float() for x in E3], [ZEROS.cuda() - 0.5, PAIRS.cuda()]
+    compat.DS4Sci_EvoformerAttention(*given[0], given[1])
     monkeypatch.setattr(advice, "asked", True)
-    with pytest.raises(TypeError, match="'>' not supported"):
-        deepspeed._check_mask_bias(OfGpu())
+    with pytest.raises(ValueError, match=r"biases\[0\]: expected 0 for a key that is attended"):
+        compat.DS4Sci_EvoformerAttention(*given[0], given[1])
 
 
 def test_dropout_is_that_of_attention() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import dmattn
@@ -99,6 +100,20 @@ def test_what_is_refused_is_left_and_counted() -> None:
         "query: expected a torch.Tensor, received torch.nested._internal.nested_tensor.NestedTensor": 2,
     }
     assert repr(replaced).startswith("<replace_sdpa, restored: 0 calls answered; 2 left to torch: query: expected a head dim")
+
+
+def test_a_subclass_of_tensors_is_left_and_a_fake_tensor_is_not() -> None:
+    class Own(Tensor):
+        pass
+
+    with replace_sdpa() as replaced:
+        kept = F.scaled_dot_product_attention(*(x.as_subclass(Own) for x in qkv()))
+        with FakeTensorMode():
+            fake = F.scaled_dot_product_attention(*(torch.empty(2, 4, n, 8) for n in (5, 9, 9)))
+    assert type(kept) is Own
+    assert (type(fake), fake.shape) == (FakeTensor, (2, 4, 5, 8))
+    assert (replaced.calls, list(replaced.left.values())) == (1, [1])
+    assert next(iter(replaced.left)).startswith("query: expected a torch.Tensor, received test_sdpa_replaced.")
 
 
 def test_an_error_of_another_kind_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

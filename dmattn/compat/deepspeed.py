@@ -12,6 +12,7 @@ from .. import advice
 from ..arguments import kind
 from ..biases import FactoredBias
 from ..checks import check_bias, check_tensor
+from ..execution.watching import nothing_watches
 from ..factors import joined
 from ..functional import attention
 from .named import by_its_names, heads_first
@@ -77,7 +78,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
 
 def _check_mask_bias(bias: Tensor) -> None:
     """Raise where it is known that a bias is none of a mask."""
-    if torch.compiler.is_compiling() or not (bias.is_cpu or advice.asked):
+    if not nothing_watches((bias,)) or not (bias.is_cpu or advice.asked):
         return
     other = bias[(bias > advice.MASKLIKE) & (bias != 0)]
     if other.numel():
