@@ -70,11 +70,6 @@ def unpacked(name: str, packed: Tensor, axes: Sequence[str], count: int) -> tupl
     return packed.unbind(-3)
 
 
-def refuse(name: str, expected: str, received: object) -> None:
-    """Raise about an argument that has no counterpart."""
-    raise ValueError(f"dmattn: {name}: expected {expected}, received {received}")
-
-
 def check_plain(name: str, value: Any, allowed: tuple[Any, ...], hint: str) -> None:
     """Raise unless an argument without a counterpart is left as it is by default."""
     if not any(value is each for each in allowed):
