@@ -53,6 +53,7 @@ LAYERS = (
         "dropout",
         "first_call",
         "graphs",
+        "notices",
         "own_rows",
         "precision",
         "recording",
@@ -61,7 +62,7 @@ LAYERS = (
         "states",
         "unions",
     ),
-    ("mask_checks",),
+    ("advice", "mask_checks"),
     ("biases", "mask_mods", "masks"),
     ("block_mask", "fields"),
     ("checks",),
@@ -74,11 +75,11 @@ LAYERS = (
     ("execution.backend", "execution.replay"),
     ("execution.passes",),
     ("execution.derivatives",),
-    ("execution.operators",),
+    ("execution.flops", "execution.operators"),
     ("execution.eager",),
     ("functional",),
     ("dynamic", "explain", "varlen"),
-    ("module",),
+    ("compat", "module", "sdpa"),
     ("__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
@@ -87,7 +88,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "notices", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:
