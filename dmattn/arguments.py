@@ -57,6 +57,14 @@ _KEYWORDS = {
         "max_length_q": "max_seqlen_q",
         "max_seqlen": "max_seqlen_q and max_seqlen_k",
     },
+    "context_parallel_attention": _DENSE
+    | {
+        "block_mask": "mask, a bool tensor or an IntervalMask",
+        "dropout": "no dropout, which ranks do not share",
+        "dropout_p": "no dropout, which ranks do not share",
+        "dropout_rate": "no dropout, which ranks do not share",
+        "mask_mod": "mask, a bool tensor or an IntervalMask",
+    },
     "dynamic_mask_attention": _COMMON
     | {
         "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",

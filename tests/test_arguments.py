@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from dmattn import BlockMask, DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
 from dmattn.arguments import kind
+from dmattn.distributed import context_parallel_attention
 
 LENGTHS = torch.tensor([0, 5])
 
@@ -33,8 +35,18 @@ def layer(**keywords: Any) -> object:
     return DynamicMaskAttention(hidden_size=8, num_heads=2, keep=3)(torch.ones(1, 5, 8), **keywords)
 
 
+def attend_across(**keywords: Any) -> object:
+    """In a group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return context_parallel_attention(*(torch.ones(1, 2, 4, 8) for _ in range(3)), **keywords)
+    finally:
+        distributed.destroy_process_group()
+
+
 CALLS = {
     "attention": attend,
+    "context_parallel_attention": attend_across,
     "attention_varlen": attend_packed,
     "dynamic_mask_attention": attend_dynamically,
     "DynamicMaskAttention.forward": layer,

@@ -66,8 +66,9 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     gradients: Gradients,
+    partial: bool = False,
 ) -> None:
-    """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
+    """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once. `partial` is that of passes.py."""
     dtype = compute_dtype(problem)
     d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
     kv_heads = problem.key.shape[-3]
@@ -84,7 +85,10 @@ def backward(
     for rows, keys, chunk in chunks(problem._replace(key=key, value=value), scores_of_row(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
         empty = lse[..., rows, None] == float("-inf")
-        p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
+        if partial:
+            p = torch.exp(scores - lse[..., rows, None].masked_fill(empty, 0.0))
+        else:
+            p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
         of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
         p = p[..., : scores.shape[-1]]
         d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)

@@ -32,6 +32,7 @@ from .traits import (
     LEADING,
     LEADING_IN_RUNS,
     OUT,
+    PARTIAL,
     QUERY_TERMS,
     TERM_COLUMNS,
     Traits,
@@ -44,7 +45,8 @@ WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
-EVERY = SINKS | SHARED  # features that all rows serve
+FURTHER = frozenset({PARTIAL})
+EVERY = SINKS | SHARED | FURTHER  # features that rows serve, but those that sum what they are given over the keys of the call
 ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
@@ -361,7 +363,7 @@ HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL, _one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - FURTHER, _one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
@@ -387,8 +389,8 @@ BACKWARD = (
     Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS}), ALL, _always, reads=TERMS),
     Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
-    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, _always),
-    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, _always, reads=TERMS),
+    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, _always),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, _always, reads=TERMS),
     Row("d_sinks", frozenset({D_SINKS}), ALL, _always, reads=TERMS),
     Row("query terms", TERMS, ALL, _always),
 )

@@ -35,6 +35,7 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    PARTIAL,
     TERM_COLUMNS,
     Traits,
 )
@@ -102,12 +103,18 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     gradients: Gradients,
+    partial: bool = False,
 ) -> None:
-    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's.
+
+    `partial`: `out` and `lse` are over further keys, too.
+    """
     given = Given(lse, d_lse, gradients)
     gradients = flattened_gradients(gradients, lse.shape[:-2])
     problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
     traits = Traits.of(problem, out, d_out, gradients)
+    if partial:
+        traits = traits._replace(features=traits.features | {PARTIAL})
     choices = choose_backward(traits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
     problem = problem._replace(sinks=None)  # lse has them in it
