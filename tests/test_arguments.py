@@ -95,7 +95,7 @@ def test_unknown_keywords(called: str, name: str, expected: str) -> None:
 @pytest.mark.parametrize("called", CALLS)
 def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
     """A hint that names it would never be seen."""
-    functions: list[Callable] = [attention, attention_varlen, dynamic_mask_attention, DynamicMaskAttention.forward]
+    functions: list[Callable] = [attention, attention_varlen, context_parallel_attention, dynamic_mask_attention, DynamicMaskAttention.forward]
     (function,) = [x for x in functions if x.__qualname__ == called]
     assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
 

@@ -39,6 +39,16 @@ def test_a_bias_is_recovered_from_outputs():
     assert after < before / 2
 
 
+def test_processes_that_share_a_sequence_train_as_one():
+    command = [sys.executable, str(EXAMPLES / "context_parallel.py"), "--processes", "2", "--length", "64", "--steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+    assert float(run.stdout.split()[-1]) < 1e-4
+
+
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--setps", 2)])
 def test_the_bias_example_has_help_and_refuses_what_it_does_not_know(argument, code):
     run = run_bias_gradient(argument)
