@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import dynamic_mask, harness
-from benchmarks.speed import OURS, PEERS, Attention, Record, attention_of
+from benchmarks.contenders import OURS, PEERS, Attention, attention_of
+from benchmarks.speed import Record
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import IntervalMask, dynamic_mask_attention
 from dmattn.report import show_table
@@ -94,6 +95,7 @@ class Growth:
 GROWTHS = (
     Growth(Workload("dense_bias", 1, 8, 8, 4096, 4096, 128, bias="1hqk"), longest=32768),  # where bias and gradient take 32 GiB
     Growth(Workload("distances", 1, 8, 8, 4096, 4096, 64, distances=True)),
+    Growth(Workload("table", 1, 16, 16, 4096, 4096, 64, table=257)),
     Growth(Workload("key_bias_causal", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True)),
     Growth(Workload("padded_batch", 2, 8, 8, 4096, 4096, 128), padded=True),
     Growth(Workload("dynamic_mask", 1, 16, 8, 4096, 4096, 128, bias="bg1k", causal=True), keep=1024, peers=("sdpa_efficient", "eager")),

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import distances, harness, peers
+from benchmarks import harness
+from benchmarks.contenders import DEFAULT_PEERS, OURS, PEERS, Attention, attention_of
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
-from dmattn import BlockMask, IntervalMask, attention
 from dmattn.report import show_table
 
-OURS = "dmattn"
-DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "cudnn", "eager")  # cudnn: NVIDIA's frontend of it, which has dBias
-PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
 SHOWN = {
     "flex": "FlexAttention",
     "flex_max": "FlexAttention, max-autotune",
@@ -39,7 +35,6 @@ SHOWN = {
     "sdpa_math": "SDPA's math",
     "cudnn": "cuDNN's frontend",
 }  # by which the plot calls peers
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Record = dict[str, Any]
 
 
@@ -122,6 +117,8 @@ def _problem(record: Record) -> str:
     bias = "no bias" if record["bias"] is None else f"bias ({', '.join(axes[letter] for letter in record['bias'])})"
     if record.get("distances"):
         bias = "distances of points"
+    if record.get("table"):
+        bias = f"table of {record['table']} distances"
     kept = record["kept_blocks"] and f"{'prepared ' if record.get('prepared') else ''}block mask, {record['kept_blocks']:.0%} kept"
     window = record.get("window") and f"window of {record['window']} keys"
     sinks = "sinks" if record.get("sinks") else ""
@@ -148,6 +145,7 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "shape": workload.shape,
         "bias": workload.bias,
         "distances": workload.distances,
+        "table": workload.table,
         "causal": workload.causal,
         "window": workload.window,
         "sinks": workload.sinks,
@@ -198,58 +196,6 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
                 ]
             )
     return rows
-
-
-def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Attention:
-    """A contender as a function of (query, key, value, bias) that returns out; everything that a user prepares once is prepared here."""
-    options: dict[str, Any] = dict(mask=tensors["mask"], **workload.options)
-    if workload.sinks:
-        return _with_sinks(name, options, tensors)
-    if name == OURS:
-        if workload.prepared:
-            options["mask"] = BlockMask.from_mask(tensors["mask"])
-        of = distances.factors if workload.distances else _as_it_is
-        return lambda query, key, value, bias: attention(query, key, value, bias=of(bias), **options)
-    if name in ("flex", "flex_max"):
-        flex = distances.FlexDistances if workload.distances else peers.FlexProblem
-        problem = flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
-        if not tensors["query"].is_cuda:
-            return problem.out
-        return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
-    if isinstance(options["mask"], IntervalMask):
-        options["mask"] = options["mask"].to_dense(tensors["query"].shape[2])[(None,) * 2]
-    if workload.distances:
-        pairs = distances.dense(tensors["bias"].detach()).to(tensors["query"].dtype).requires_grad_()
-        by_pairs = attention_of(name, replace(workload, distances=False), {**tensors, "bias": pairs})
-        return lambda query, key, value, points: by_pairs(query, key, value, distances.dense(points).to(query.dtype))
-    if name == "eager":
-        return lambda query, key, value, bias: peers.eager(query, key, value, bias=bias, **options)
-    if name in peers.SDPA_BACKENDS:
-        backend = peers.SDPA_BACKENDS[name]
-        return lambda query, key, value, bias: peers.sdpa(query, key, value, bias=bias, backend=backend, **options)
-    if name == "cudnn":
-        if workload.window is not None:
-            raise ValueError("refused: cuDNN is not asked for a window here")
-        return peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=tensors["bias"], **options).out
-    raise ValueError(f"no contender is called {name}")
-
-
-def _as_it_is(bias: Tensor | None) -> Tensor | None:
-    return bias
-
-
-def _with_sinks(name: str, options: dict[str, Any], tensors: dict[str, Any]) -> Attention:
-    """A contender as a function of (query, key, value, sinks)."""
-    if name == OURS:
-        return lambda query, key, value, sinks: attention(query, key, value, sinks=sinks, **options)
-    if name == "eager":
-        return lambda query, key, value, sinks: peers.eager(query, key, value, bias=None, sinks=sinks, **options)
-    if name not in ("flex", "flex_max"):
-        raise ValueError("refused: no sinks")
-    problem = peers.FlexProblem(tensors["query"], tensors["key"], bias=None, **options)
-    if not tensors["query"].is_cuda:
-        return problem.with_sinks
-    return problem.compiled(problem.with_sinks, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
 
 
 def _contend(

@@ -4,6 +4,7 @@ A training step is forward, loss and backward in bfloat16, without an optimizer,
 the decoder and the encoder) or images per second from the median step; its memory is the peak of the allocator less what the model and the
 inputs hold. Generation is greedy: the time of the prompt, and of each token after it. Losses of the first step stand beside each other: an
 implementation whose loss is far from eager's computes something else. What refuses, fails or runs out of memory is recorded with its reason.
+T5 runs once more with dmattn and its position bias as pairs, which its layers hand over as a table otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 from benchmarks import harness
 from dmattn.integrations import doge
 from dmattn.integrations import transformers as integration
+from dmattn.integrations.transformers.bucket_tables import make_biases
 from dmattn.report import show_table
 
-OURS = "dmattn"
-IMPLEMENTATIONS = (OURS, "sdpa", "flex_attention", "eager")
+OURS, PAIRS = "dmattn", "dmattn_pairs"
+IMPLEMENTATIONS = (OURS, PAIRS, "sdpa", "flex_attention", "eager")
 STEPS = 5
 NEW_TOKENS = 64
 Record = dict[str, Any]
@@ -47,6 +49,7 @@ class Model:
     length: int  # tokens, or pixels of a side
     unit: str = "tokens"
     generates: bool = False
+    checkpoints: bool = False  # a layer keeps its inputs alone, and is computed again in the backward pass
 
     def build(self, device: torch.device, tiny: bool) -> nn.Module:
         """In bfloat16, the same random weights each time, in training mode."""
@@ -55,6 +58,8 @@ class Model:
         torch.manual_seed(0)
         with device:
             model = kind._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+        if self.checkpoints:
+            model.gradient_checkpointing_enable()
         return model.train()
 
     def inputs(self, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -69,7 +74,10 @@ class Model:
 
     def units(self) -> int:
         """How many tokens or images a step has; an encoder-decoder counts both sides."""
-        return self.batch if self.unit == "images" else self.batch * self.length * (2 if self.kind.startswith("T5") else 1)
+        return self.batch if self.unit == "images" else self.batch * self.length * (2 if self.is_t5() else 1)
+
+    def is_t5(self) -> bool:
+        return self.kind.startswith("T5")
 
 
 T5_LARGE = dict(d_model=1024, d_kv=64, d_ff=2816, num_layers=24, num_heads=16, feed_forward_proj="gated-gelu", dropout_rate=0.0)
@@ -94,6 +102,9 @@ MODELS = (
     Model("t5_large_512", "T5ForConditionalGeneration", T5_LARGE, 16, 512),
     Model("t5_large_2048", "T5ForConditionalGeneration", T5_LARGE, 4, 2048),
     Model("t5_large_4096", "T5ForConditionalGeneration", T5_LARGE, 1, 4096),
+    Model("t5_large_16384", "T5ForConditionalGeneration", T5_LARGE, 1, 16384),
+    Model("t5_large_16384_checkpoints", "T5ForConditionalGeneration", T5_LARGE, 1, 16384, checkpoints=True),
+    Model("t5_large_32768_checkpoints", "T5ForConditionalGeneration", T5_LARGE, 1, 32768, checkpoints=True),
     Model("swin_base_224", "SwinForImageClassification", SWIN_BASE, 128, 224, unit="images"),
     Model("llama_1b_2048", "LlamaForCausalLM", LLAMA_1B, 4, 2048, generates=True),
     Model("llama_1b_16384", "LlamaForCausalLM", LLAMA_1B, 1, 16384, generates=True),
@@ -114,11 +125,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model in MODELS:
         if options.models and model.name not in options.models:
             continue
-        chosen = model if not options.tiny else Model(model.name, model.kind, model.config, 2, 32, model.unit, model.generates)
+        chosen = replace(model, batch=2, length=32) if options.tiny else model
         records.append(
             {"model": model.name, "kind": model.kind, "batch": chosen.batch, "length": chosen.length, "unit": model.unit, "runs": {}}
         )
         for implementation in options.implementations:
+            if implementation == PAIRS and not model.is_t5():
+                continue
             start = time.perf_counter()
             records[-1]["runs"][implementation] = run(chosen, implementation, device, options.tiny)
             print(f"{model.name} {implementation}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
@@ -185,7 +198,8 @@ def generation(network: nn.Module, tokens: Tensor, device: torch.device) -> Reco
 def sound(record: Record) -> bool:
     """Whether ours ran, and its loss is that of another implementation but for roundings."""
     ours = record["runs"].get(OURS, {})
-    losses = [run["training"]["loss"] for name, run in record["runs"].items() if name != OURS and "loss" in run.get("training", {})]
+    others = (run.get("training", {}) for name, run in record["runs"].items() if name not in (OURS, PAIRS))
+    losses = [training["loss"] for training in others if "loss" in training]
     if any("error" in step for step in ours.values()) or "loss" not in ours.get("training", {}):
         return False
     return not losses or min(abs(ours["training"]["loss"] - loss) for loss in losses) <= 0.02 * abs(ours["training"]["loss"])
@@ -238,8 +252,10 @@ def plot(result: Record, target: Path) -> None:
 
 def _set(network: nn.Module, implementation: str) -> None:
     """In every model inside, too: before Transformers 5.23 its own method leaves the encoder and the decoder of a T5 as they were."""
-    if implementation == OURS:
+    if implementation in (OURS, PAIRS):
         (doge if isinstance(network, transformers.DogeForCausalLM) else integration).enable(network)
+        if implementation == PAIRS:
+            make_biases()  # until the next model is enabled
         return
     models = [module for module in network.modules() if isinstance(module, transformers.PreTrainedModel)]
     for inner in models:

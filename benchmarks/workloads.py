@@ -21,6 +21,7 @@ class Workload:
 
     `bias` is None or four letters for its axes as in :class:`dmattn.equivalence.Case`, a letter where the axis is full and 1 where it is
     broadcast; g is the key-value heads. With `distances` the bias is minus the squared distance of points in space (benchmarks/distances.py).
+    With `table` it is by distance, from a table of so many numbers a head (benchmarks/tables.py).
     A query sees `window` keys, its own the last, unless that is None. With `sinks` there are scores (H,) in the place of a bias.
     `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as a BlockMask. `longformer` is
     (keys that a query sees on either side, global tokens, with which a row begins). A bias requires grad, and so do points and sinks in its
@@ -36,6 +37,7 @@ class Workload:
     head_dim: int
     bias: str | None = None
     distances: bool = False
+    table: int | None = None
     causal: bool = False
     window: int | None = None
     sinks: bool = False
@@ -104,6 +106,8 @@ class Workload:
 
         inputs = {name: normal(axes, self.head_dim) for name, axes in (("query", "bhq"), ("key", "bgk"), ("value", "bgk"))}
         bias = normal("h") if self.sinks else None if self.bias is None else normal(self.bias)
+        if self.table is not None:
+            bias = torch.randn((self.heads, self.table), generator=random, device=device).to(dtype)
         if self.distances:
             bias = torch.randn((3, self.batch, self.len_q), generator=random, device=device)
         leaves = {name: None if x is None else x.requires_grad_(not self.inference) for name, x in {**inputs, "bias": bias}.items()}
@@ -140,6 +144,7 @@ WORKLOADS = (
     Workload("t5_window", 2048, 8, 8, 64, 64, 32, bias="1hqk"),
     Workload("evoformer_row", 256, 4, 4, 384, 384, 32, bias="1hqk"),
     Workload("distances_d64", 2, 16, 16, 4096, 4096, 64, distances=True),
+    Workload("t5_relative", 4, 16, 16, 4096, 4096, 64, table=257),
     Workload("blockmask_10pct", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10),
     Workload("blockmask_10pct_prepared", 1, 16, 16, 16384, 16384, 128, kept_blocks=0.10, prepared=True),
     Workload("gpt_oss_window", 1, 64, 8, 8192, 8192, 64, causal=True, window=128),
@@ -180,6 +185,8 @@ EXACTNESS = (
     Case("bias-bhq1-lse-gradient-127", 127, bias="bhq1", reason="moves lse only: without a gradient of lse its own is 0"),
     Case("bias-1h11-lse-gradient-129", 129, heads=4, bias="1h11"),
     Case("bias-fp32-129", 129, bias="1hqk", bias_dtype=torch.float32),
+    Case("bias-by-distance-255", 255, heads=4, bias="1hr", distances=65, reason="T5's as a table"),
+    Case("bias-by-distance-gqa-causal-129", 129, heads=4, kv_heads=2, bias="bgr", distances=129, causal=True),
     Case("bias-1023", 1023, bias="1hqk", causal=True),
     Case("window-255", 255, window=(31, 16)),
     Case("window-causal-gqa-1023", 1023, heads=4, kv_heads=2, causal=True, window=(127, 0)),
@@ -197,6 +204,7 @@ EXACTNESS = (
 EXACTNESS_ON_GPU = (
     Case("gqa-causal-2047", 2047, heads=4, kv_heads=2, head_dim=64, causal=True),
     Case("bias-1hqk-2048", 2048, batch=4, head_dim=64, bias="1hqk"),
+    Case("bias-by-distance-2048", 2048, batch=4, head_dim=64, bias="1hr", distances=257),
     Case("topk-mask-bias-4095", 4095, head_dim=128, mask="bhqk", keep="topk", bias="bhqk", causal=True),
     Case("bias-bg1k-causal-4096", 4096, batch=1, heads=4, kv_heads=2, head_dim=128, bias="bg1k", causal=True),
 )

@@ -1,7 +1,7 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
 from . import reference
-from .biases import FactoredBias
+from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .dynamic import dynamic_mask_attention, topk_mask
 from .explain import explain
@@ -19,6 +19,7 @@ __all__ = [
     "DynamicMaskAttention",
     "FactoredBias",
     "IntervalMask",
+    "RelativeBias",
     "attention",
     "attention_varlen",
     "dynamic_bias",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -11,7 +12,7 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[-3] == 1 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
 
 
-def sum_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+def sum_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """The adjoint: a gradient (..., H, n, m) summed over the axes, and within the groups, on which `shape` was broadcast."""
     if len(shape) > 2 and shape[-3] != 1 and shape[-3] != gradient.shape[-3]:
         gradient = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)

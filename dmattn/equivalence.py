@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from . import reference
-from .biases import FactoredBias
+from . import distances, reference
+from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .broadcast import per_query_head, sum_to
 from .functional import attention
@@ -38,7 +38,8 @@ class Case:
 
     `leading` are letters for the axes before the heads, any of b, n and m. `mask` and `bias` are letters for their axes, a letter where the
     axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``, ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head)
-    or 1, and axes in front may be left out. `keep` says which entries the mask keeps: random with
+    or 1, and axes in front may be left out. A bias whose letters end in ``r`` is the table of a RelativeBias of `distances` numbers, whose
+    distance 0 is at `zero`. `keep` says which entries the mask keeps: random with
     ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
     hides every third query's row too. `blocked` gives the mask as a BlockMask. `intervals` names an IntervalMask instead: documents,
     document-prefix, prefix, padding, causal, window, global (tokens beside a window), chunked; or random intervals, "random" for each batch row
@@ -66,6 +67,8 @@ class Case:
     intervals: str | None = None
     bias: str | None = None
     bias_dtype: torch.dtype | None = None
+    distances: int = 0
+    zero: int | None = None
     factors: tuple[str, str] | None = None
     causal: bool = False
     window: Any = None
@@ -89,6 +92,7 @@ class Case:
             "g": self.kv_heads or self.heads,
             "q": self.len_q,
             "k": self.len_q if self.len_k is None else self.len_k,
+            "r": self.distances,
             "1": 1,
         }
 
@@ -102,6 +106,13 @@ class Case:
         """Keyword arguments of `attention` other than tensors; dropout only where there is some, as peers have none to compare."""
         given = dict(causal=self.causal, window=self.window, scale=self.scale, softcap=self.softcap)
         return given | dict(dropout_p=self.dropout_p) if self.dropout_p else given
+
+    @property
+    def table_zero(self) -> int | None:
+        """The index of distance 0 where the bias is a table of distances."""
+        if self.bias is None or not self.bias.endswith("r"):
+            return None
+        return (self.distances - 1) // 2 if self.zero is None else self.zero
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Random tensors, the same for a seed on every device."""
@@ -140,7 +151,7 @@ class Case:
             if self.sinks == "far":
                 sinks += torch.tensor([60.0, -60.0, float("-inf")])[torch.arange(len(sinks)) % 3]
             sinks = sinks.to(device, self.sinks_dtype or dtype)
-        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks, rows, cols)
+        return Inputs(query, key, value, mask, bias, d_out, d_lse, sinks, rows, cols, self.table_zero)
 
     def _mask(self, random: torch.Generator) -> Tensor:
         assert self.mask is not None
@@ -200,7 +211,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a case, with the incoming gradients."""
+    """Tensors of a case, with the incoming gradients. Where there is a `zero`, `bias` is the table of a RelativeBias."""
 
     query: Tensor
     key: Tensor
@@ -212,13 +223,18 @@ class Inputs:
     sinks: Tensor | None = None
     rows: Tensor | None = None
     cols: Tensor | None = None
+    zero: int | None = None
+
+    def bias_of(self, bias: Tensor | None) -> Tensor | RelativeBias | None:
+        """What `attention` takes, of the tensor here or a copy of it."""
+        return bias if bias is None or self.zero is None else RelativeBias(bias, self.zero)
 
 
 def results(function: Callable[..., Any], inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Out, lse and every gradient of `function`, called like `attention` with ``return_lse=True``, by the names of `RESULTS`."""
     leaves = {name: getattr(inputs, name) for name in LEARNED}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    bias = leaves.get("bias") if inputs.rows is None else FactoredBias(leaves["rows"], leaves["cols"])
+    bias = inputs.bias_of(leaves.get("bias")) if inputs.rows is None else FactoredBias(leaves["rows"], leaves["cols"])
     given: dict[str, Any] = dict(mask=inputs.mask, bias=bias, return_lse=True, **options)
     if "sinks" in leaves:  # which not every function takes
         given["sinks"] = leaves["sinks"]
@@ -247,13 +263,15 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     """
     wide = Inputs(**{name: _double(x) for name, x in vars(inputs).items()})
     rows, cols = wide.rows, wide.cols
-    bias = wide.bias if rows is None or cols is None else FactoredBias(rows, cols).to_dense()
+    bias = wide.bias_of(wide.bias) if rows is None or cols is None else FactoredBias(rows, cols).to_dense()
     with _same_dropout(inputs, options):
         problem = Problem.canonical(wide.query, wide.key, wide.value, mask=wide.mask, bias=bias, sinks=wide.sinks, **options)
     factor = torch.ones((), device=wide.query.device) if problem.seed is None else reference.kept_factor(problem, torch.float64)
     heads = problem.query.shape[-3]
     query, key, value, d_out = (per_query_head(x, heads).abs() for x in (problem.query, problem.key, problem.value, wide.d_out))
-    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if problem.bias is None else per_query_head(problem.bias, heads).abs())
+    len_q, len_k = query.shape[-2], key.shape[-2]
+    dense = wide.bias if wide.bias is None or wide.zero is None else RelativeBias(wide.bias, wide.zero).to_dense(len_q, len_k)
+    score_terms = abs(problem.scale) * query @ key.mT + (0.0 if dense is None else per_query_head(dense, heads).abs())
     if rows is not None and cols is not None:
         score_terms = score_terms + per_query_head(FactoredBias(rows.abs(), cols.abs()).to_dense(), heads)
     out, lse = reference.attend(problem, torch.float64)
@@ -273,8 +291,12 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
         "d_key": sum_to(abs(problem.scale) * d_scores.mT @ query, wide.key.shape),
         "d_value": sum_to((p * factor).mT @ d_out, wide.value.shape),
     }
-    if wide.bias is not None:
-        sizes["d_bias"] = sum_to(d_scores, wide.bias.shape)
+    if dense is not None:
+        sizes["d_bias"] = sum_to(d_scores, dense.shape)
+    if wide.bias is not None and wide.zero is not None:
+        table = torch.zeros_like(wide.bias)
+        distances.add_pairs(table, sizes["d_bias"], wide.zero, 0, len_q)
+        sizes["d_bias"] = table
     if wide.sinks is not None:
         sizes["d_sinks"] = (of_sinks * deltas).movedim(-3, 0).flatten(1).sum(1)
     if rows is not None and cols is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, refuse_keywords
-from .biases import FactoredBias
+from .biases import FactoredBias, RelativeBias
 from .execution import backend, torch_kernel
 from .factors import joined
 from .functional import attention
@@ -151,7 +151,8 @@ def explain(
         query, key, given["scale"] = joined(query, key, value, given["bias"], given["scale"], given["softcap"])
         given["bias"], columns = None, query.shape[-1] - head_dim
     problem = _canonical(query, key, value, given)
-    tensors = dict(query=query, key=key, value=value, **given)
+    table = given["bias"].table if isinstance(given["bias"], RelativeBias) else given["bias"]
+    tensors = dict(query=query, key=key, value=value, **given | dict(bias=table))
     learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
     some = any(x.requires_grad for x in learned.values())
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
@@ -251,6 +252,15 @@ class _Seen(NamedTuple):
         return cls(int((pairs > 0).sum()), len_k - unseen if len_q else 0, int(pairs.sum()))
 
 
+def _between_ends(problem: Problem) -> Problem:
+    """A problem whose window leaves the pairs of other distances than the ends of its table stand for."""
+    assert problem.bias is not None
+    assert problem.zero is not None
+    left, right = problem.zero - 1, problem.bias.shape[-1] - 2 - problem.zero
+    left = left if problem.left is None else min(left, problem.left)
+    return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
+
+
 class _Call:
     """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
@@ -258,6 +268,7 @@ class _Call:
         placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         self.problem = problem._replace(**placed)
         self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
+        self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))
         self.out, self.lse, states = backend.allocate_forward(self.problem)
         self.states = states if by_kernels else None
         self.gradients = backend.allocate_backward(self.problem, needs)
@@ -289,21 +300,23 @@ class _Call:
         """Operations of the matrix products with which a row makes its results."""
         *sequences, _, dim = self.problem.query.shape
         value_dim = self.problem.value.shape[-1]
-        made = {name for name in makes if name.startswith(("out", "d_")) and name not in ("d_bias of queries", "d_sinks")}
+        made = {name for name in makes if name.startswith(("out", "d_", "sums")) and name not in ("d_bias of queries", "d_sinks")}
         if not made:
             return 0
         dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
         size = sum(dims.get(name, 0) for name in made)
         if "d_bias of pairs" not in reads:  # of which d_query is the product, with nothing to repeat
             size += dim + (value_dim if made - {"out", "d_value"} else 0)
-        return 2 * size * self.seen.pairs * math.prod(sequences)
+        pairs = self.between_ends.pairs if "d_bias of distances" in made else self.seen.pairs
+        return 2 * size * pairs * math.prod(sequences)
 
     def _bytes(self, name: str) -> int:
         """Those of each input and each result once, without what causal and the window hide."""
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
         total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
-        total += 0 if problem.bias is None else self._between(problem.bias)
+        if problem.bias is not None:
+            total += self._between(problem.bias) if problem.zero is None else _size(problem.bias)
         total += _size(problem.sinks)
         if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
             total += self._between(problem.mask)
@@ -331,7 +344,7 @@ class _Call:
             return 0, False
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
-        is_least = problem.is_masked or problem.first is not None or (is_of_keys and is_hopper)
+        is_least = problem.is_masked or problem.first is not None or ((is_of_keys or problem.zero is not None) and is_hopper)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
         from .kernels.base.leading import flattened, flattened_gradients
@@ -349,8 +362,10 @@ class _Call:
 
             sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
+        if "sums at the ends" in makes:
+            total += 2 * _size(self.lse)
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
-        in_parts = not makes.isdisjoint({"d_bias of queries", "d_sinks"})
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
-from .biases import FactoredBias
+from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .execution.eager import attend
 from .factors import joined
@@ -27,7 +27,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -43,7 +43,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -59,7 +59,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -74,7 +74,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = None,
-    bias: Tensor | FactoredBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -117,7 +117,7 @@ def attention(
             autograd sums it afterwards in the bias's dtype. One of pairs is read fastest where its last axis is dense (stride 1): GPUs fetch
             memory in sectors of 32 bytes, and of each the kernels use one element where keys lie further apart. Where padding lets its rows
             begin at multiples of 16 bytes, those of its gradient do too: that is no contiguous tensor then.
-            Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap.
+            Or a :class:`FactoredBias`, in memory of O(Sq + Sk), without a softcap; or a :class:`RelativeBias`, a table of distances, in O(R).
         causal: hide key j from query i where j > i + Sk - Sq (bottom-right aligned).
         window: (left, right), or one integer for both: hide key j unless ``-left <= j - (i + Sk - Sq) <= right``; None is unbounded.
             Mistral's window of w keys is ``causal=True, window=(w - 1, 0)``.

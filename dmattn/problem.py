@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, hint_for, kind
+from .biases import RelativeBias
 from .block_mask import BlockMask
 from .dropout import draw_seed
 from .masks import BOUNDS, IntervalMask
@@ -23,8 +24,8 @@ UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions 
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
 SMALLEST_FACTOR = 1.2e-38  # a smaller one is 0 where float32 numbers that small are flushed
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Kinds of a bias or mask, by the axes along which its entries differ.
-PAIRS, KEYS, QUERIES, HEADS = "pairs", "keys", "queries", "heads"
+# Kinds of a bias or mask, by the axes along which its entries differ; of a bias also DISTANCES, which a table gives.
+PAIRS, KEYS, QUERIES, HEADS, DISTANCES = "pairs", "keys", "queries", "heads", "distances"
 Window = int | tuple[int | None, int | None] | None
 
 
@@ -58,6 +59,18 @@ class Blocks(NamedTuple):
     len_k: int
 
 
+class Distances(NamedTuple):
+    """The fields of a RelativeBias; the table has an axis of 1 before its last, as a bias of keys has: (..., H, 1, R)."""
+
+    table: Tensor
+    zero: int
+    longest: int | None
+
+    @classmethod
+    def of(cls, bias: RelativeBias) -> Distances:
+        return cls(bias.table[..., None, :], bias.zero, bias.longest)
+
+
 class Problem(NamedTuple):
     """Validated arguments of one call, in the form that the operators take, which take them one by one.
 
@@ -70,6 +83,8 @@ class Problem(NamedTuple):
     axis before the last full or 1, ``order`` may say where the work is: int32 (..., Hk, any number), the keys in the order in which kernels are
     to visit them, at least those with an interval that is not empty, none twice; if it names all, those with an empty one have to stand last,
     as kernels may visit what lies before the last other one, and nothing is copied there. It changes no result.
+
+    Where there is a ``zero``, ``bias`` is the table (B, H, 1, R) of a :class:`dmattn.RelativeBias`, and that is the index of distance 0.
 
     ``sinks`` (H,) are scores of a key without a value, one for each query head, which all its queries see; -inf is none.
 
@@ -105,6 +120,14 @@ class Problem(NamedTuple):
     blocks: Tensor | None = None
     bits: Tensor | None = None
     states: Tensor | None = None
+    zero: int | None = None
+
+    @property
+    def bias_kind(self) -> str | None:
+        """The kind of the bias, None without one."""
+        if self.bias is None:
+            return None
+        return kind_of(self.bias.shape) if self.zero is None else DISTANCES
 
     def with_states(self, states: Tensor | None) -> Problem:
         """The same with the states of its mask, where the forward pass made some."""
@@ -113,12 +136,12 @@ class Problem(NamedTuple):
     @property
     def pair_bias(self) -> Tensor | None:
         """The bias if it is one of `PAIRS`, else None."""
-        return self.bias if self.bias is not None and kind_of(self.bias.shape) == PAIRS else None
+        return self.bias if self.bias_kind == PAIRS else None
 
     @property
     def key_bias(self) -> Tensor | None:
         """The bias if it is one of `KEYS`, else None."""
-        return self.bias if self.bias is not None and kind_of(self.bias.shape) == KEYS else None
+        return self.bias if self.bias_kind == KEYS else None
 
     @property
     def pair_mask(self) -> Tensor | None:
@@ -137,7 +160,7 @@ class Problem(NamedTuple):
         key: Tensor,
         value: Tensor,
         mask: Tensor | IntervalMask | Intervals | BlockMask | Blocks | None,
-        bias: Tensor | None,
+        bias: Tensor | RelativeBias | Distances | None,
         causal: bool,
         window: Window,
         scale: float | None,
@@ -174,7 +197,11 @@ class Problem(NamedTuple):
         elif mask is not None:
             mask = _checked_mask(mask, "a bool tensor, an IntervalMask, a BlockMask or None" if packed is None else "a bool tensor or None")
             mask = _broadcastable(mask_name or "mask", mask, pairs, axes, kv_heads, query.device)
-        if bias is not None:
+        zero = None
+        if isinstance(bias, (RelativeBias, Distances)):
+            distances = Distances.of(bias) if isinstance(bias, RelativeBias) else bias
+            bias, zero = _checked_table(distances, pairs, kv_heads, query.device, packed is not None), distances.zero
+        elif bias is not None:
             check_tensor(mask_name or "bias", bias, "a torch.Tensor or None")
             if bias.dtype not in FLOATS:
                 hint = " (which pairs are attended is the argument mask)" if bias.dtype == torch.bool and not mask_name else ""
@@ -200,7 +227,7 @@ class Problem(NamedTuple):
             _fail("dropout_p", "a number from 0 to 1", dropout_p)
         seed = draw_seed(query.device) if dropout_p else None
         softcap = None if softcap is None else _float(softcap)
-        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks)
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, dropout_p=_float(dropout_p), seed=seed, sinks=sinks, zero=zero)
         options |= dict(also_first=also_first, also_last=also_last, blocks=blocks, bits=bits, states=states)
         return cls(query, key, value, mask, first, last, bias, left, right, **options)
 
@@ -349,6 +376,19 @@ def _broadcastable(
             hint = TRANSPOSED
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
+
+
+def _checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, device: torch.device, is_packed: bool) -> Tensor:
+    table, _, longest = distances
+    check_tensor("bias.table", table)
+    if table.dtype not in FLOATS:
+        _fail("bias.table", "a dtype of float16, bfloat16, float32 or float64", table.dtype)
+    *front, len_q, len_k = pairs
+    for name, length in (("max_seqlen_q", len_q), ("max_seqlen_k", len_k)) if is_packed else (("query", len_q), ("key", len_k)):
+        if longest is not None and length > longest:
+            _fail(name, f"a length of at most {longest}, that of RelativeBias.alibi", length)
+    axes = "(sequences, H, 1, R)" if is_packed else "(B, H, 1, R)" if len(pairs) == 4 else "(..., H, 1, R)"
+    return _broadcastable("bias.table", table, (*front, 1, table.shape[-1]), axes, kv_heads, device)
 
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:

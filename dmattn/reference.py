@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dropout
-from .biases import FactoredBias
+from . import distances, dropout
+from .biases import FactoredBias, RelativeBias
 from .bits import unpacked
 from .block_mask import BlockMask
 from .broadcast import per_query_head
@@ -27,7 +27,7 @@ def attention(
     value: Tensor,
     *,
     mask: Tensor | IntervalMask | BlockMask | None = None,
-    bias: Tensor | FactoredBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -110,9 +110,10 @@ def masked_scores(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_
     if problem.softcap is not None:
         tanh = torch.tanh(scores / problem.softcap)
         scores = problem.softcap * tanh
+    len_q = rows if len_q is None else len_q
     if problem.bias is not None:
-        scores = scores + masking_bias(problem.bias, heads, dtype)
-    hidden = hidden_pairs(problem, row_start, rows, rows if len_q is None else len_q)
+        scores = scores + masking_bias(problem, dtype, row_start, len_q)
+    hidden = hidden_pairs(problem, row_start, rows, len_q)
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), tanh
 
 
@@ -120,13 +121,21 @@ def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Scores (..., H, rows, Sk) with those of the sinks (H,) as of one more key, if there are any. No rule on pairs applies to them."""
     if sinks is None:
         return scores
-    sinks = masking_bias(sinks[:, None, None], sinks.shape[0], scores.dtype)
+    sinks = masking(sinks[:, None, None].to(scores.dtype))
     return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
 
 
-def masking_bias(bias: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """A bias of `heads` query heads or 1, with -inf where it masks."""
-    bias = per_query_head(bias, heads).to(dtype)
+def masking_bias(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor:
+    """The bias of :func:`masked_scores`, of query heads or 1, with -inf where it masks; of distances pair by pair."""
+    assert problem.bias is not None
+    bias = masking(per_query_head(problem.bias, problem.query.shape[-3]).to(dtype))
+    if problem.zero is None:
+        return bias
+    return distances.of_pairs(bias[..., 0, :], problem.zero, row_start, problem.query.shape[-2], len_q, problem.key.shape[-2])
+
+
+def masking(bias: Tensor) -> Tensor:
+    """A bias with -inf where it masks."""
     return bias.masked_fill(bias < MASKING, float("-inf"))
 
 

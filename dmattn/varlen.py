@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import check_flag, kind, refuse_keywords
-from .biases import FactoredBias
+from .biases import FactoredBias, RelativeBias
 from .broadcast import per_query_head
 from .execution import passes
 from .execution.eager import call
@@ -37,7 +37,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -57,7 +57,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -77,7 +77,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | FactoredBias | RelativeBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -96,7 +96,7 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = None,
-    bias: Tensor | FactoredBias | None = None,
+    bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -131,6 +131,8 @@ def attention_varlen(
             bias's own shape and dtype, is 0 beyond the lengths of each sequence, and is summed in float32 and rounded once.
             Or a :class:`FactoredBias` of packed factors, which lie where the tokens do: ``rows`` (total_q, H or Hk or 1, R) or (total_q, R),
             ``cols`` (total_k, Hk or 1, R) or (total_k, R). It takes no padded copies.
+            Or a :class:`dmattn.RelativeBias`, whose table may have a first axis of sequences, and whose distances are aligned with each
+            sequence's own last query and key.
         causal, window: as in :func:`dmattn.attention`, inside each sequence: aligned with its own last query and key.
         scale, softcap: as in :func:`dmattn.attention`.
         sinks: as there, (H,): the same for all sequences.
@@ -143,6 +145,10 @@ def attention_varlen(
     value: memory of sequences * max_seqlen in each pass, as a bias of each sequence does itself, but nothing padded is kept from the forward
     pass to the backward pass. A mask of pairs or by query is there combined with the lengths into one of (sequences, heads, max_seqlen_q,
     max_seqlen_k).
+
+    A :class:`dmattn.RelativeBias` takes no copies where one tensor is given as both `cu_seqlens_q` and `cu_seqlens_k`. With two tensors query,
+    key and value are copied to total_q + total_k places, on which distances are those of each sequence; and to padded ones where the table
+    has an axis of sequences, or beside a mask of pairs or by query.
 
     What `cu_seqlens_q` and `cu_seqlens_k` hold on a GPU cannot be checked without waiting: where they do not rise from 0 to the total, or a
     sequence is longer than `max_seqlen_q` or `max_seqlen_k` says, the results mean nothing, but no memory is touched that is not the arguments'
@@ -187,8 +193,19 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    out, lse = _attend(problem, cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k)
+    lengths = _Lengths(cu_seqlens_q.long(), cu_seqlens_k.long(), max_seqlen_q, max_seqlen_k, cu_seqlens_q is cu_seqlens_k)
+    out, lse = _attend(problem, lengths)
     return (out, lse) if return_lse else out
+
+
+class _Lengths(NamedTuple):
+    """Where sequences end among the queries and the keys, the longest of each, and whether both are known to be the same."""
+
+    ends_q: Tensor
+    ends_k: Tensor
+    longest_q: int
+    longest_k: int
+    alike: bool
 
 
 class _Places(NamedTuple):
@@ -200,11 +217,18 @@ class _Places(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, ends: Tensor, total: int, longest: int) -> _Places:
-        """From cumulative lengths; always inside (sequences, longest), whatever they hold."""
+    def of(cls, ends: Tensor, total: int, longest: int, last: bool = False) -> _Places:
+        """From cumulative lengths, padding after the tokens or before them (`last`); inside (sequences, longest), whatever they hold."""
         sequence = sequence_of(ends, total)
-        position = torch.arange(total, device=ends.device) - ends[sequence]
+        begins = ends[sequence + 1] - longest if last else ends[sequence]
+        position = torch.arange(total, device=ends.device) - begins
         return cls(sequence, position.clamp(0, longest - 1), ends.shape[0] - 1, longest)
+
+    @classmethod
+    def in_one(cls, ends: Tensor, other_ends: Tensor, total: int, other_total: int) -> _Places:
+        """All sequences in one, where queries and keys of a sequence end at the same place; `other_ends` are those of the others."""
+        place = torch.arange(total, device=ends.device) + other_ends[sequence_of(ends, total) + 1]
+        return cls(torch.zeros_like(place), place.clamp(0, total + other_total - 1), 1, total + other_total)
 
     @property
     def row(self) -> Tensor:
@@ -223,9 +247,10 @@ def _put(packed: Tensor, places: _Places, padding: float = 0.0) -> Tensor:
     return rows.index_copy(0, places.row, packed).unflatten(0, (places.sequences, places.longest))
 
 
-def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, lengths: _Lengths) -> tuple[Tensor, Tensor]:
     """(out, lse) of a packed problem of one batch entry, whose mask and bias are in the coordinates of the sequences."""
     len_q, len_k, mask, bias = problem.query.shape[2], problem.key.shape[2], problem.mask, problem.bias
+    ends_q, ends_k, max_seqlen_q, max_seqlen_k, _ = lengths
     intervals = IntervalMask.packed(ends_q, ends_k, len_q, len_k, left=problem.left, right=problem.right)
     first, last = intervals.first[None, None], intervals.last[None, None]
     problem = problem._replace(mask=None, bias=None, left=None, right=None)
@@ -234,12 +259,51 @@ def _attend(problem: Problem, ends_q: Tensor, ends_k: Tensor, max_seqlen_q: int,
         if mask is not None and mask.shape[2] == 1:
             last = torch.where(_of_keys(mask, keys)[:, :, 0], last, 0)
             mask = None
+        if problem.zero is not None:
+            return _relative(problem._replace(bias=bias, first=first, last=last), mask, lengths)
         if any(x is not None and x.shape[2] != 1 and x.shape[3] != 1 for x in (mask, bias)) or (mask is not None and _by_key(bias)):
             first, last = ((x - ends_q[keys.sequence]).clamp(0, max_seqlen_q).to(torch.int32) for x in (first, last))
             return _padded(problem._replace(bias=bias), mask, first, last, queries, keys)
         problem = problem._replace(bias=_packed_bias(mask, bias, problem.query.shape[1], queries, keys))
     out, lse = call(problem._replace(first=first, last=last))
     return out[0].transpose(0, 1), lse[0]
+
+
+def _relative(problem: Problem, mask: Tensor | None, lengths: _Lengths) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a packed problem with a table of distances, and packed intervals; a mask differs between queries.
+
+    Queries and keys of a sequence have to end at the same place, for distances to be those of the sequence.
+    """
+    ends_q, ends_k, longest_q, longest_k, alike = lengths
+    len_q, len_k, first, last = problem.query.shape[2], problem.key.shape[2], problem.first, problem.last
+    assert problem.bias is not None
+    assert first is not None
+    assert last is not None
+    if mask is not None or problem.bias.shape[0] > 1:
+        queries, keys = _Places.of(ends_q, len_q, longest_q, last=True), _Places.of(ends_k, len_k, longest_k, last=True)
+        begins = ends_q[keys.sequence + 1] - longest_q
+        first, last = ((x - begins).clamp(0, longest_q).to(torch.int32) for x in (first, last))
+        return _padded(problem._replace(first=None, last=None), _at_the_end(mask, lengths), first, last, queries, keys)
+    if alike:
+        out, lse = call(problem)
+        return out[0].transpose(0, 1), lse[0]
+    queries, keys = _Places.in_one(ends_q, ends_k, len_q, len_k), _Places.in_one(ends_k, ends_q, len_k, len_q)
+    moved = ends_k[sequence_of(ends_k, len_k) + 1].to(torch.int32)
+    first, last = (torch.where(first < last, x + moved, 0) for x in (first, last))
+    return _padded(problem._replace(first=None, last=None), None, first, last, queries, keys)
+
+
+def _at_the_end(mask: Tensor | None, lengths: _Lengths) -> Tensor | None:
+    """A mask (sequences or 1, heads, longest or 1, longest or 1) of sequences with their padding before them."""
+    if mask is None:
+        return None
+    for axis, ends, longest in ((2, lengths.ends_q, lengths.longest_q), (3, lengths.ends_k, lengths.longest_k)):
+        if mask.shape[axis] > 1:
+            place = torch.arange(longest, device=ends.device) - (longest - ends.diff())[:, None]  # [sequences, longest]
+            index = place.clamp(min=0).view(-1, 1, *((longest, 1) if axis == 2 else (1, longest)))
+            sizes = [max(size, other) for size, other in zip(mask.shape, index.shape, strict=True)]
+            mask = mask.expand(sizes).gather(axis, index.expand(sizes))
+    return mask
 
 
 def _by_key(bias: Tensor | None) -> bool:

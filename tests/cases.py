@@ -223,6 +223,40 @@ WINDOWS = (
     Case("window-grouped-19", 19, **GQA, bias="1hqk", reason="keys shared by heads go to the kernels that sum over a group"),
 )  # fmt: skip
 
+# Tables of distances; their names say how they lie to the pairs.
+DISTANCES = (
+    Case("distances-table-longer-than-needed-37", 37, bias="1hr", distances=301, reason="places beyond the pairs' own have zero gradient"),
+    Case("distances-exact-table-37", 37, bias="1hr", distances=73, reason="every entry is one diagonal"),
+    Case("distances-saturating-both-ends-65", 65, bias="1hr", distances=21, reason="most pairs take an end"),
+    Case("distances-saturating-causal-65", 65, bias="1hr", distances=33, zero=32, causal=True, reason="the last entry is the diagonal"),
+    Case("distances-causal-zero-inside-65", 65, bias="1hr", distances=17, causal=True, reason="entries of hidden distances"),
+    Case("distances-gqa-by-key-head-causal-37x65", 37, 65, **GQA, bias="1gr", distances=64, zero=40, causal=True, reason="more keys than queries"),
+    Case("distances-gqa-one-table-window-65x37", 65, 37, **GQA, bias="11r", distances=50, zero=20, window=(30, 9), reason="more queries than keys"),
+    Case("distances-gqa-by-batch-and-head-window-65x19", 65, 19, **GQA, bias="bhr", distances=9, window=(24, 0), reason="rows without a key"),
+    Case("distances-by-batch-alone-37", 37, heads=3, kv_heads=1, bias="b1r", distances=15, reason="heads share the table of a batch entry"),
+    Case("distances-one-number-37", 37, bias="11r", distances=1, reason="both ends are the same entry"),
+    Case("distances-two-numbers-gqa-37", 37, **GQA, bias="b1r", distances=2, zero=1, reason="no entry is between the ends"),
+    Case("distances-beyond-the-start-19x40", 19, 40, bias="1hr", distances=300, zero=0, causal=True, reason="all pairs take the first entry"),
+    Case("distances-zero-at-the-end-19x65", 19, 65, bias="1hr", distances=7, zero=6, reason="all keys after the query take the last entry"),
+    Case("distances-one-query-1x65", 1, 65, batch=3, bias="1hr", distances=19, zero=3, reason="decoding"),
+    Case("distances-one-query-gqa-1x65", 1, 65, **GQA, bias="1hr", distances=150, zero=140, causal=True, reason="decoding, heads in one tile"),
+    Case("distances-one-key-37x1", 37, 1, bias="1hr", distances=11, reason="one column of distances"),
+    Case("distances-mask-random-37x65", 37, 65, bias="1hr", distances=31, mask="bhqk", reason="a mask of pairs beside it"),
+    Case("distances-mask-blocks-empty-rows-65", 65, bias="1hr", distances=31, mask="11qk", keep="random-empty-rows", reason="rows without a key"),
+    Case("distances-mask-of-blocks-96", 96, bias="1hr", distances=41, mask="1hqk", keep="blocks", reason="full tiles, where nothing that hides is asked"),
+    Case("distances-mask-of-keys-37", 37, bias="bhr", distances=31, mask="b11k", reason="padding"),
+    Case("distances-documents-65", 65, bias="1hr", distances=31, intervals="documents", reason="intervals beside it"),
+    Case("distances-random-intervals-gqa-65x37", 65, 37, **GQA, bias="1hr", distances=31, intervals="random-per-head", reason="intervals by head"),
+    Case("distances-prefix-causal-65", 65, bias="1gr", distances=40, intervals="prefix", reason="intervals that end at different queries"),
+    Case("distances-softcap-37", 37, bias="1hr", distances=25, softcap=3.0, reason="the bias is added after the cap"),
+    Case("distances-dropout-gqa-37x40", 37, 40, **GQA, bias="1hr", distances=25, dropout_p=0.3, reason="gradients through what is kept"),
+    Case("distances-half-table-65", 65, bias="1hr", distances=33, bias_dtype=torch.float16, reason="a table of 16 bits, whose gradient is rounded once"),
+    Case("distances-float-table-65", 65, bias="1hr", distances=33, bias_dtype=torch.float32, reason="a table of more bits than the query has"),
+    Case("distances-double-table-37", 37, bias="1hr", distances=33, bias_dtype=torch.float64, reason="a table of 64 bits"),
+    Case("distances-transposed-values-narrow-65", 65, bias="1hr", distances=33, transposed=True, value_dim=8, reason="(B, S, H, D) in memory"),
+    Case("distances-scaled-head-dim-20-65x37", 65, 37, head_dim=20, scale=1.0, bias="1hr", distances=33, zero=3, reason="T5's scale"),
+)  # fmt: skip
+
 SINKS = (
     Case("sinks-37x65", 37, 65, sinks="random", reason="a key without a value, for each head"),
     Case("gqa-sinks-window-causal-65", 65, **GQA, causal=True, window=(15, 0), sinks="random", sinks_dtype=torch.float32, reason="GPT-OSS"),
@@ -259,6 +293,9 @@ AXES = (
     Case("gqa-rows-factors-19x37", 19, 37, leading="bn", **GQA, factors=("b1h", "1ng"), mask="n1qk", reason="factors of some axes each"),
     Case("rows-softcap-dropout-37x65", 37, 65, leading="bn", bias="b1hqk", softcap=2.0, dropout_p=0.2, reason="dropped by the place in the whole batch"),
     Case("rows-one-query-3x600", 3, 600, leading="bn", batch=1, **GQA, bias="1nh1k", mask="1n1qk", reason="decoding: splits of the keys"),
+    Case("rows-table-of-batch-37x65", 37, 65, leading="bn", bias="b1hr", distances=17, mask="bn11k", reason="a table that the rows share"),
+    Case("rows-table-of-rows-65x37", 65, 37, leading="bn", bias="1ngr", distances=21, zero=3, **GQA, causal=True, reason="members lie apart"),
+    Case("copies-table-65", 65, leading="bnm", bias="b1mhr", distances=150, softcap=2.0, reason="no single stride walks it"),
 )  # fmt: skip
 
 FACTORS = (
@@ -275,7 +312,7 @@ FACTORS = (
     Case("factors-one-query-1x65", 1, 65, **GQA, factors=("bh", "bg"), reason="decoding"),
 )  # fmt: skip
 
-CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *FAULTS, *SINKS, *AXES)
+CASES = (*HEADS_AND_LENGTHS, *HEAD_DIMS, *MASKS, *BIASES, *OPTIONS, *INTERVALS, *WINDOWS, *DISTANCES, *FAULTS, *SINKS, *AXES)
 
 LARGE = (
     Case("large-mha-127", 127, heads=4, head_dim=64, reason="one short of a tile"),
@@ -308,6 +345,10 @@ LARGE = (
     Case("large-t5-windows-64", 64, batch=300, heads=8, head_dim=64, bias="1hqk", scale=1.0, reason="windows of a whole tile, several members to a part"),
     Case("large-windows-dense-bias-64x49", 64, 49, batch=40, heads=3, head_dim=128, bias="bhqk", dropout_p=0.1, reason="dBias of every member"),
     Case("large-transposed-1023x129", 1023, 129, heads=4, head_dim=64, transposed=True, bias="b11k", reason="the layout of models"),
+    Case("large-distances-t5-1023", 1023, heads=4, head_dim=64, bias="1hr", distances=257, scale=1.0, reason="T5's table, most pairs beyond its ends"),
+    Case("large-distances-of-all-255x1023", 255, 1023, batch=3, heads=4, kv_heads=2, head_dim=128, bias="1gr", distances=1277, zero=1022, causal=True,
+         reason="ALiBi's: each diagonal has a number, no pair is beyond the ends"),
+    Case("large-decoding-distances-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, bias="bhr", distances=257, reason="one query of T5"),
     Case("large-decoding-1x1023", 1, 1023, batch=4, heads=8, kv_heads=2, head_dim=128, causal=True, bias="bh1k", reason="one query"),
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
 )  # fmt: skip
@@ -320,6 +361,11 @@ LARGE_FACTORS = (
 )  # fmt: skip
 
 HOPPER = (
+    Case("hopper-distances-t5-1025x2304", 1025, 2304, heads=3, head_dim=64, bias="1hr", distances=257, zero=100, scale=1.0, reason="tiles below, at and beyond the table"),
+    Case("hopper-distances-of-all-700x2049", 700, 2049, **GQA, head_dim=40, bias="bhr", distances=2748, zero=2048, reason="a number for each pair of every tile"),
+    Case("hopper-distances-window-grouped-300x2100", 300, 2100, **GQA, head_dim=64, bias="1gr", distances=65, window=(100, 20), reason="keys in a window"),
+    Case("hopper-distances-causal-700x900", 700, 900, heads=3, head_dim=64, bias="11r", distances=129, zero=128, causal=True, reason="edges of causal, dK and dV"),
+    Case("hopper-distances-shared-sinks-2048", 2048, heads=2, head_dim=64, bias="11r", distances=33, sinks="random", bias_dtype=torch.float32, reason="a table of float32, with sinks"),
     Case("hopper-dense-bias-causal-264x520", 264, 520, heads=4, head_dim=128, bias="bhqk", causal=True, reason="edges of tiles by causal, and dS stored"),
     Case("hopper-dense-bias-empty-rows-520x264", 520, 264, heads=2, head_dim=128, bias="bhqk", causal=True, reason="whole tiles of queries with no key"),
     Case("hopper-padded-dense-bias-causal-264x251", 264, 251, heads=2, head_dim=128, bias="bhqk", padded=True, causal=True, reason="the copy engine stores dS beside padding"),

@@ -30,7 +30,7 @@ from triton.runtime.driver import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dmattn import BlockMask, kernels
+from dmattn import BlockMask, RelativeBias, kernels
 from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
@@ -87,6 +87,8 @@ LAUNCHES = (
     (Case("global-tokens-d64", 4096, heads=16, head_dim=64, intervals="global"), BF16),
     (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
+    (Case("distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
+    (Case("distances-mask-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="1hr", distances=8191, mask="1hqk", causal=True), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
     (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),
@@ -112,6 +114,7 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-by-head-odd", 3, 8191, heads=6, kv_heads=2, head_dim=80, value_dim=40, mask="bhqk", bias="bhqk", softcap=30.0), FP16),
     (Case("decoding-intervals-window-d256", 4, 131072, heads=8, kv_heads=4, head_dim=256, intervals="padding", window=(65536, 0)), BF16),
     (Case("decoding-64-rows-bias-d256", 16, 32768, heads=32, kv_heads=8, head_dim=256, bias="bhqk"), BF16),
+    (Case("decoding-distances-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="1hr", distances=257), BF16),
     (Case("decoding-fp32-d128", 1, 8192, heads=8, kv_heads=2, head_dim=128, bias="1h1k"), FP32),
     (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
 )
@@ -300,7 +303,8 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
     if case.padded and bias is not None:
         bias = torch.nn.functional.pad(bias, (0, -bias.shape[3] % 8))[..., : bias.shape[3]]
     sinks = None if case.sinks is None else tensor("h", None, case.sinks_dtype or dtype)
-    problem = Problem.canonical(query, key, value, mask=mask, bias=bias, sinks=sinks, **case.options)
+    given = bias if bias is None or case.table_zero is None else RelativeBias(bias, case.table_zero)
+    problem = Problem.canonical(query, key, value, mask=mask, bias=given, sinks=sinks, **case.options)
     if case.intervals is not None:
         axes = "b1k" if case.leading == "b" else case.intervals.removeprefix("random-two")
         bound = torch.empty([case.sizes[axis] for axis in axes], dtype=torch.int32, device="meta")

@@ -121,6 +121,13 @@ CASES = (
     Case("hopper-sinks-causal-grouped", 200, 264, heads=6, kv_heads=2, head_dim=128, causal=True, sinks="far"),
     Case("hopper-three-consumers-sinks-dense-bias", 380, 2056, heads=3, head_dim=64, bias="bhqk", sinks="far"),
     Case("hopper-resident-bias-sinks", 192, 320, batch=7, heads=3, head_dim=32, bias="1hqk", sinks="far"),
+    Case("distances-odd-lengths", 97, 131, heads=2, bias="bhr", distances=33, zero=5),
+    Case("distances-shared-mask", 131, 97, batch=3, bias="11r", distances=300, mask="b1qk", keep="blocks", causal=True),
+    Case("distances-documents-grouped-dropout", 97, heads=4, kv_heads=2, bias="1gr", distances=41, intervals="documents", dropout_p=0.2),
+    Case("hopper-distances-odd-lengths", 330, 2057, heads=2, head_dim=64, bias="bhr", distances=300, zero=7),
+    Case("hopper-distances-causal-grouped", 200, 264, heads=4, kv_heads=2, head_dim=40, bias="1hr", distances=33, causal=True),
+    Case("distances-in-one-tile", 49, batch=7, heads=2, bias="1hr", distances=31),
+    Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
     *cases.FAULTS,
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too

@@ -331,6 +331,9 @@ def made_memory(ours: int | None) -> dict:
     return {"environment": environment, "workloads": [workload], "growth": growth}
 
 
+GROWTHS = ("dense_bias", "distances", "table", "key_bias_causal", "padded_batch", "dynamic_mask", "longformer")
+
+
 def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_path):
     names, lengths = ["bias1h_d64", "decode_128k"], ["4096", "2048", "65536"]
     arguments = ["--tiny", "--workloads", *names, "--lengths", *lengths, "--peers", "sdpa_math", "sdpa_efficient", "eager"]
@@ -347,8 +350,7 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
             assert record["contenders"][name] == {step: {"extra_bytes": None, "extra_fraction": None} for step in record["steps"]}
         assert list(record["contenders"]["sdpa_efficient"]) == ["forward"]
         assert "RuntimeError" in record["contenders"]["sdpa_efficient"]["forward"]["error"]
-    growths = ("dense_bias", "distances", "key_bias_causal", "padded_batch", "dynamic_mask", "longformer")
-    points = [f"{name}-{n}" for name in growths for n in (16, 32, 512)]
+    points = [f"{name}-{n}" for name in GROWTHS for n in (16, 32, 512)]
     assert [record["point"] for record in result["growth"]] == [point for point in points if point != "dense_bias-512"]
     for record in result["growth"]:
         dynamic = record["growth"] == "dynamic_mask"
@@ -372,7 +374,7 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         ours, eager = (growth.attention_of(name, workload, tensors)(*inputs) for name in ("dmattn", "eager"))
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
         everything = memory.attention_of("eager", workload, {**tensors, "mask": None})(*inputs)
-        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances"))
+        assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances", "table"))
 
 
 def test_flex_attention_computes_the_same_distances(memory):
@@ -504,17 +506,18 @@ def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):
     pytest.importorskip("transformers", reason="the script measures models of Transformers")
-    code, printed, result = run(
-        "transformers_models.py", tmp_path, "--tiny", "--models", "t5_large_512", "doge_4096", "--implementations", "dmattn", "eager"
-    )
+    models = ["t5_large_512", "t5_large_32768_checkpoints", "doge_4096"]
+    implementations = ["dmattn_pairs", "dmattn", "eager"]
+    code, printed, result = run("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", *implementations)
     assert code == 0
     check_environment(result["environment"], "transformers_models.py")
-    assert [record["model"] for record in result["models"]] == ["t5_large_512", "doge_4096"]
+    assert [record["model"] for record in result["models"]] == models
+    assert [list(record["runs"]) for record in result["models"]] == [implementations, implementations, implementations[1:]]
     for record in result["models"]:
         ours, eager = (record["runs"][name]["training"] for name in ("dmattn", "eager"))
         assert abs(ours["loss"] - eager["loss"]) < 0.01 * eager["loss"]
         assert ours["per_second"] > 0
-    assert result["models"][1]["runs"]["dmattn"]["generation"]["token_ms"] > 0
+    assert result["models"][2]["runs"]["dmattn"]["generation"]["token_ms"] > 0
     assert any("Training step" in line for line in printed)
     pytest.importorskip("matplotlib", reason="draws the plot")
     command = [sys.executable, str(BENCHMARKS / "transformers_models.py"), "--json", "result.json", "--plot", "plot.png"]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmattn
-from dmattn import BlockMask, IntervalMask, attention, explain
+from dmattn import BlockMask, IntervalMask, RelativeBias, attention, explain
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
 from dmattn.explain import Explanation, Pass
@@ -265,9 +265,10 @@ def options_of(problem: Problem) -> dict[str, Any]:
     if problem.bits is not None:
         blocks, states = (x[(0,) * (x.ndim - 4)] for x in (problem.blocks, problem.states))  # with one leading axis, as callers have them
         mask = BlockMask(blocks, problem.bits, states, problem.query.shape[-2], problem.key.shape[-2])
+    bias = problem.bias if problem.bias is None or problem.zero is None else RelativeBias(problem.bias[..., 0, :], problem.zero)
     return dict(
         mask=mask,
-        bias=problem.bias,
+        bias=bias,
         window=window,
         scale=problem.scale,
         softcap=problem.softcap,
@@ -345,6 +346,17 @@ def visible(len_q: int, len_k: int, rules: dict[str, Any]) -> Tensor:
 def test_five_products_are_those_of_a_backward_pass_that_repeats_none() -> None:
     explained = explain(*same(2, 3, 40, 16), target="sm_80").passes[1]
     assert (explained.rows, explained.flops) == (("one tile",), 5 * 2 * 2 * 3 * 40 * 40 * 16)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_the_gradient_of_a_table_has_the_products_of_pairs_between_its_ends(rules: dict[str, Any]) -> None:
+    query, key, table = empty(2, 3, 9, 16), empty(2, 3, 7, 16), empty(3, 5, dtype=FP32, needs_grad=True)
+    explained = explain(query, key, key, bias=RelativeBias(table, 3), **rules, target="sm_80").passes[1]
+    assert explained.rows == ("query terms", "portable: d_query, d_bias", "portable: d_bias of distances")
+    seen = visible(9, 7, rules)
+    distance = torch.arange(7) - torch.arange(9)[:, None] + 2
+    between = seen & (distance + 3 > 0) & (distance + 3 < 4)
+    assert explained.flops == 2 * 2 * 3 * 2 * 16 * int(seen.sum() + between.sum())
 
 
 def test_a_broadcast_axis_is_read_once() -> None:

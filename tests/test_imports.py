@@ -33,8 +33,9 @@ except SystemExit:
 """
 
 TRANSFORMERS = (
-    ("dense_bias", "described_mask", "interface", "packed", "saved_config", "selected_keys"),
-    ("attention",),
+    ("dense_bias", "described", "interface", "packed", "saved_config", "selected_keys"),
+    ("described_bias", "described_mask"),
+    ("attention", "bucket_tables"),
     ("families",),
     ("class_tables", "masks"),
     ("converted_layer", "patching"),
@@ -44,7 +45,20 @@ TRANSFORMERS = (
 )
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
-    ("arguments", "bits", "broadcast", "dropout", "first_call", "graphs", "precision", "recording", "selection", "states", "unions"),
+    (
+        "arguments",
+        "bits",
+        "broadcast",
+        "distances",
+        "dropout",
+        "first_call",
+        "graphs",
+        "precision",
+        "recording",
+        "selection",
+        "states",
+        "unions",
+    ),
     ("biases", "mask_mods", "masks"),
     ("block_mask",),
     ("problem",),

@@ -17,8 +17,9 @@ from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
 LEADING = ("b", "b", "bn", "bnm", "")
-PAIRS = st.tuples(st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
-BLOCKED_AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1")).map("".join).map("{}qk".format)
+HEADS = st.sampled_from("hg1")
+PAIRS = st.tuples(HEADS, st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+BLOCKED_AXES = st.tuples(st.sampled_from("b1"), HEADS).map("".join).map("{}qk".format)
 HEADS_OF_FACTORS = ("hg1", "g1")  # of queries and of keys
 SIDE = st.none() | st.integers(0, 70)
 
@@ -36,11 +37,12 @@ def problems(draw: st.DrawFn) -> Case:
     axes = st.tuples(shared, PAIRS).map("".join)
     intervals = st.sampled_from(["random", "padding", "prefix", "random-two", "global", "chunked"])
     if leading != "b":
-        intervals = st.tuples(st.sampled_from(["random", "random-two"]), shared, st.sampled_from("hg1"), st.just("k")).map("".join)
-    bias = draw(st.none() | axes)
+        intervals = st.tuples(st.sampled_from(["random", "random-two"]), shared, HEADS, st.just("k")).map("".join)
+    bias = draw(st.none() | axes | st.tuples(shared, HEADS, st.just("r")).map("".join))
     of_factors = (st.tuples(shared, st.sampled_from(heads)).map("".join) for heads in HEADS_OF_FACTORS)
     factors = draw(st.none() | st.tuples(*of_factors)) if bias is None else None
     window = draw(st.none() | st.integers(0, 70) | st.tuples(SIDE, SIDE))
+    distances = draw(st.integers(1, 12) | st.integers(1, 150))
     return Case(
         "random",
         len_q=draw(st.integers(1, 70)),
@@ -58,6 +60,8 @@ def problems(draw: st.DrawFn) -> Case:
         blocked=masking == "block mask",
         intervals=draw(intervals) if masking == "intervals" else None,
         bias=bias,
+        distances=distances,
+        zero=draw(st.none() | st.integers(0, distances - 1)),
         factors=factors,
         bias_dtype=draw(st.sampled_from([None, torch.float16, torch.float32])),
         causal=draw(st.booleans()),
@@ -106,5 +110,6 @@ def test_the_search_reaches_every_kind_of_rule() -> None:
         "padded",
     ):
         assert any(getattr(case, field) for case in seen), field
+    assert any((case.bias or "").endswith("r") for case in seen)
     assert {len(case.leading) for case in seen} == {0, 1, 2, 3}
     assert len(seen) >= 60 or pytest.fail(f"only {len(seen)} drawn")

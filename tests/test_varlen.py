@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmattn
-from dmattn import IntervalMask, attention_varlen, reference, varlen
+from dmattn import IntervalMask, RelativeBias, attention_varlen, reference, varlen
 from dmattn.execution.backend import interpreting
 
 compiles = pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
@@ -26,7 +26,11 @@ LENGTHS_Q, LENGTHS_K = (3, 0, 9, 1, 4, 2), (5, 2, 6, 3, 0, 2)  # more keys, no q
 
 @dataclass(frozen=True)
 class Case:
-    """A packed problem. `mask` and `bias` name the axes, n or 1, h, g (a kv head) or 1, q or 1, k or 1; longest are two more than needed."""
+    """A packed problem. `mask` and `bias` name the axes, n or 1, h, g (a kv head) or 1, q or 1, k or 1; longest are two more than needed.
+
+    A bias of three letters, the last r, is the table of a RelativeBias of 7 numbers with distance 0 at 4. Where lengths of queries and keys are one
+    tuple, they are one tensor.
+    """
 
     name: str
     mask: str | None = None
@@ -40,6 +44,10 @@ class Case:
     bias_dtype: torch.dtype | None = None
     options: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+
+    @property
+    def is_relative(self) -> bool:
+        return self.bias is not None and self.bias.endswith("r")
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -75,9 +83,17 @@ CASES = (
     Case("pair-mask", mask="n1qk", options=dict(window=2), reason="combined with the window"),
     Case("pair-mask-pair-bias", mask="1gqk", bias="n1qk", options=dict(causal=True, softcap=3.0), reason="both of pairs"),
     Case("pair-mask-key-bias", mask="nhqk", bias="1h1k", reason="a bias by key among padded copies"),
+    Case("table", bias="1hr", options=CAUSAL, reason="queries and keys end at one place"),
+    Case("table-window-key-mask", bias="1gr", mask="ng1k", options=dict(window=(3, 2)), reason="hidden keys are empty intervals"),
+    Case("table-of-each", bias="nhr", options=CAUSAL, reason="padded copies, with the padding first"),
+    Case("table-pair-mask", bias="11r", mask="1gqk", reason="a mask with the padding first"),
+    Case("table-query-mask", bias="n1r", mask="nhq1", options=CAUSAL, reason="rows of a mask with the padding first"),
+    Case("table-one-tensor-of-lengths", bias="1hr", lengths_q=LENGTHS_Q, lengths_k=LENGTHS_Q, options=dict(window=4), reason="no copies"),
+    Case("table-no-keys", bias="1hr", lengths_q=(3, 2), lengths_k=(0, 0), reason="every row is empty"),
+    Case("table-of-long-sequences", lengths_q=(70, 3, 50), lengths_k=(40, 0, 90), bias="1hr", head_dim=16, options=CAUSAL, reason="several tiles"),
     Case("longer-than-a-tile", lengths_q=(70, 3, 150), lengths_k=(140, 0, 90), bias="1h1k", head_dim=16, options=CAUSAL, reason="several tiles, and tiles of two sequences"),
 )  # fmt: skip
-IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "pair-bias-each", "pair-mask-key-bias", "longer-than-a-tile")  # fmt: skip
+IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "pair-bias-each", "pair-mask-key-bias", "table", "table-of-each", "table-pair-mask", "table-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile")  # fmt: skip
 
 
 def ends(lengths: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.int32) -> Tensor:
@@ -88,7 +104,7 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
     """query, key, value, mask, bias and the gradients that come in, d_out and d_lse; NaN where a bias is read by no sequence."""
     random = torch.Generator().manual_seed(seed)
     total_q, total_k, sequences = sum(case.lengths_q), sum(case.lengths_k), len(case.lengths_q)
-    sizes = dict(n=sequences, h=case.heads, g=case.kv_heads, q=case.longest[0], k=case.longest[1]) | {"1": 1}
+    sizes = dict(n=sequences, h=case.heads, g=case.kv_heads, q=case.longest[0], k=case.longest[1], r=7) | {"1": 1}
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).to(device)
@@ -108,7 +124,7 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -
         bias = normal(*(sizes[axis] for axis in case.bias)).to(case.bias_dtype or dtype)
         if case.bias[2] == "q":
             bias[:, :, max(case.lengths_q) :] = float("nan")
-        if case.bias[3] == "k":
+        if case.bias[3:] == "k":
             bias[..., max(case.lengths_k) :] = float("nan")
         given["bias"] = bias
     return given
@@ -124,11 +140,13 @@ def results(function, case: Case, given: dict[str, Tensor | None], **options) ->
     return dict(out=out.detach(), lse=lse.detach()) | {f"d_{name}": x for name, x in found.items()}
 
 
-def packed(case: Case, query: Tensor, key: Tensor, value: Tensor, **options) -> tuple[Tensor, Tensor]:
+def packed(case: Case, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, **options) -> tuple[Tensor, Tensor]:
     """What is tested."""
-    cumulative = (ends(lengths, query.device) for lengths in (case.lengths_q, case.lengths_k))
+    ends_q, ends_k = (ends(lengths, query.device) for lengths in (case.lengths_q, case.lengths_k))
+    given = (query, key, value, ends_q, ends_q if case.lengths_q is case.lengths_k else ends_k)
     longest_q, longest_k = case.longest
-    return attention_varlen(query, key, value, *cumulative, max_seqlen_q=longest_q, max_seqlen_k=longest_k, return_lse=True, **options)
+    bias = RelativeBias(bias, 4) if case.is_relative else bias
+    return attention_varlen(*given, bias=bias, max_seqlen_q=longest_q, max_seqlen_k=longest_k, return_lse=True, **options)
 
 
 def one_by_one(case: Case, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, bias: Tensor | None, **options):
@@ -145,7 +163,11 @@ def one_by_one(case: Case, query: Tensor, key: Tensor, value: Tensor, *, mask: T
     for number, (len_q, len_k) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         rows, columns = slice(begin_q, begin_q + len_q), slice(begin_k, begin_k + len_k)
         heads_first = (x.transpose(0, 1)[None] for x in (query[rows], key[columns], value[columns]))
-        limits = dict(mask=own(mask, number, len_q, len_k), bias=own(bias, number, len_q, len_k))
+        limits = dict(mask=own(mask, number, len_q, len_k))
+        if case.is_relative:
+            limits["bias"] = RelativeBias(bias[number : number + 1] if bias.shape[0] > 1 else bias, 4)
+        else:
+            limits["bias"] = own(bias, number, len_q, len_k)
         found.append(reference.attention(*heads_first, **limits, **options, return_lse=True, dtype=torch.float64))
         begin_q, begin_k = rows.stop, columns.stop
     outs, lses = zip(*found, strict=True)
@@ -184,6 +206,7 @@ def test_in_the_precisions_of_the_kernels(case: Case, precision: str, device: st
 
 
 AXES = st.tuples(st.sampled_from("n1"), st.sampled_from("hg1"), st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
+TABLE = st.tuples(st.sampled_from("n1"), st.sampled_from("hg1"), st.just("r")).map("".join)
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 12))
 SIDE = st.none() | st.integers(0, 12)
 
@@ -192,7 +215,7 @@ SIDE = st.none() | st.integers(0, 12)
 @given(
     lengths=st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=5),
     mask=st.none() | AXES,
-    bias=st.none() | AXES,
+    bias=st.none() | AXES | TABLE,
     options=st.fixed_dictionaries(dict(causal=st.booleans(), window=st.none() | st.tuples(SIDE, SIDE))),
     seed=st.integers(0, 100),
 )
@@ -295,23 +318,24 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mask", [None, "111k", "11q1"])
-@pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk"])
+@pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk", "1hr"])
 def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("memory", mask, bias, (3,) * 99 + (203,), (203,) + (3,) * 99, 1, 1, 1, 1)
     given = inputs(case, torch.float32)
-    of_pairs = bias == "1hqk" or (mask == "11q1" and bias == "1h1k")
+    of_pairs = bias == "1hqk" or (mask == "11q1" and bias in ("1h1k", "1hr"))
     seen = []
 
     def run(problem):
         seen.append(problem.query.shape[0])
         return torch.zeros_like(problem.query), torch.zeros(problem.query.shape[:3])
 
+    room = 1000 if bias == "1hr" else 500
     monkeypatch.setattr(varlen, "call", run)
     with Watch() as watch:
         packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
     assert watch.waits == 0
     assert seen == [100 if of_pairs else 1]
-    assert of_pairs or watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
+    assert of_pairs or watch.size <= 8 * room  # int64, for each of 500 queries or keys, or of both; padded there were 100 * 205
 
 
 @pytest.mark.parametrize("name", ["pair-bias-shared", "pair-mask-pair-bias", "pair-mask-key-bias"])

@@ -182,14 +182,14 @@ def _in_chunks(which: Derivative, problem: Problem, incoming: Sequence[Tensor]) 
     totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in like]
     alive = TEMPORARIES ** len(which.steps) * torch_path.scores_of_row(problem)
     for rows, keys, chunk in torch_path.chunks(problem, alive // ON_A_GPU if problem.query.is_cuda else alive):
-        parts = [torch_path.part_of(name, x, rows, keys) for name, x in zip(taken, tensors, strict=True)]
+        parts = [torch_path.part_of(problem, name, x, rows, keys) for name, x in zip(taken, tensors, strict=True)]
         with torch.enable_grad():
             leaves = [x.to(dtype).detach().requires_grad_() for x in parts]
             learned: dict[str, Any] = dict(zip(which.learned, leaves, strict=False))
             results = reference.attend(chunk._replace(**learned), dtype, rows.start, torch_path.aligned_length(problem, keys))
             found = _differentiated(which, dict(zip(RESULTS, results, strict=True)), leaves)
         for name, total, gradient in zip(given, totals, found, strict=True):
-            torch_path.add_part(name, total, rows, keys, gradient)
+            torch_path.add_part(problem, name, total, rows, keys, gradient)
     return [total.to(x.dtype) for total, x in zip(totals, like, strict=True)]
 
 

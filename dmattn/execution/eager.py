@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..biases import RelativeBias
 from ..block_mask import BlockMask
 from ..masks import IntervalMask
-from ..problem import Blocks, Intervals, Problem, Window, autocast
+from ..problem import Blocks, Distances, Intervals, Problem, Window, autocast
 from . import operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
 from .watching import nothing_watches
@@ -22,7 +23,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | IntervalMask | Intervals | BlockMask | Blocks | None,
-    bias: Tensor | None,
+    bias: Tensor | RelativeBias | Distances | None,
     causal: bool,
     window: Window,
     scale: float | None,
@@ -43,13 +44,17 @@ def attend(
     elif type(mask) is BlockMask:
         masks = (None, None, None, None, None, None, mask.blocks, mask.bits)
         mask = Blocks(mask.blocks, mask.bits, mask.states, mask.len_q, mask.len_k)
+    learned: Any = bias
+    if type(bias) is RelativeBias:
+        bias = Distances.of(bias)
+        learned = bias.table
     options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
     missing = query is None or key is None or value is None
-    if missing or not nothing_watches((query, key, value, bias, sinks, *masks)) or forward_ad._current_level >= 0:
+    if missing or not nothing_watches((query, key, value, learned, sinks, *masks)) or forward_ad._current_level >= 0:
         return operators.by_operator(Problem.canonical(query, key, value, *options))
     query, key, value = autocast(query, key, value)
     fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
-    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, bias, sinks), fixed)
+    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:

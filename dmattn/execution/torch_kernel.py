@@ -15,7 +15,7 @@ from ..reference import hidden_pairs, logsumexp, masking_bias, with_sinks
 
 FEWEST_QUERIES = 32  # of fewer, the formulas take no longer than a look at the keys and a copy of them for each query head
 # The fields of a problem that it computes by, or that change no result: a further one refuses it. Without a seed dropout_p drops nothing.
-UNDERSTOOD = {"query", "key", "value", "mask", *BOUNDS, "bias", "left", "right", "scale", "order", "sinks", "dropout_p", "states"}
+UNDERSTOOD = {"query", "key", "value", "mask", *BOUNDS, "bias", "zero", "left", "right", "scale", "order", "sinks", "dropout_p", "states"}
 UNDERSTOOD |= {"blocks", "bits"}  # of which the chunks are masks
 LARGEST_PRODUCT = 1e37  # a score that overflowed would count as hidden, but its row would not as empty
 
@@ -93,7 +93,7 @@ def _joined(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
 def _added(problem: Problem, dtype: torch.dtype, row_start: int, len_q: int) -> Tensor | None:
     """Bias, and -inf where a pair is hidden, with axes that are full or 1; None where nothing is added."""
     hidden = hidden_pairs(problem, row_start, problem.query.shape[-2], len_q)
-    bias = None if problem.bias is None else masking_bias(problem.bias, problem.query.shape[-3], dtype)
+    bias = None if problem.bias is None else masking_bias(problem, dtype, row_start, len_q)
     if hidden is None:
         return bias
     hidden = hidden[(None,) * (problem.query.ndim - hidden.ndim)]

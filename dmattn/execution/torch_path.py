@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import distances, reference
 from ..bits import unpacked
 from ..broadcast import per_query_gradient, sum_to
 from ..masks import BOUNDS
-from ..problem import HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem, kind_of
+from ..problem import DISTANCES, HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem
 from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
 from .watching import nothing_watches
@@ -73,9 +73,9 @@ def backward(
     d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
     kv_heads = problem.key.shape[-3]
     key, value = problem.key.to(dtype), problem.value.to(dtype)
-    kind = None if d_bias is None else kind_of(d_bias.shape)
+    kind = None if d_bias is None else problem.bias_kind
     d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
-    d_bias_keys = d_bias if kind == KEYS else None
+    d_bias_keys = d_bias if kind in (KEYS, DISTANCES) else None
     d_sink_scores = None if problem.sinks is None else torch.zeros_like(lse)
     key_sum, value_sum, bias_sum = (
         None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
@@ -108,7 +108,10 @@ def backward(
         if d_bias_rows is not None:  # each chunk has rows of its own
             shape = torch.Size((*d_bias_rows.shape[:-2], *d_scores.shape[-2:]))
             d_bias_rows[..., rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
-        if bias_sum is not None:
+        if bias_sum is not None and problem.zero is not None:
+            of_pairs = sum_to(d_scores, (*bias_sum.shape[:-2], *d_scores.shape[-2:]))
+            distances.add_pairs(bias_sum[..., 0, :], of_pairs, problem.zero, rows.start, aligned_length(problem, keys))
+        elif bias_sum is not None:
             shape = torch.Size((*bias_sum.shape[:-1], d_scores.shape[-1]))
             bias_sum[..., keys] += sum_to(d_scores, shape)
         if tanh is not None:
@@ -155,23 +158,23 @@ def chunks(problem: Problem, scores: int) -> Iterator[tuple[slice, Keys, Problem
 
 def restricted(problem: Problem, rows: slice, keys: Keys) -> Problem:
     """`problem` of some query rows and keys."""
-    fields: dict[str, Any] = {name: part_of(name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
+    fields: dict[str, Any] = {name: part_of(problem, name, x, rows, keys) for name in AXES if (x := getattr(problem, name, None)) is not None}
     if problem.blocks is not None and problem.bits is not None:
         mask = unpacked(problem.blocks, problem.bits, problem.key.shape[-2], rows.start, rows.stop)
         fields |= dict(mask=mask[..., keys], blocks=None, bits=None)
     return problem._replace(**fields)
 
 
-def part_of(name: str, x: Tensor, rows: slice, keys: Keys) -> Tensor:
+def part_of(problem: Problem, name: str, x: Tensor, rows: slice, keys: Keys) -> Tensor:
     """A field of a problem, or what has the shape of one or of a result, of some query rows and keys; a view where these are slices."""
-    of_rows, of_keys = _axes(name, x)
+    of_rows, of_keys = _axes(problem, name, x)
     x = x if of_rows is None else _at(x, of_rows, rows)
     return x if of_keys is None else _at(x, of_keys, keys)
 
 
-def add_part(name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor) -> None:
+def add_part(problem: Problem, name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor) -> None:
     """Add to the :func:`part_of` of `total`."""
-    of_rows, of_keys = _axes(name, total)
+    of_rows, of_keys = _axes(problem, name, total)
     total = total if of_rows is None else _at(total, of_rows, rows)
     if of_keys is None:
         total += x
@@ -182,8 +185,10 @@ def add_part(name: str, total: Tensor, rows: slice, keys: Keys, x: Tensor) -> No
         total.index_add_(of_keys, keys, x)  # no key stands twice in them
 
 
-def _axes(name: str, x: Tensor) -> tuple[int | None, int | None]:
-    """Those of queries and keys, None where there is none, or one entry for all."""
+def _axes(problem: Problem, name: str, x: Tensor) -> tuple[int | None, int | None]:
+    """Those of queries and keys, None where there is none, as in a table of distances, or one entry for all."""
+    if name == "bias" and problem.zero is not None:
+        return None, None
     of_rows, of_keys = (None if axis is None or (x.shape[axis] == 1 and name not in FULL) else axis for axis in AXES[name])
     return of_rows, of_keys
 
@@ -217,8 +222,8 @@ def _without_window(problem: Problem) -> Problem:
 def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Keys]]:
     """Slices of at most `step` rows, each with the keys from the first to the last that it sees, in any batch entry and head.
 
-    Where keys have two intervals, and it sees none of some keys between, only with the others. Where intervals that have begun have all ended,
-    as between packed sequences, slices end too and are shorter: of no other sequence is a key computed then.
+    Where keys have two intervals, and it sees none of some keys between, only with the others, unless distances count. Where intervals that
+    have begun have all ended, as between packed sequences, slices end too and are shorter: of no other sequence is a key computed then.
     """
     len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
     bounds = [bound for name in BOUNDS if (bound := getattr(problem, name)) is not None]
@@ -237,7 +242,7 @@ def _parts_of_intervals(problem: Problem, step: int) -> Iterator[tuple[slice, Ke
             stop = ends[before - 1]
         seen = ((first < stop) & (last > start) & any_row).flatten(0, -2).any(0).nonzero()[:, 0]
         keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
-        scattered = problem.also_first is not None and len(seen) < keys.stop - keys.start
+        scattered = problem.also_first is not None and problem.zero is None and len(seen) < keys.stop - keys.start
         yield slice(start, stop), seen if scattered else keys
         start = stop
 

@@ -21,6 +21,7 @@ from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .portable import rows, split_keys
 from .traits import (
+    D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
     D_BIAS_OF_QUERIES,
@@ -29,6 +30,7 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    END_SUMS,
     LEADING,
     LEADING_IN_RUNS,
     OUT,
@@ -40,6 +42,7 @@ from .traits import (
 
 MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads", "block mask"})
 BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of heads"})
+DISTANCES = frozenset({"bias of distances"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
@@ -47,7 +50,7 @@ SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 FURTHER = frozenset({PARTIAL})
 EVERY = SINKS | SHARED | FURTHER  # features that rows serve, but those that sum what they are given over the keys of the call
-ALL = MASKS | BIASES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
 HOPPER = frozenset({"sm_90"})
 
 
@@ -121,8 +124,8 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
         missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
         raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
-    # Others read the terms of queries. What a row borrows is to be free yet.
-    chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows))
+    # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
+    chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if any(_reads_columns(choice, traits) for choice in chosen):
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
     return tuple(chosen)
@@ -216,10 +219,17 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
 
 
 def _hopper_forward(traits: Traits) -> str | None:
-    """Narrow heads only where there are many keys and no rule but a bias of pairs and sinks, as the portable kernel is faster with others."""
-    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | EVERY and traits.len_k >= 2048):
-        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs and sinks; others are faster in the portable kernel"
-    return _on_hopper(traits, (64, 128))
+    """Narrow heads only where there are many keys and no rule but a bias of pairs or distances and sinks: the portable one is faster else."""
+    if {"intervals", "bias of distances"} <= traits.features:
+        return "keys of a tile lie apart under intervals, and have no distances in common"
+    if _are_narrow(traits) and not (traits.features <= PAIR_BIAS | DISTANCES | EVERY and traits.len_k >= 2048):
+        return f"{_OF_NARROW} from 2048 keys on, without rules but a bias of pairs or distances and sinks; the portable kernel is faster else"
+    return _on_hopper(traits, _dims(traits))
+
+
+def _dims(traits: Traits) -> tuple[int, ...]:
+    """The padded head dims of forward and key kernels; beside numbers for each pair wider sums would leave registers."""
+    return (64, 128) if traits.features.isdisjoint(DISTANCES) else (64,)
 
 
 def _resident(traits: Traits, height: int, *copied: str) -> str | None:
@@ -326,7 +336,9 @@ def _hopper_query(traits: Traits) -> str | None:
 
 
 def _hopper_keys(traits: Traits) -> str | None:
-    return _on_hopper(traits, (64, 128), "d_out", "mask")
+    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
+        return "beside numbers of distances a mask takes too many registers"
+    return _on_hopper(traits, _dims(traits), "d_out", "mask")
 
 
 def _hopper_interval_keys(traits: Traits) -> str | None:
@@ -344,7 +356,7 @@ def _hopper_shared(traits: Traits) -> str | None:
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL, _one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, _split_keys),
-    Row("Hopper", frozenset({OUT}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
+    Row("Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY, _hopper_forward, targets=HOPPER),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, _resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, _always),
 )
@@ -358,7 +370,7 @@ TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY, _hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, _hopper_interval_keys, **WITH_COLUMNS
 )
@@ -382,11 +394,12 @@ BACKWARD = (
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, _stores_d_scores, reads=TERMS, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, _stores_d_scores, reads=TERMS | STORED, needs=STORED),
+    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, _always, reads=TERMS | {END_SUMS}),
     Row("Hopper: d_query", frozenset({D_QUERY}), MASKS | BIASES | INTERVALS | WINDOW | EVERY, _hopper_query, targets=HOPPER, besides=TERMS),
     HOPPER_KEYS,
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, _always, reads=TERMS),
-    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS}), ALL, _always, reads=TERMS),
+    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, _always, reads=TERMS),
     Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY, _hopper_shared, **ON_HOPPER),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, _always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, _always),

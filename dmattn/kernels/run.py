@@ -23,10 +23,11 @@ from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
-from .portable import bias_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys
+from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys
 from .portable import forward as portable_forward
 from .selection.reorder import reordered
 from .traits import (
+    D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
     D_BIAS_OF_QUERIES,
@@ -35,13 +36,14 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    END_SUMS,
     PARTIAL,
     TERM_COLUMNS,
     Traits,
 )
 from .visits.mask_blocks import scan
 
-D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES}
+D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES, D_BIAS_OF_DISTANCES}
 Made = dict[str, Tensor]  # the results that a row makes in a call, by the names that `traits` gives them
 # The module of each row of the table, whose `forward` fills out and lse of a problem.
 FORWARD = {
@@ -124,6 +126,8 @@ def backward(
     results |= dict.fromkeys(traits.wanted & D_BIASES, d_bias)
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
+    if any(END_SUMS in choice.makes for choice in choices):
+        results[END_SUMS] = lse.new_empty((2, *lse.shape))
     if order is not None and order.shape[2] < len_k:
         for of_keys in (given.gradients.key, given.gradients.value, results.get(D_BIAS_OF_KEYS)):
             if of_keys is not None:
@@ -185,7 +189,15 @@ def _hopper_query(call: Call, made: Made) -> None:
 
 
 def _portable_query(call: Call, made: Made) -> None:
-    query_grad.query_gradients(call.problem, call.incoming, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS))
+    query_grad.query_gradients(call.problem, call.incoming, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS), made.get(END_SUMS))
+
+
+def _portable_distances(call: Call, made: Made) -> None:
+    end_sums = call.results[END_SUMS]
+    d_table = call.given.gradients.bias
+    assert end_sums is not None
+    assert d_table is not None
+    distance_grad.table_gradient(call.problem, call.incoming, end_sums, d_table, call.given.lse.shape[:-2])
 
 
 def _hopper_shared(call: Call, made: Made) -> None:
@@ -232,6 +244,7 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,
     "portable: d_key, d_value, d_bias": _portable_keys,
     "portable: d_query of d_bias": _query_of_d_bias,
+    "portable: d_bias of distances": _portable_distances,
     "Hopper: d_query": _hopper_query,
     "Hopper: d_key, d_value": _hopper_keys,
     "Hopper: d_key, d_value by intervals": _hopper_interval_keys,

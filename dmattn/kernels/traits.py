@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import KEYS, PAIRS, Gradients, Problem, kind_of
+from ..problem import DISTANCES, KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
 from .base.leading import Nested, flattened, flattened_gradients
 from .hopper.copies import GLUON
 
-# Results of the two passes. A gradient of the bias is made in four ways, which its shape decides.
+# Results of the two passes. A gradient of the bias is made in five ways, which its kind decides.
 OUT, D_QUERY, D_KEY, D_VALUE = "out", "d_query", "d_key", "d_value"
 D_BIAS_OF_PAIRS = "d_bias of pairs"  # (B, H, Sq, Sk): dS itself
 D_BIAS_SHARED = (
@@ -25,6 +25,8 @@ D_BIAS_SHARED = (
 )
 D_BIAS_OF_KEYS = "d_bias of keys"  # (..., 1, Sk): dS summed over the queries
 D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the keys, which is the gradient of lse
+D_BIAS_OF_DISTANCES = "d_bias of distances"  # (..., 1, R), a table: dS summed over the pairs of a distance
+END_SUMS = "sums at the ends"  # for each query those of dS over the keys whose distances take an end of the table
 D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
@@ -35,7 +37,7 @@ PARTIAL = "further keys in out and lse"  # of a backward pass, than the call has
 
 NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features
-_FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout"}  # others by their own name
+_FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout", "zero": "bias of distances"}
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _FEATURES |= {"blocks": "block mask", "bits": "block mask"}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -108,13 +110,15 @@ class Traits(NamedTuple):
             copies = sizes.keys() & given.keys()
             given |= {name: _Placed.contiguous(given[name].dtype, (batch, kv_heads, *sizes[name])) for name in copies}
         kinds = {name: kind_of(given[name].shape) for name in ("mask", "bias") if name in given}
+        if problem.zero is not None:
+            kinds["bias"] = DISTANCES
         results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
         pointed = {name: x for name, x in given.items() if name in ("mask", *_INTERVALS) or (name == "bias" and kinds[name] != PAIRS)}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
-            made[_d_bias_of(bias.shape, (batch, heads))] = gradients.bias
+            made[_d_bias_of(problem, (batch, heads))] = gradients.bias
         return cls(
             family=family,
             gluon=GLUON,
@@ -163,12 +167,11 @@ def _features(problem: Problem, kinds: dict[str, str], results: Sequence[Any]) -
     return frozenset(found | {str(x.dtype) for x in (problem.query, problem.bias) if x is not None and x.dtype not in _DTYPES})
 
 
-def _d_bias_of(sizes: tuple[int, ...], members: tuple[int, int]) -> str:
-    """Which result the gradient of a bias is, in a problem of so many (batch entries, heads)."""
-    kind = kind_of(sizes)
-    if kind != PAIRS:
-        return D_BIAS_OF_KEYS if kind == KEYS else D_BIAS_OF_QUERIES
-    return D_BIAS_OF_PAIRS if sizes[:2] == members else D_BIAS_SHARED
+def _d_bias_of(problem: Problem, members: tuple[int, int]) -> str:
+    """Which result the gradient of the bias is, in a problem of so many (batch entries, heads)."""
+    if problem.pair_bias is not None:
+        return D_BIAS_OF_PAIRS if problem.pair_bias.shape[:2] == members else D_BIAS_SHARED
+    return {KEYS: D_BIAS_OF_KEYS, DISTANCES: D_BIAS_OF_DISTANCES}.get(problem.bias_kind or "", D_BIAS_OF_QUERIES)
 
 
 class _Placed(NamedTuple):

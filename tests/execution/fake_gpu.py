@@ -31,6 +31,8 @@ CASES = (
     Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
     Case("window", 17, 19, batch=70, bias="11qk"),
     Case("rows", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk"),
+    Case("distances-grouped-causal", 97, 130, heads=4, kv_heads=2, bias="1hr", distances=41, causal=True),
+    Case("hopper-distances", 136, 2056, heads=2, head_dim=64, bias="1hr", distances=257, zero=100),
     Case("dropout", 97, 65, bias="bhqk", dropout_p=0.2),
     Case("leading-axes", 130, 67, leading="bn", head_dim=64, mask="1nhqk", keep="blocks", bias="b1hqk"),
     Case("leading-axes-axial-key-bias", 130, 67, leading="bn", heads=4, kv_heads=2, transposed=True, mask="b111k", bias="1nh1k"),
@@ -45,7 +47,8 @@ on_a_cpu = pytest.mark.skipif(interpreting(), reason="the interpreter launches n
 def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Tensor]:
     """A problem with its incoming gradients, other numbers for another seed."""
     inputs = case.inputs(torch.bfloat16, device, seed=seed)
-    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=inputs.bias, sinks=inputs.sinks, **case.options)
+    bias = inputs.bias_of(inputs.bias)
+    problem = Problem.canonical(inputs.query, inputs.key, inputs.value, mask=inputs.mask, bias=bias, sinks=inputs.sinks, **case.options)
     if case.name == "keys-in-order":
         bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
         order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, attention, dynamic_mask_attention, reference
+from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention, reference
 from dmattn.equivalence import Case
 from dmattn.execution import passes, replay
 from dmattn.execution.recorder import Recorder
-from dmattn.problem import Intervals, Problem
+from dmattn.problem import Distances, Intervals, Problem
 
 
 @on_a_cpu
@@ -58,14 +58,16 @@ def test_a_checked_call_launches_what_its_problem_would(case: Case, launches: La
         mask, tensors = inputs.mask, (inputs.query, inputs.key, inputs.value)
         if isinstance(mask, IntervalMask):
             mask = Intervals(mask.first, mask.last, mask.len_q, mask.also_first, mask.also_last)
+        given = inputs.bias_of(inputs.bias)
+        bias = Distances.of(given) if isinstance(given, RelativeBias) else given
         options["sinks"] = inputs.sinks
-        problem = Problem.canonical(*tensors, mask=mask, bias=inputs.bias, **options)
+        problem = Problem.canonical(*tensors, mask=mask, bias=bias, **options)
         launches.seen.clear()
         seen = []
-        for forward, arguments in ((passes.checked_forward, (*tensors, mask, inputs.bias, *options.values())), (passes.forward, (problem,))):
+        for forward, arguments in ((passes.checked_forward, (*tensors, mask, bias, *options.values())), (passes.forward, (problem,))):
             *results, rules = forward(*arguments)
             assert rules == passes.rules_of(problem)
-            seen.append(launches.taken([*problem[:-2], *results]))
+            seen.append(launches.taken([*problem._replace(seed=None, states=None), *results]))
         return seen
 
     with launches:

@@ -107,7 +107,7 @@ def test_a_description_is_the_mask_it_stands_for(seed: int) -> None:
         if isinstance(got, DescribedMask):
             described += 1
             assert torch.equal(as_dense(got), want), call
-            assert got._dense is None
+            assert got._exact.values is None
         assert torch.equal(got.clone(), want), call
     assert described > 100
 
@@ -221,7 +221,7 @@ def test_a_mask_moves_and_detaches_as_a_description() -> None:
     assert isinstance(mask.to("meta"), DescribedMask)
     assert mask.to("meta").device.type == "meta"
     assert torch.equal(as_dense(mask.detach()), want)
-    assert mask._dense is None
+    assert mask._exact.values is None
     mask[..., 2].fill_(True)
     assert torch.equal(mask.detach(), want.index_fill(3, torch.tensor(2), True))
 
@@ -255,7 +255,7 @@ def test_attention_equals_that_with_the_bool_mask(name: str) -> None:
     for each in (mask, want):
         out, _ = integration.attend(nn.Module(), query, key, value, each)
         results.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (query, key, value))))
-    assert mask._dense is None
+    assert mask._exact.values is None
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn import RelativeBias
 from dmattn.problem import Intervals, Problem
 
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +62,11 @@ def drawn(chance: random.Random) -> Drawn:
         bounds = [torch.empty((*entry, len_k), dtype=torch.int32, device="meta") for entry in leading]
         again = bounds[::-1] if (len_q + len_k) % 3 == 0 else ()
         mask = Intervals(*bounds, None, *again)
+    given: Any = bias
+    aside = random.Random(f"{sizes}")  # not of `chance`, whose problems would all be others
+    if bias is not None and hiding != "order" and aside.random() < 0.15:
+        table = bias.new_empty((*bias.shape[:2], aside.choice((3, 33, 257, 8191))))
+        given = RelativeBias(table, aside.choice((0, 1, None)))
     options = dict(causal=ruled and chance.random() < 0.3, window=None, scale=None, softcap=None)
     if ruled and chance.random() < 0.3:
         options["window"] = tuple(chance.choice((None, chance.randint(0, 2 * len_k + 1), chance.randint(0, 1100))) for _ in range(2))
@@ -71,7 +77,7 @@ def drawn(chance: random.Random) -> Drawn:
         options["softcap"] = 1e20
     if ruled and chance.random() < 0.15 and hiding != "order":
         options["dropout_p"] = 0.1
-    problem = Problem.canonical(query, key, value, mask, bias, **options)._replace(order=order)
+    problem = Problem.canonical(query, key, value, mask, given, **options)._replace(order=order)
     d_out = _tensor(chance, (batch, heads, len_q, value_dim), dtype, odd)
     d_lse = torch.empty((batch, heads, len_q), device="meta") if chance.random() < 0.3 else None
     needs = [*(chance.random() < 0.75 for _ in range(3)), bias is not None and chance.random() < 0.75]

@@ -67,14 +67,16 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_summary_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     expected |= {"_split_kernel", "_merge_splits_kernel", "_sink_gradients_kernel"}
+    expected |= {"_bands_kernel", "_sum_bands_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
     if target == "sm_90" and hopper.GLUON:
         expected |= {"_even_rounds_kernel", "_resident_forward_kernel", "_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
+        expected |= {"_spread_kernel"}
     expected |= {"_count_epochs_kernel", "_order_kernel", "_scan_kernel", "_mask_lists_kernel"}
     assert kernels == expected | {"_interval_lists_kernel", "_query_interval_lists_kernel"}
     modules = {row["module"] for row in rows if ".hopper." in row["module"]}
     for_hopper = {"forward", "key_grad", "key_grad_intervals", "query_grad", "bias_grad", "shared_query_grad"}
-    for_hopper |= {"resident.forward", "resident.query_grad", "resident.key_grad"}
+    for_hopper |= {"distances", "resident.forward", "resident.query_grad", "resident.key_grad"}
     expected = {f"dmattn.kernels.hopper.{name}" for name in for_hopper}
     assert modules == (expected if target == "sm_90" and hopper.GLUON else set())
     for row in rows:

@@ -27,7 +27,10 @@ from triton.runtime.jit import JITFunction
 
 from dmattn import kernels
 from dmattn.kernels import dispatch, run
+from dmattn.kernels.base.leading import flattened
+from dmattn.kernels.portable import distance_grad
 from dmattn.kernels.traits import (
+    D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
     D_BIAS_OF_QUERIES,
@@ -36,6 +39,7 @@ from dmattn.kernels.traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    END_SUMS,
     QUERY_TERMS,
     TERM_COLUMNS,
     Bias,
@@ -67,8 +71,9 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
         if given["STORED"]
-        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"]})
+        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]})
     ),
+    "portable.distance_grad._bands_kernel": lambda given: ("portable: d_bias of distances", {D_BIAS_OF_DISTANCES: given["parts"]}),
     "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
         {D_QUERY: given["d_q"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
@@ -145,12 +150,21 @@ def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
         kernels.backward(problem, out, lse, d_out, d_lse, gradients)
         seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in launches if kernel in BACKWARD_KERNELS]
         choices = dispatch.choose_backward(Traits.of(problem, out, d_out, gradients))
-        wanted = [(choice.row.name, choice.makes) for choice in choices if D_BIAS_OF_QUERIES not in choice.makes]  # which PyTorch makes
+        by_pytorch = {D_BIAS_OF_QUERIES} | ({D_BIAS_OF_DISTANCES} if has_no_bands(problem) else set())
+        wanted = [(choice.row.name, choice.makes) for choice in choices if by_pytorch.isdisjoint(choice.makes)]
         assert [(row, {result for result, x in made.items() if x is not None}) for row, made in seen] == wanted, f"{name}: {problem}"
         chosen |= {f"forward: {row}"} | {f"backward: {choice.row.name}" for choice in choices}
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
     reached = {f"{which}: {row.name}" for which, table in tables.items() for row in table if row.targets is None or target in row.targets}
     assert chosen == (reached if target == "sm_90" else reached - {"backward: whole rows"})  # for which no other GPU has a tile
+
+
+def has_no_bands(problem: Problem) -> bool:
+    """Whether no visible pair may lie between the ends of a table of distances, so that its gradient is made of the sums at the ends."""
+    if problem.zero is None:
+        return False
+    (problem,) = flattened(problem)
+    return distance_grad.Bands.of(problem, *distance_grad.tile_of(problem)[:2]).count == 0
 
 
 def test_every_row_has_its_function() -> None:
@@ -192,6 +206,7 @@ BACKWARD_SERVED = {
     "Hopper: d_key, d_value, d_bias by intervals": DENSE._replace(features=DENSE.features | INTERVALS),
     "portable: d_key, d_value, d_bias": DENSE,
     "portable: d_query of d_bias": DENSE,
+    "portable: d_bias of distances": PLAIN,
     "Hopper: d_query": PLAIN,
     "Hopper: d_key, d_value": PLAIN,
     "Hopper: d_key, d_value by intervals": PLAIN._replace(features=INTERVALS),
@@ -226,6 +241,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(head_dim=64), "serves head dims padded to 64 or 128 here, not 64 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, len_k=2047), "serves head dims from 33 to 64 from 2048 keys on, without rules but a bias of pairs"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048), "serves head dims padded to 64 or 128 here, not 32 of queries and 20 of values"),
+    ("forward: Hopper", dict(features=INTERVALS | {"bias of distances"}), "keys of a tile lie apart under intervals"),
+    ("forward: Hopper", dict(features=frozenset({"bias of distances"})), "serves head dims padded to 64 here, not 128 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),
     ("forward: Hopper", dict(len_q=(1 << 22) + 1, features=INTERVALS), "4194305 queries under intervals are more than 4194304"),
@@ -270,6 +287,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
     ("backward: Hopper: d_key, d_value", dict(features=INTERVALS), "does not serve intervals"),
+    ("backward: Hopper: d_key, d_value", dict(features=frozenset({"bias of distances", "mask of keys"})), "beside numbers of distances a mask"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=INTERVALS | {"two intervals"}), "does not serve two intervals"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),

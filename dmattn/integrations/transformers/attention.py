@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector as outputs_wanted
 
+from ...biases import RelativeBias
 from ...functional import attention
 from ...masks import IntervalMask
 from .dense_bias import dense_bias
+from .described_bias import DescribedBias, argument, visible_keys
 from .described_mask import DescribedMask, arguments
 from .interface import is_causal_without_mask
 from .packed import documents, join
@@ -80,7 +82,7 @@ def attend(
     """
     check_supported(module, output_attentions, others)
     mask: Tensor | IntervalMask | None = None
-    bias: Tensor | None = None
+    bias: Tensor | RelativeBias | None = None
     window: tuple[int | None, int | None] | None = None
     causal = False
     packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
@@ -96,6 +98,9 @@ def attend(
         given: Tensor | IntervalMask | None = attention_mask
         if isinstance(attention_mask, DescribedMask) and attention_mask.shape[2:] == (query.shape[2], key.shape[2]):
             given, causal, window = arguments(attention_mask)
+        elif isinstance(position_bias, DescribedBias) and attention_mask.is_floating_point():
+            keys = visible_keys(attention_mask)
+            given = attention_mask if keys is None else keys
         if isinstance(given, Tensor) and given.dtype != torch.bool:
             bias = dense_bias(given)
         else:
@@ -105,8 +110,7 @@ def attend(
     if indices is not None:
         mask = select(mask, indices, query, key)
     if position_bias is not None:
-        position_bias = dense_bias(position_bias, module)
-        bias = position_bias if bias is None else _sum(bias, position_bias)
+        bias = _with_positions(bias, position_bias, module, query, key)
     options: dict[str, Any] = dict(mask=mask, bias=bias, causal=causal, window=window, scale=scaling, softcap=softcap)
     options["dropout_p"] = dropout if module.training else 0.0
     if sinks is None:
@@ -173,6 +177,19 @@ def _check_mask(attention_mask: Any) -> None:
         raise ValueError(f"dmattn: attention_mask: expected 4 axes (B, H, Q, K), received shape {tuple(attention_mask.shape)}")
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(f"dmattn: attention_mask: expected a bool (True attends) or float (added) dtype, received {attention_mask.dtype}")
+
+
+def _with_positions(
+    bias: Any, position_bias: Tensor, module: nn.Module, query: Tensor, key: Tensor
+) -> Tensor | RelativeBias | None:  # fmt: skip
+    """`bias` and `position_bias` together: what a description stands for only by itself, as a sum has to have all pairs."""
+    given: Tensor | RelativeBias | None = position_bias
+    if isinstance(position_bias, DescribedBias) and (bias is None or position_bias.zero is None):
+        given = argument(position_bias, query.shape[2], key.shape[2])
+    if given is None or isinstance(given, RelativeBias):
+        return bias if given is None else given
+    given = dense_bias(given, module)
+    return given if bias is None else _sum(bias, given)
 
 
 def _sum(mask: Tensor, position_bias: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Biases of pairs as the kernels read them fastest: with a dense last axis, by one copy that all layers of a forward pass share.
 
-A relative position bias is an embedding's output (Q, K, H) seen as (1, H, Q, K), so its keys lie H elements apart. The kernels then fetch a
-sector of memory for every element, in the forward pass and in each of the three backward kernels, again for each entry of the batch and each
-layer, and those for Hopper take no such tensor at all. A copy costs less than what a single one of these kernels loses.
+A relative position bias made as pairs is an embedding's output (Q, K, H) seen as (1, H, Q, K): its keys lie H elements apart. The kernels then
+fetch a sector of memory for every element, in the forward pass and in each of the three backward kernels, again for each entry of the batch and
+each layer, and those for Hopper take no such tensor at all. A copy costs less than what a single one of these kernels loses.
 
 Under `torch.inference_mode` each layer makes a copy of its own. Tensors made there have no version, so what is written into a bias between two
 layers would go unseen, and the second would get the old values. `torch.no_grad`, under which Transformers generates, keeps to one copy.
@@ -31,7 +31,7 @@ class _Shared:
         values: the copy, without a derivative: in a graph it could hold on to the bias, on which its own life depends.
         version: that of the bias when it was copied.
         stream: where it was copied, None on a CPU. Another stream would have to wait for it.
-        layers: identities of the layers that it has served.
+        layers: identities of the attributes of the layers that it has served.
     """
 
     values: Tensor
@@ -59,9 +59,10 @@ def dense_bias(bias: Tensor, layer: nn.Module | None = None) -> Tensor:
         return _copy(bias)
     shared = _shared.get(bias)
     stream = torch.cuda.current_stream(bias.device) if bias.is_cuda else None
-    if shared is None or shared.version != bias._version or shared.stream != stream or id(layer) in shared.layers:
+    own = id(vars(layer))  # of the layer, also where its own code was shown a view of it (bucket_tables.py)
+    if shared is None or shared.version != bias._version or shared.stream != stream or own in shared.layers:
         shared = _shared[bias] = _Shared(_copy(bias.detach()), bias._version, stream)
-    shared.layers.add(id(layer))
+    shared.layers.add(own)
     return _WithGradientOf.apply(bias, shared.values) if bias.requires_grad and torch.is_grad_enabled() else shared.values
 
 

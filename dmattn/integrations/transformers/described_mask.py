@@ -14,20 +14,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from ...masks import IntervalMask
+from .described import Described
 
 __all__ = ["DescribedMask", "describe"]
 
 MaskFunction = Callable[..., Any]
 
 
-class DescribedMask(Tensor):
+class DescribedMask(Described):
     """A mask (B, 1, Q, K) of Transformers that owns no (Q, K) memory: bool, True where a query attends a key, or eager's float one.
 
     The float one is 0 where a query attends a key and the lowest number of its dtype elsewhere.
-
-    :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`). Any other operation finds the exact tensor,
-    which is made then and kept: a model that slices, inverts, adds or edits its mask goes on as before, in the memory it had before.
-    `detach` and `to` copy; there is no pointer to data before the tensor is made, for code that asks for one.
+    :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`).
 
     Attributes:
         first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``.
@@ -37,54 +35,28 @@ class DescribedMask(Tensor):
     first: Tensor
     last: Tensor
     causal_window: tuple[bool, tuple[int | None, int | None] | None] | None
-    _dense: Tensor | None
-    _shared: bool
-    _writes: tuple[int, ...]
 
     @staticmethod
     def __new__(cls, first: Tensor, last: Tensor, shape: tuple[int, int], causal_window: Any, dtype: torch.dtype = torch.bool) -> DescribedMask:
         """Of `shape` (B, Q); K is that of the intervals. `dtype` is bool or a float dtype."""
         batch, len_q = shape
-        size = (batch, 1, len_q, first.shape[-1])
-        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=first.device)
-        self.first, self.last, self.causal_window, self._dense, self._shared = first, last, causal_window, None, False
+        self = cls._new((batch, 1, len_q, first.shape[-1]), dtype, first.device)
+        self.first, self.last, self.causal_window = first, last, causal_window
         return self
 
-    def dense(self) -> Tensor:
-        """The tensor (B, 1, Q, K)."""
-        if self._dense is None:
-            dense = IntervalMask(self.first, self.last, self.shape[2]).to_dense(self.shape[2])
-            if self.dtype != torch.bool:
-                dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(~dense, torch.finfo(self.dtype).min)
-            self._dense = dense.expand(self.shape)
-            self._writes = self._count_writes()
-        return self._dense
+    def _made(self) -> Tensor:
+        dense = IntervalMask(self.first, self.last, self.shape[2]).to_dense(self.shape[2])
+        if self.dtype != torch.bool:
+            dense = torch.zeros(dense.shape, dtype=self.dtype, device=dense.device).masked_fill_(~dense, torch.finfo(self.dtype).min)
+        return dense.expand(self.shape)
 
-    def tolist(self) -> list:
-        return self.dense().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.dense().numpy(force=force)
-
-    def share_memory_(self) -> Tensor:
-        return self.dense().clone().share_memory_()
-
-    def edited(self) -> bool:
-        """Whether anything was written into the tensor. In inference mode, where nothing counts that, whether it could have been."""
-        return self._shared or (self._dense is not None and self._writes != self._count_writes())
-
-    def _count_writes(self) -> tuple[int, ...]:
-        """Into this tensor and into the one it stands for, views included: which of them a view counts for depends on the mode."""
-        return tuple(-1 if x is None or x.is_inference() else x._version for x in (self, self._dense))
+    def _moved(self, device: torch.device, dtype: torch.dtype) -> DescribedMask | None:
+        if dtype != self.dtype:
+            return None
+        return DescribedMask(self.first.to(device), self.last.to(device), (self.shape[0], self.shape[2]), self.causal_window, dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DescribedMask(shape={tuple(self.shape)}, dtype={self.dtype}, causal_window={self.causal_window}, device={self.device})"
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.dense().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return torch.clone, (self.dense(),)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Into what torch.compile hands to a graph: the intervals."""
@@ -96,27 +68,6 @@ class DescribedMask(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DescribedMask:
         return DescribedMask(inner["first"], inner["last"], (size[0], size[2]), *context)  # lengths stay out of what a graph is guarded on
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if function is torch.ops.aten.detach.default:  # reentrant checkpointing detaches what it is given
-            return args[0]._moved(args[0].device)
-        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (args[0].dtype, None):  # layers on several devices
-            return args[0]._moved(kwargs.get("device") or args[0].device)
-        schema = function._schema
-        for mask in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(mask, DescribedMask) and mask.is_inference() and (schema.is_mutable or any(r.alias_info for r in schema.returns)):
-                mask._shared = True
-        exact = lambda x: x.dense() if isinstance(x, DescribedMask) else x  # noqa: E731
-        return function(*torch.utils._pytree.tree_map(exact, args), **torch.utils._pytree.tree_map(exact, kwargs))
-
-    def _moved(self, device: torch.device) -> Tensor:
-        if self.edited():
-            return self.dense().detach().to(device)
-        return DescribedMask(self.first.to(device), self.last.to(device), (self.shape[0], self.shape[2]), self.causal_window, self.dtype)
 
 
 def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, tuple[int | None, int | None] | None]:

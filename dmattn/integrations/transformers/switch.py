@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from .attention import attend
+from .bucket_tables import describe_biases, make_biases
 from .class_tables import forget, refuse
 from .masks import make_mask
 from .patching import report
@@ -29,10 +30,14 @@ def register() -> None:
 
     Models that choose a class of layers by the name, such as Falcon, raise a ValueError that says so while they are built: load them with
     "eager", and :func:`patch` them where it serves their layers. The files of these models are imported here to tell them so.
+
+    The forward methods of T5's attention and its kin's are replaced by ones that go on as they did, but in models that are set to "dmattn"
+    (:mod:`.bucket_tables`).
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     refuse(NAME)
+    describe_biases(NAME)
 
 
 def unregister() -> None:
@@ -40,6 +45,7 @@ def unregister() -> None:
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
     forget(NAME)
+    make_biases()
 
 
 def enable(model: nn.Module) -> None:

@@ -29,7 +29,8 @@ class Rules(NamedTuple):
     where there is a mask or a second interval and the kernel walks queries. `states` are the mask's, where it walks neither. `blocks` and, as
     a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
-    None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None.
+    None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
+    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -53,6 +54,9 @@ class Rules(NamedTuple):
     kept_scale: Any
     also_first: Any
     also_last: Any
+    table: Any
+    zero: Any
+    distances: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
@@ -65,17 +69,18 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
+    bias, table = (problem.bias, None) if problem.zero is None else (None, problem.bias)
     return Rules(
         mask=strided(problem.mask, heads),
         mask_rows=_varies(problem.mask, 2),
         mask_cols=_varies(problem.mask, 3),
         blocks=strided(problem.blocks, heads),
         bits=problem.bits,
-        bias=strided(problem.bias, heads),
-        bias_rows=_varies(problem.bias, 2),
-        bias_cols=_varies(problem.bias, 3),
+        bias=strided(bias, heads),
+        bias_rows=_varies(bias, 2),
+        bias_cols=_varies(bias, 3),
         sinks=strided_by_head(problem.sinks),
-        bias_by_key=None if _varies(problem.bias, 2) else _varies(problem.bias, 3),
+        bias_by_key=None if _varies(bias, 2) else _varies(bias, 3),
         first=strided(problem.first, heads),
         last=strided(problem.last, heads),
         also_first=strided(problem.also_first, heads),
@@ -89,6 +94,9 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         seed=problem.seed,
         threshold=threshold(problem.dropout_p) if drops else None,
         kept_scale=kept_scale(problem.dropout_p) if drops else None,
+        table=strided(table, heads),
+        zero=problem.zero,
+        distances=None if table is None else table.shape[3],
         shared=_shared(problem),
     )
 
@@ -120,7 +128,7 @@ def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN
         s = tanh * (rules.softcap * LOG2E)
     if bias2 is not None:
         s += bias2
-    elif rules.bias is not None:
+    elif rules.bias is not None or rules.table is not None:
         s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
     if EDGE:
         s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
@@ -180,9 +188,61 @@ def _load_bits(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
 
 
 @triton.jit
-def load_bias2(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
-    """The bias of a tile of pairs times LOG2E, in float32, with an axis of 1 where it is broadcast."""
-    return _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
+def load_bias2(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr, BY_ROW: tl.constexpr = False):
+    """The bias of a tile of pairs times LOG2E, in float32, with an axis of 1 where it is broadcast.
+
+    Places of `rows` follow one another, or BY_ROW they and the head in `seq` may be any.
+    """
+    if rules.table is None:
+        return _load_pairs(rules.bias, rules.bias_rows, rules.bias_cols, seq, rows, cols, KEYS_DOWN).to(tl.float32) * LOG2E
+    elif BY_ROW:
+        place = place_of_first(rules, seq, rows.start, cols.start) + by_key(cols.index, KEYS_DOWN) - by_query(rows.index, KEYS_DOWN)
+        return _load_places(rules, seq, place)
+    else:
+        return _load_distances(rules, seq, rows, cols, KEYS_DOWN)
+
+
+@triton.jit
+def place_of_first(rules, seq, row, col):
+    """Where the pair of a query and a key stands in the table of distances, be there such a place or not."""
+    return col - row + (rules.zero - (seq.len_k - seq.len_q))
+
+
+@triton.jit
+def _load_distances(rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
+    """The same from a table: one vector has the numbers of all pairs of the tile, and is spread over it on chip."""
+    BLOCK_M: tl.constexpr = rows.index.shape[0]
+    BLOCK_N: tl.constexpr = cols.index.shape[0]
+    WIDTH: tl.constexpr = 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N)  # a power of 2, at least BLOCK_M + BLOCK_N
+    vector = _load_places(rules, seq, place_of_first(rules, seq, rows.start, cols.start) - BLOCK_M + tl.arange(0, WIDTH))
+    index = by_key(tl.arange(0, BLOCK_N), KEYS_DOWN) - by_query(tl.arange(0, BLOCK_M), KEYS_DOWN) + BLOCK_M
+    return tl.reshape(tl.gather(vector, tl.reshape(index, [BLOCK_M * BLOCK_N]), 0), index.shape)
+
+
+@triton.jit
+def _load_places(rules, seq, place):
+    """The numbers at places of the table times LOG2E, beyond its ends those of the ends."""
+    place = tl.minimum(tl.maximum(place, 0), rules.distances - 1)
+    return tl.load(slice_pointer(rules.table, seq) + tl.cast(place, tl.int64) * rules.table.col).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def add_at_ends(ds, ends, rules, seq, rows, cols):
+    """(sums of dS by query over the pairs that take the first number of a table of distances, over those that take the last) with a tile's."""
+    low_rows, high_rows = ends
+    BLOCK_M: tl.constexpr = ds.shape[0]
+    BLOCK_N: tl.constexpr = ds.shape[1]
+    last = tl.maximum(rules.distances - 1, 1)  # the only number is the first
+    place = place_of_first(rules, seq, rows.start, cols.start)
+    if place + BLOCK_N <= 1:
+        low_rows += tl.sum(ds, 1)
+    elif place - BLOCK_M >= last - 1:
+        high_rows += tl.sum(ds, 1)
+    elif (place < BLOCK_M) | (place + BLOCK_N > last):
+        index = tl.arange(0, BLOCK_N)[None, :] - tl.arange(0, BLOCK_M)[:, None]
+        low_rows += tl.sum(tl.where(index <= -place, ds, 0.0), 1)
+        high_rows += tl.sum(tl.where(index >= last - place, ds, 0.0), 1)
+    return low_rows, high_rows
 
 
 @triton.jit

@@ -38,8 +38,13 @@ def weights_of(s, row_max, new_max, factor, FAR: tl.constexpr):
     nothing by that: the next smaller score is so far away there that other exponents are rounded as much with any factor. One product decides
     all of it, because exponents wait for every instruction behind the maximum.
     """
-    p = weights_at(s, new_max, factor, FAR, 0.0)
-    return p, tl.exp2((row_max - tl.where(new_max * factor == float("-inf"), 0.0, new_max)) * factor)
+    return weights_at(s, new_max, factor, FAR, 0.0), rescaling(row_max, new_max, factor)
+
+
+@triton.jit
+def rescaling(row_max, new_max, factor):
+    """The factor of :func:`weights_of` for what was accumulated before."""
+    return tl.exp2((row_max - tl.where(new_max * factor == float("-inf"), 0.0, new_max)) * factor)
 
 
 @triton.jit

@@ -80,7 +80,8 @@ def pick(kernel: str, problem: Problem) -> Tile:
         kinds.append(f"{kernel} with pairs")
     tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
-    crowded = problem.is_masked or problem.seed is not None  # a mask takes registers, and so does dropout
+    # a mask takes registers, and so do dropout and a table
+    crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
         tile = Tile(64, tile.block_n, 4, tile.stages)
     return tile

@@ -40,6 +40,7 @@ from .copies import (
     sync_threads,
     tiled,
 )
+from .distances import with_spread_table
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -77,9 +78,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     block_m, dim = BLOCK_M.value, padded_dim(problem)
-    consumers = consumers_of(len_q, dim)
+    consumers = consumers_of(len_q, dim) if problem.zero is None else 2  # three have no registers for numbers of pairs beside scores
     pairs = problem.pair_bias is not None
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
+    rules = with_spread_table(problem, rules)
     works, programs, turns = programs_of(problem, rules, consumers * block_m)
     launch(
         _forward_kernel,

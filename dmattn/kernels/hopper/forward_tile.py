@@ -13,9 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..base.softmax import weights_at, weights_of
+from ..base.softmax import rescaling, weights_at, weights_of
 from ..base.window import open_keys
 from .copies import stage_of
+from .distances import add_apart, numbers_of
 from .registers import (
     Hiding,
     all_within,
@@ -177,8 +178,11 @@ def _add_tile(
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     ADDS: gl.constexpr = not FIRST and not AGAIN
-    s, acc = _scores(context, sums, step, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
-    new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
+    s, acc, number = _scores(context, sums, step, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
+    if rules.table is None:
+        new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
+    else:
+        new_max = gl.maximum(sums.row_max, gl.max(s, 1) + number)
     # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
     LOADED: gl.constexpr = (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None)
     LATE: gl.constexpr = LOADED and config.CONSUMERS == 3
@@ -186,7 +190,11 @@ def _add_tile(
         if LOADED:
             new_max = looked_at(new_max)
         mbarrier.arrive(barriers.k_free.index(stage), count=1)
-    p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
+    if rules.table is None:
+        p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
+    else:
+        p = weights_at(s, new_max - number, exponent_factor(rules), FAR=True, OF_NONE=0.0)
+        alpha = rescaling(sums.row_max, new_max, exponent_factor(rules))
     if ADDS:
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(barriers.v_free.index(before), count=1)
@@ -228,8 +236,11 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
-    s, acc = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
-    p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+    s, acc, number = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    if rules.table is None:
+        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+    else:
+        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=True, OF_NONE=LOWEST)
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
@@ -247,7 +258,10 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
 
 @gluon.jit
 def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr):
-    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them)."""
+    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them, a number to add to all scores).
+
+    The number is 0 but for a tile beyond an end of a table of distances. At an EDGE scores have it, as hidden pairs must not.
+    """
     tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
@@ -263,6 +277,8 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial)
         hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
+    if rules.table is not None:
+        numbers = numbers_of(rules, seq, row, start, BLOCK_M, config.BLOCK_N)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:
@@ -285,6 +301,13 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
+    number = 0.0
+    if rules.table is not None:
+        s = add_apart(s, numbers, rows, cols)
+        if EDGE:
+            s = s + numbers.number
+        else:
+            number = numbers.number
     if EDGE and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
         if walk.partial != 0:
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
@@ -292,7 +315,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=False)
     else:
         s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
-    return s, acc
+    return s, acc, number
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from .copies import (
     tiled,
     tiled_mask,
 )
+from .distances import with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
@@ -108,7 +109,7 @@ def key_gradients(
         mask=None if problem.pair_mask is None else tiled_mask(problem.pair_mask, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
-        rules=rules_of(problem, lists),
+        rules=with_spread_table(problem, rules_of(problem, lists)),
         terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),

@@ -16,6 +16,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
 from .copies import copy, stage_of, store, tiled_vectors
+from .distances import add_apart, numbers_of
 from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
@@ -204,6 +205,8 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
         words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
     if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, context.col)
+    if rules.table is not None:
+        numbers = numbers_of(rules, seq, start, context.col, BLOCK_M, BLOCK_N)
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
     # Loads that stand behind products are long in coming: these read all that shared memory gives.
     bias = _bias_of(context, keys, seq, turn, start)  # [BLOCK_N, BLOCK_M], or broadcast to it
@@ -228,9 +231,16 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
     if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
         rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
         middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
+    if rules.table is not None:
+        s = add_apart(s, numbers, rows, cols)
+        if EDGE:
+            s += numbers.number
+        else:
+            divisor_rows = divisor_rows - numbers.number * exponent_factor(rules)
     s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
     exponents = s * exponent_factor(rules) - divisor_rows
-    if AS_COLUMNS and rules.bias is not None and rules.bias_by_key is None and tiles.q.dtype.is_fp16():
+    OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
+    if AS_COLUMNS and OF_PAIRS and tiles.q.dtype.is_fp16():
         exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
     p = gl.exp2(exponents)
     dk, dv, lanes = sums.dk, sums.dv, sums.lanes

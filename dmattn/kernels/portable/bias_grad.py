@@ -180,18 +180,27 @@ def _shared_gradient_kernel(
     bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     for member in tl.range(begin, end):
         seq = member_of(of_slice, member, sharing_heads, spread)
-        if rules.states is not None:
-            live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
-            if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
-            elif live:
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
-        elif rules.first is not None:
-            if any_live_interval(rules, seq, rows, cols, BLOCK_M):
-                total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
-        else:
-            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+        total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
+
+
+@triton.jit
+def add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION: tl.constexpr):
+    """`total` with dS of the tile in one member, where the mask or intervals leave a pair."""
+    BLOCK_M: tl.constexpr = total.shape[0]
+    BLOCK_N: tl.constexpr = total.shape[1]
+    if rules.states is not None:
+        live, full = tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)
+        if full & all_in_window(rules.left, rules.right, seq, rows.start, cols.start, BLOCK_M, BLOCK_N):
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=False, PRECISION=PRECISION)
+        elif live:
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    elif rules.first is not None:
+        if any_live_interval(rules, seq, rows, cols, BLOCK_M):
+            total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    else:
+        total += _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, EDGE=True, PRECISION=PRECISION)
+    return total
 
 
 @triton.jit

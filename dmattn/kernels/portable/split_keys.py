@@ -195,9 +195,9 @@ def _scores(
     """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
     bias2 = None
     if BIAS_BY_HEAD:
-        bias2 = load_bias2(rules, by_row, rows, cols, KEYS_DOWN=False)
-    elif rules.bias is not None:
-        bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN=False)
+        bias2 = load_bias2(rules, by_row, rows, cols, KEYS_DOWN=False, BY_ROW=True)
+    elif rules.bias is not None or rules.table is not None:
+        bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN=False, BY_ROW=True)
     if MASK_BY_HEAD:
         s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     else:

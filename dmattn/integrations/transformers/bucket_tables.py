@@ -1,0 +1,109 @@
+"""T5 and its kin: a layer that is set to dmattn describes its position bias (described_bias.py), where its own code would make all pairs.
+
+These layers make the bias before they call the attention interface, so no registry of Transformers is asked. While dmattn is registered, the
+forward method of their classes is one that calls the original with a view of the layer, if the layer's configuration names dmattn: an object
+with the same attributes, whose method `compute_bias` describes what the layer's own would return. Any other call is the original's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .described_bias import describe, nothing, takes
+
+__all__ = ["describe_biases", "make_biases"]
+
+_CLASSES = (
+    "longt5.modeling_longt5.LongT5Attention",
+    "mt5.modeling_mt5.MT5Attention",
+    "pix2struct.modeling_pix2struct.Pix2StructTextAttention",
+    "pop2piano.modeling_pop2piano.Pop2PianoAttention",
+    "switch_transformers.modeling_switch_transformers.SwitchTransformersAttention",
+    "t5.modeling_t5.T5Attention",
+    "udop.modeling_udop.UdopAttention",
+    "umt5.modeling_umt5.UMT5Attention",
+)
+_stock: dict[Any, Any] = {}  # by class, the forward methods that were replaced
+_ours: dict[Any, Any] = {}  # and those in their place
+
+
+def describe_biases(name: str) -> None:
+    """Let layers whose configuration names the attention `name` describe their position biases. Idempotent."""
+    for path in _CLASSES:
+        file, _, kind_name = path.rpartition(".")
+        try:
+            kind: Any = getattr(importlib.import_module(f"transformers.models.{file}"), kind_name)
+        except (ImportError, AttributeError):  # a version without this model, or a package missing that it needs
+            continue
+        if kind not in _stock:
+            _stock[kind] = kind.forward
+            _ours[kind] = kind.forward = _describing_forward(kind, name)
+
+
+def make_biases() -> None:
+    """Undo :func:`describe_biases`; a method that somebody put in the place of ours since stays."""
+    for kind, stock in _stock.items():
+        if kind.forward is _ours[kind]:
+            kind.forward = stock
+    _stock.clear()
+    _ours.clear()
+
+
+def _describing_forward(kind: Any, name: str) -> Any:
+    stock = kind.forward
+
+    @wraps(stock)
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        makes = not torch.compiler.is_compiling() and kwargs.get("position_bias") is None
+        if makes and layer.config._attn_implementation == name and takes(hidden_states):
+            layer = _viewed(layer, kind, hidden_states)
+        return stock(layer, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+class _Describing:
+    """What the class of a view has before the layer's own class."""
+
+    __slots__ = ("_dtype",)  # beside the attributes of the layer, which are the view's too
+
+    has_relative_attention_bias = property(lambda self: True)  # to the layer's own code, so that it asks the method below
+    _own_methods: bool
+
+    def compute_bias(self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
+        if not vars(self)["has_relative_attention_bias"]:  # cross attention
+            return nothing(self.n_heads, query_length, key_length, self._dtype, device)
+        make = super().compute_bias  # type: ignore[misc]
+        aligned = type(past_seen_tokens) is int and key_length == query_length + past_seen_tokens
+        furthest, buckets = self.relative_attention_max_distance, self.relative_attention_num_buckets
+        saturates = furthest > buckets // 2 and self._own_methods and "_relative_position_bucket" not in vars(self)
+        if aligned and saturates and query_length > 1:
+            reach = min(furthest, 1 << key_length.bit_length())  # longer distances take the same bucket, or there are none
+            table = make(1, 2 * reach + 1, device=device, past_seen_tokens=reach)[0, :, 0]
+            if takes(table):
+                return describe(table.contiguous(), reach, query_length, key_length)
+        return make(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+
+
+def _viewed(layer: Any, stock: Any, hidden_states: Tensor) -> Any:
+    view: Any = object.__new__(_view_class(layer.__class__, stock))
+    view.__dict__ = layer.__dict__
+    device = hidden_states.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if cast else hidden_states.dtype
+    object.__setattr__(view, "_dtype", dtype)
+    return view
+
+
+@cache
+def _view_class(kind: Any, stock: Any) -> Any:
+    """Of layers whose class is, or derives from, a class of Transformers."""
+    methods = [getattr(kind, name) for name in ("compute_bias", "_relative_position_bucket")]
+    own = all(method.__module__ == stock.__module__ and method.__qualname__.startswith(f"{stock.__name__}.") for method in methods)
+    names = dict(__module__=kind.__module__, __qualname__=kind.__qualname__, _own_methods=own)
+    return type(kind.__name__, (_Describing, kind), names)

@@ -1,0 +1,203 @@
+"""The gradient of a table of distances: dS summed over all pairs of a distance, without atomics.
+
+Tiles whose first pairs have one distance form a band: they see the same numbers of the table at the same spots. A program adds their dS tile on
+tile in registers, over queries, batch entries and heads that share the table, and in the end sums the tile along its diagonals. Only bands with
+a pair strictly between the ends of the table are walked. Most pairs take one of the ends, whose sums are made beside dQ (`query_grad`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Sizes
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...broadcast import sum_to
+from ...problem import Problem
+from ..base.launch import launch
+from ..base.layout import Sequence, Span, strided
+from ..base.leading import spread_of
+from ..base.overlap import follow
+from ..base.place import member_of
+from ..base.query_terms import Incoming
+from ..base.rules import load_bias2, place_of_first, rules_of
+from ..base.tiles import Tile, launch_options, pick
+from .bias_grad import add_member
+
+PROGRAMS = 4096  # about: a constant, so that the order of sums follows from shapes alone
+
+
+class Bands(NamedTuple):
+    """The bands with a pair that may be visible, and that is strictly between the ends of the table."""
+
+    first_place: int  # of the first pair of a tile of the first band; those of the next are BLOCK_N further on
+    count: int
+    tiles: int  # of a band, at most
+
+    @classmethod
+    def of(cls, problem: Problem, block_m: int, block_n: int) -> Bands:
+        """Those of a problem with a table."""
+        assert problem.bias is not None
+        assert problem.zero is not None
+        len_q, len_k, length, zero = problem.query.shape[2], problem.key.shape[2], problem.bias.shape[3], problem.zero
+        origin = zero - (len_k - len_q)
+        blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
+        lowest = max(2 - block_n, origin - (blocks_m - 1) * block_m)
+        highest = min(length - 3 + block_m, origin + (blocks_n - 1) * block_n)
+        if problem.left is not None:
+            lowest = max(lowest, zero - problem.left - block_n + 1)
+        if problem.right is not None:
+            highest = min(highest, zero + problem.right + block_m - 1)
+        first = origin + triton.cdiv(lowest - origin, block_n) * block_n
+        tiles = min(blocks_m, triton.cdiv(blocks_n * block_n, block_m))
+        return cls(first, max(0, (highest - first) // block_n + 1) if length > 2 and tiles else 0, tiles)
+
+
+def table_gradient(problem: Problem, incoming: Incoming, end_sums: Tensor, d_table: Tensor, leading: Sizes[int]) -> None:
+    """Fill `d_table` (..., H or Hk or 1, 1, R), which has the `leading` axes of the call, each full or 1.
+
+    `end_sums` (2, B, H, Sq) are those of :func:`.query_grad.query_gradients`.
+    """
+    slice_heads, length = d_table.shape[-3], d_table.shape[-1]
+    slices = math.prod(d_table.shape[:-3])
+    tile = tile_of(problem)
+    bands = Bands.of(problem, tile.block_m, tile.block_n)
+    of_heads = end_sums.sum(-1).view(2, *leading, end_sums.shape[2], 1, 1)
+    ends = sum_to(of_heads, (2, *d_table.shape[:-2], 1, 1)).view(2, slices, slice_heads)
+    total = torch.zeros((slices, slice_heads, length), dtype=torch.float32, device=d_table.device)
+    if bands.count:
+        sums = _band_sums(problem, incoming, (slices, slice_heads), tile, bands)
+        lowest = bands.first_place + 1 - tile.block_m  # the place of the first sum
+        begin, end = max(lowest, 1), min(lowest + sums.shape[2], length - 1)
+        total[..., begin:end] = sums[..., begin - lowest : end - lowest]
+    total[..., 0] += ends[0]
+    total[..., length - 1] += ends[1]
+    d_table.copy_(total.view(d_table.shape))
+
+
+def tile_of(problem: Problem) -> Tile:
+    """The tile of a shared dBias, with at least as many queries as keys: sums along diagonals ask for that."""
+    tile = pick("bias", problem)
+    return tile if tile.block_m >= tile.block_n else tile._replace(block_m=tile.block_n, block_n=tile.block_m)
+
+
+def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int], tile: Tile, bands: Bands) -> Tensor:
+    """(slices on the batch axis, on the head axis, places from that of the first sum on), float32."""
+    (batch, heads), (slice_batch, slice_heads) = problem.query.shape[:2], slices_of
+    slices = slice_batch * slice_heads
+    members = batch * heads // slices
+    longest = bands.tiles * members
+    steps = triton.cdiv(longest, min(longest, max(1, PROGRAMS // (bands.count * slices))))
+    parts = torch.empty(
+        (slices, triton.cdiv(longest, steps), bands.count, tile.block_m + tile.block_n), dtype=torch.float32, device=problem.query.device
+    )
+    launch(
+        _bands_kernel,
+        bands.count * parts.shape[1] * slices,
+        q=strided(problem.query, heads),
+        k=strided(problem.key, heads),
+        v=strided(problem.value, heads),
+        rules=rules_of(problem, states=problem.states if problem.is_masked else None),
+        incoming=incoming.strided(heads),
+        parts=parts,
+        sharing=(slice_batch, heads // slice_heads, members),
+        spread=spread_of(problem.bias),
+        bands=(bands.first_place, bands.count, steps),
+        **launch_options(problem, tile, incoming.d_out),
+    )
+    sums = torch.empty((slices, bands.count * tile.block_n + tile.block_m), dtype=torch.float32, device=problem.query.device)
+    launch(
+        _sum_bands_kernel,
+        sums.shape[1] // tile.block_n * slices,
+        parts=parts,
+        sums=sums,
+        bands=bands.count,
+        splits=parts.shape[1],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=1,
+    )
+    return sums.view(slice_batch, slice_heads, -1)
+
+
+@triton.jit
+def _bands_kernel(
+    q, k, v, rules, incoming, parts, sharing, spread, bands, heads, len_q, len_k,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: dS of one part of a band, added tile on tile, then along diagonals to BLOCK_M + BLOCK_N numbers of parts.
+
+    The steps of a band are its tiles in one of the members, (batch, head) that share the slice of the table, then those in the next. A part is
+    so many steps; those past the end of a short band store zeros. Grid of one axis: bands fastest, then parts, heads of slices, batch
+    entries of slices.
+    """
+    follow()
+    d_out, lse, delta = incoming
+    _slice_batch, sharing_heads, members = sharing
+    first_place, count, steps = bands
+    program = tl.program_id(0)
+    slice_heads = heads // sharing_heads
+    splits = tl.num_programs(0) // (count * slice_heads * _slice_batch)
+    band = program % count
+    part = program // count % splits
+    number = program // count // splits
+    of_slice = Sequence(number // slice_heads, number % slice_heads, len_q, len_k)
+    shift = first_place + band * BLOCK_N - place_of_first(rules, of_slice, 0, 0)  # from the first query of a tile to its first key
+    first_row = tl.cdiv(tl.maximum(-shift, 0), BLOCK_M) * BLOCK_M
+    tiles = tl.cdiv(tl.maximum(tl.minimum(len_q, len_k - shift) - first_row, 0), BLOCK_M)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    row_index, col_index = tl.arange(0, BLOCK_M).to(INDEX), tl.arange(0, BLOCK_N).to(INDEX)
+    tensors = (q, k, v, d_out, lse, delta)
+    first_rows, first_cols = Span(first_row, row_index, None), Span(first_row + shift, col_index, None)
+    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), first_rows, first_cols, KEYS_DOWN=False)  # every tile's
+    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for step in tl.range(part * steps, tl.minimum(part * steps + steps, tiles * members)):
+        seq = member_of(of_slice, step // tiles, sharing_heads, spread)
+        row = first_row + step % tiles * BLOCK_M
+        rows = Span(row, row_index, None if EVEN_M else len_q)
+        cols = Span(row + shift, col_index, None if EVEN_N else len_k)
+        total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+    store_diagonals(parts + tl.cast((number * splits + part) * count + band, tl.int64) * (BLOCK_M + BLOCK_N), total)
+
+
+@triton.jit
+def store_diagonals(pointer, total):
+    """Write the sums of a tile along its diagonals, of the last row's first pair first. BLOCK_M is BLOCK_N times a power of 2.
+
+    Each row is turned left by its number and 1, which brings the pairs of a diagonal into one column. Diagonals whose places differ by BLOCK_N
+    share a column, and are told apart by how often the turn went round.
+    """
+    BLOCK_M: tl.constexpr = total.shape[0]
+    BLOCK_N: tl.constexpr = total.shape[1]
+    turn = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :] + 1
+    turned = tl.gather(total, turn & (BLOCK_N - 1), 1)
+    for ROUNDS in tl.static_range(BLOCK_M // BLOCK_N + 1):
+        sums = tl.sum(tl.where(turn // BLOCK_N == ROUNDS, turned, 0.0), 0)  # [BLOCK_N]
+        tl.store(pointer + BLOCK_M - ROUNDS * BLOCK_N + tl.arange(0, BLOCK_N), sums)
+
+
+@triton.jit
+def _sum_bands_kernel(parts, sums, bands, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: the sums of BLOCK_N neighbouring places of one slice in the parts of the bands that see them, in order.
+
+    Grid of one axis: blocks of places fastest, then slices.
+    """
+    follow()
+    blocks = bands + BLOCK_M // BLOCK_N
+    block = tl.program_id(0) % blocks
+    number = tl.program_id(0) // blocks
+    index = tl.arange(0, BLOCK_N)
+    total = tl.full([BLOCK_N], 0.0, tl.float32)
+    for BACK in tl.static_range(BLOCK_M // BLOCK_N + 1):
+        band = block - BACK
+        if (band >= 0) & (band < bands):
+            for part in tl.range(0, splits):
+                pointer = parts + tl.cast((number * splits + part) * bands + band, tl.int64) * (BLOCK_M + BLOCK_N)
+                total += tl.load(pointer + BACK * BLOCK_N + index)
+    tl.store(sums + tl.cast(number * blocks + block, tl.int64) * BLOCK_N + index, total)
