@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 from torch import Tensor
 
 from ..arguments import check_flag, kind, refuse_keywords
-from ..biases import FactoredBias
+from ..biases import FactoredBias, RelativeBias
 from ..execution.eager import attend
 from ..factors import joined
 from ..graphs import left_out_of_graphs
@@ -34,7 +34,7 @@ def context_parallel_attention(
     *,
     group: Any = ...,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | RelativeBias | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -52,7 +52,7 @@ def context_parallel_attention(
     *,
     group: Any = ...,
     mask: Tensor | IntervalMask | None = ...,
-    bias: Tensor | FactoredBias | None = ...,
+    bias: Tensor | RelativeBias | FactoredBias | None = ...,
     causal: bool = ...,
     window: Window = ...,
     scale: float | None = ...,
@@ -70,7 +70,7 @@ def context_parallel_attention(
     *,
     group: Any = None,
     mask: Tensor | IntervalMask | None = None,
-    bias: Tensor | FactoredBias | None = None,
+    bias: Tensor | RelativeBias | FactoredBias | None = None,
     causal: bool = False,
     window: Window = None,
     scale: float | None = None,
@@ -110,7 +110,8 @@ def context_parallel_attention(
             Or an :class:`dmattn.IntervalMask` of the whole sequence, in places of the whole sequence of queries, the same on all ranks.
         bias: float, of the same shapes. Differentiable: a bias of this rank's keys gets the gradient over the queries of all ranks, any other
             that over this rank's queries, which sums over ranks to the whole where all have the same bias. Where Sk / P is 1, (..., 1, 1) is
-            a bias of the rank's key. Or a :class:`dmattn.FactoredBias` of the rows of this rank's queries and the columns of its keys.
+            a bias of the rank's key. Or a :class:`dmattn.FactoredBias` of the rows of this rank's queries and the columns of its keys. Or a
+            :class:`dmattn.RelativeBias`, the same on all ranks: its gradient is this rank's queries' share.
         causal, window, scale, softcap: as in :func:`dmattn.attention`, the same on all ranks.
         sinks: (H,), the same on all ranks. Differentiable: the gradient is this rank's queries' share, which sums over ranks to the whole.
         order: "zigzag" or "contiguous", that of :func:`shard`. Under a causal mask "zigzag" gives all ranks the same work.
@@ -169,7 +170,7 @@ class _Call(NamedTuple):
     mask: Tensor | None
     mask_travels: bool
     bias: Tensor | None
-    bias_travels: bool
+    bias_kind: ring.BiasKind
     intervals: Intervals | None
     sinks: Tensor | None
     strategy: str
@@ -184,9 +185,10 @@ class _Call(NamedTuple):
         if intervals is not None:
             bounds = ", ".join(str(tuple(x.shape)) for x in _bounds(intervals))
             found["mask"] = f"IntervalMask for {setting.len_q} queries, bounds of shapes {bounds}"
-        window = (self.left, self.right)
+        if self.bias_kind.zero is not None:
+            found["bias"] = f"RelativeBias of a table of {found['bias']}, distance 0 at {self.bias_kind.zero}"
         found |= {
-            "causal or window": window,
+            "causal or window": (self.left, self.right),
             "scale": setting.scale,
             "softcap": setting.softcap,
             "order": setting.order,
@@ -220,6 +222,8 @@ def _prepared(
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap)
         bias = None
+    elif isinstance(bias, RelativeBias):
+        check_tensor("bias.table", bias.table)
     query, key, value = autocast(query, key, value)
     check_qkv(query, key, value, is_packed=False)
     for name, tensor in (("query", query), ("key", key)):
@@ -244,7 +248,7 @@ def _prepared(
         given: dict[str, Any] = dict(mask=None, bias=None) | {name: x} | arguments
         return getattr(Problem.canonical(query, keys, values, **given), name), travels
 
-    intervals = None
+    intervals, zero = None, None
     if isinstance(mask, IntervalMask):
         of_all = Problem.canonical(all_queries, all_keys, all_values, mask, None, **arguments)
         assert of_all.first is not None
@@ -253,11 +257,17 @@ def _prepared(
     elif mask is not None and not isinstance(mask, Tensor):
         raise TypeError(f"dmattn: mask: expected a bool tensor, an IntervalMask or None, received {kind(mask)}")
     mask, mask_travels = checked("mask", mask)
-    bias, bias_travels = checked("bias", bias)
+    if isinstance(bias, RelativeBias):
+        of_all = Problem.canonical(all_queries, all_keys, all_values, None, bias, **arguments)
+        bias, zero, bias_travels = of_all.bias, of_all.zero, False
+    else:
+        bias, bias_travels = checked("bias", bias)
     plain = Problem.canonical(query, key, value, None, None, options["causal"], options["window"], scale, softcap, 0.0, options["sinks"])
     band = Band.of(plain.left, plain.right, *lengths)
     has_columns = any(x is not None and not travels and x.shape[-1] != 1 for x, travels in ((mask, mask_travels), (bias, bias_travels)))
-    setting = Setting(ranks, order, *lengths, band, plain.scale, plain.softcap, joins_cols=not has_columns)
+    setting = Setting(
+        ranks, order, *lengths, band, plain.scale, plain.softcap, joins_rows=zero is None, joins_cols=not has_columns and zero is None
+    )
     return _Call(
         plain.query,
         plain.key,
@@ -265,7 +275,7 @@ def _prepared(
         mask,
         mask_travels,
         bias,
-        bias_travels,
+        ring.BiasKind(bias_travels, zero),
         intervals,
         plain.sinks,
         strategy,
@@ -305,7 +315,7 @@ def _bounds(intervals: Intervals) -> tuple[Tensor, ...]:
 def _by_ring(call: _Call) -> tuple[Tensor, Tensor]:
     bounds = () if call.intervals is None else _bounds(call.intervals)
     masks = ring.Masks(None if call.mask_travels else call.mask, call.mask if call.mask_travels else None, bounds)
-    return ring.attend(call.setting, call.query, call.key, call.value, masks, call.bias, call.bias_travels, call.sinks)
+    return ring.attend(call.setting, call.query, call.key, call.value, masks, call.bias, call.bias_kind, call.sinks)
 
 
 def _by_heads(call: _Call, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -313,7 +323,8 @@ def _by_heads(call: _Call, with_lse: bool) -> tuple[Tensor, Tensor]:
     size, rank = ranks.size, ranks.rank
     exchanged: dict[str, Tensor] = dict(query=call.query, key=call.key, value=call.value)
     gathered: dict[str, Tensor] = {}
-    for name, x, travels in (("mask", call.mask, call.mask_travels), ("bias", call.bias, call.bias_travels)):
+    table = call.bias if call.bias_kind.zero is not None else None
+    for name, x, travels in (("mask", call.mask, call.mask_travels), ("bias", call.bias if table is None else None, call.bias_kind.travels)):
         if x is not None:
             x = x.transpose(-1, -2) if travels else x.expand(*x.shape[:-2], call.query.shape[-2], x.shape[-1])
             (gathered if x.shape[-3] == 1 else exchanged)[name] = x
@@ -321,7 +332,7 @@ def _by_heads(call: _Call, with_lse: bool) -> tuple[Tensor, Tensor]:
     of_heads |= {name: whole(x, x.ndim - 2, order, ranks) for name, x in gathered.items()}
     mask, bias = (
         x.transpose(-1, -2) if travels and x is not None else x
-        for x, travels in ((of_heads.get("mask"), call.mask_travels), (of_heads.get("bias"), call.bias_travels))
+        for x, travels in ((of_heads.get("mask"), call.mask_travels), (of_heads.get("bias"), call.bias_kind.travels))
     )
 
     def own(x: Tensor | None, axis: int) -> Tensor | None:
@@ -329,12 +340,13 @@ def _by_heads(call: _Call, with_lse: bool) -> tuple[Tensor, Tensor]:
         return x if x is None or x.shape[axis] == 1 else x.chunk(size, axis)[rank]
 
     given: Any = mask
+    added: Any = bias if table is None else RelativeBias(own(table, -3)[..., 0, :], call.bias_kind.zero)  # type: ignore[index]
     if call.intervals is not None:
         bounds: Any = (own(x, -2) if isinstance(x, Tensor) else x for x in call.intervals)
         given = Intervals(*bounds)
     window = (call.left, call.right)
     tensors = of_heads["query"], of_heads["key"], of_heads["value"]
-    out, lse = attend(*tensors, given, bias, False, window, call.setting.scale, call.setting.softcap, 0.0, own(call.sinks, 0))
+    out, lse = attend(*tensors, given, added, False, window, call.setting.scale, call.setting.softcap, 0.0, own(call.sinks, 0))
     if not with_lse:
         return heads.to_sequence(ranks, order, out)[0], lse
     out, lse = heads.to_sequence(ranks, order, out, lse[..., None])

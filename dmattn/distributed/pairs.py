@@ -16,7 +16,7 @@ from ..execution import passes
 from ..problem import Problem
 from .plan import Band, Block, blocks_between
 from .ranks import Ranks
-from .shares import runs
+from .shares import Run, runs
 
 
 class Setting(NamedTuple):
@@ -29,12 +29,13 @@ class Setting(NamedTuple):
     band: Band
     scale: float
     softcap: float | None
-    joins_cols: bool  # whether a block may have keys of several runs: not beside a bias or mask that has its columns in the global order
+    joins_rows: bool  # whether a block may have queries of several runs: not beside a bias by distance
+    joins_cols: bool  # likewise keys: not beside a bias or mask either that has its columns in the global order
 
     def blocks(self, rank: int, holder: int) -> tuple[Block, ...]:
         """The pairs of the queries of `rank` and the keys of `holder`."""
         ranks = self.ranks
-        return blocks_between(self.order, ranks.size, rank, holder, self.len_q, self.len_k, self.band, True, self.joins_cols)
+        return blocks_between(self.order, ranks.size, rank, holder, self.len_q, self.len_k, self.band, self.joins_rows, self.joins_cols)
 
     def turns(self) -> list[Turn]:
         """Those of this rank, for each place further on round the ring to which any rank sends: all ranks have the same, in the same order."""
@@ -61,11 +62,15 @@ def _distances(setting: Setting) -> tuple[int, ...]:
 
 
 class Staying(NamedTuple):
-    """What a rank has of its own queries and keeps. The last axis of mask and bias has all ranks' keys, or one entry for all."""
+    """What a rank has of its own queries and keeps. The last axis of mask and bias has all ranks' keys, or one entry for all.
+
+    Where there is a `zero`, the bias is a table of distances, as that of :class:`dmattn.problem.Problem`, in the whole sequences.
+    """
 
     query: Tensor
     mask: Tensor | None
     bias: Tensor | None
+    zero: int | None
     intervals: tuple[Tensor, ...]  # first, last, and those of a second interval; in places of the whole sequence of queries
 
 
@@ -104,21 +109,24 @@ def problem_between(setting: Setting, staying: Staying, keys: Travelling, holder
         mask = mask[..., cols]
     elif staying.mask is not None:
         mask = part_of_pairs(staying.mask, rows, columns(setting, holder, cols))
+    zero = None
     if bias is not None:
         bias = bias[..., cols]
+    elif staying.zero is not None:
+        bias, zero = staying.bias, staying.zero + _distance_of_ends(setting, holder, block)
     elif staying.bias is not None:
         bias = part_of_pairs(staying.bias, rows, columns(setting, holder, cols))
     first, last, also_first, also_last = _intervals(setting, staying.intervals, holder, block)
     query, key, value = staying.query[..., rows, :], keys.key[..., cols, :], keys.value[..., cols, :]
     problem = Problem(query, key, value, mask, first, last, bias, block.left, block.right, setting.scale, setting.softcap)
-    return problem._replace(also_first=also_first, also_last=also_last)
+    return problem._replace(also_first=also_first, also_last=also_last, zero=zero)
 
 
 def gradients_between(
     problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The share of a problem's keys in the gradients of query, key, value and bias; `out` and `lse` are those over all keys."""
-    alone = needs.bias and problem.bias is not None and problem.bias.shape[-1] == 1
+    alone = needs.bias and problem.bias is not None and problem.zero is None and problem.bias.shape[-1] == 1
     if alone:
         problem = _with_a_hidden_key(problem)
     of_query, of_key, of_value, of_bias, _ = passes.backward(d_out, d_lse, out, lse, (*needs, False), False, problem, True)
@@ -130,12 +138,23 @@ def gradients_between(
 
 def columns(setting: Setting, holder: int, cols: slice) -> list[slice]:
     """The places in the whole sequence of some of a rank's keys."""
+    return _places(runs(setting.order, setting.ranks.size, holder, setting.len_k), cols)
+
+
+def _places(held: tuple[Run, ...], local: slice) -> list[slice]:
     found = []
-    for run in runs(setting.order, setting.ranks.size, holder, setting.len_k):
-        begin, end = max(cols.start, run.local), min(cols.stop, run.local + run.length)
+    for run in held:
+        begin, end = max(local.start, run.local), min(local.stop, run.local + run.length)
         if begin < end:
             found.append(slice(begin - run.local + run.start, end - run.local + run.start))
     return found
+
+
+def _distance_of_ends(setting: Setting, holder: int, block: Block) -> int:
+    """That of the last query and the last key of a block of single runs: what is 0 in the block itself."""
+    (cols,) = columns(setting, holder, block.cols)
+    (rows,) = _places(runs(setting.order, setting.ranks.size, setting.ranks.rank, setting.len_q), block.rows)
+    return cols.stop - rows.stop - (setting.len_k - setting.len_q)
 
 
 def part_of_pairs(x: Tensor, rows: slice, places: list[slice]) -> Tensor:

@@ -33,11 +33,18 @@ class Masks(NamedTuple):
     intervals: tuple[Tensor, ...]
 
 
+class BiasKind(NamedTuple):
+    """Whether a bias is one of the rank's keys, and the index of distance 0 where it is a table of distances."""
+
+    travels: bool
+    zero: int | None
+
+
 def attend(
-    setting: Setting, query: Tensor, key: Tensor, value: Tensor, masks: Masks, bias: Tensor | None, bias_travels: bool, sinks: Tensor | None
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor, masks: Masks, bias: Tensor | None, kind: BiasKind, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of this rank's queries over all ranks' keys, differentiable once."""
-    return _Ring.apply(setting, masks, bias_travels, query, key, value, bias, sinks)
+    return _Ring.apply(setting, masks, kind, query, key, value, bias, sinks)
 
 
 class _Ring(torch.autograd.Function):
@@ -46,15 +53,15 @@ class _Ring(torch.autograd.Function):
         ctx: Any,
         setting: Setting,
         masks: Masks,
-        bias_travels: bool,
+        kind: BiasKind,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         bias: Tensor | None,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        staying = Staying(query, masks.of_rows, None if bias_travels else bias, masks.intervals)
-        own = Travelling(key, value, masks.of_keys, bias if bias_travels else None)
+        staying = Staying(query, masks.of_rows, None if kind.travels else bias, kind.zero, masks.intervals)
+        own = Travelling(key, value, masks.of_keys, bias if kind.travels else None)
         merged, states = Merged(query, value.shape[-1]), []
         for _, holder, keys in _round(setting, own):
             for block in setting.blocks(setting.ranks.rank, holder):
@@ -64,22 +71,23 @@ class _Ring(torch.autograd.Function):
         out, lse = merged.result(sinks)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, bias, sinks, masks.of_rows, masks.of_keys, *masks.intervals, out, lse)
-        ctx.setting, ctx.bias_travels, ctx.states = setting, bias_travels, states
+        ctx.setting, ctx.kind, ctx.states = setting, kind, states
         return out, lse
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         setting: Setting = ctx.setting
+        kind: BiasKind = ctx.kind
         query, key, value, bias, sinks, mask_of_rows, mask_of_keys, *intervals, out, lse = ctx.saved_tensors
         needs_query, needs_key, needs_value, needs_bias, needs_sinks = ctx.needs_input_grad[3:]
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        is_for_all_keys = bias is not None and not ctx.bias_travels and bias.shape[-1] == 1  # whose gradient is that of lse
+        is_for_all_keys = bias is not None and kind == (False, None) and bias.shape[-1] == 1  # whose gradient is that of lse
         needs = Needs(needs_query, needs_key, needs_value, needs_bias and not is_for_all_keys)
-        staying = Staying(query, mask_of_rows, None if ctx.bias_travels else bias, tuple(intervals))
-        own = Travelling(key, value, mask_of_keys, bias if ctx.bias_travels else None)
+        staying = Staying(query, mask_of_rows, None if kind.travels else bias, kind.zero, tuple(intervals))
+        own = Travelling(key, value, mask_of_keys, bias if kind.travels else None)
         d_query, d_keys, d_bias = Total(query, -2), _KeyTotals.of(own, needs), None
-        if needs.bias and not ctx.bias_travels:
+        if needs.bias and not kind.travels:  # a row or a table is summed over blocks
             d_bias = torch.zeros_like(bias, dtype=wide(bias.dtype) if bias.shape[-2] == 1 else None, memory_format=torch.contiguous_format)
         states, home = iter(ctx.states), _Homewards(setting, own, needs, d_keys)
         for distance, holder, keys in _round(setting, own) if any(needs) else ():
@@ -92,9 +100,10 @@ class _Ring(torch.autograd.Function):
                 of_query, of_key, of_value, of_bias = gradients_between(problem, *of_rows, needs)
                 if of_query is not None:
                     d_query.add(of_query, rows)
-                made.add(cols, of_key, of_value, of_bias if ctx.bias_travels else None)
+                made.add(cols, of_key, of_value, of_bias if kind.travels else None)
                 if d_bias is not None and of_bias is not None:
-                    part_of_pairs(d_bias, rows, columns(setting, holder, cols)).add_(of_bias)
+                    of_block = d_bias if kind.zero is not None else part_of_pairs(d_bias, rows, columns(setting, holder, cols))
+                    of_block.add_(of_bias)
             home.send(distance, made)
         home.wait()
         of_sinks = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reference import masking_bias
+from ..reference import masking
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -91,5 +91,5 @@ class Merged:
 
 def sink_scores(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     """(H, 1): those of sinks, -inf where there is none; one of infinity makes its head NaN."""
-    scores = masking_bias(sinks[:, None, None], sinks.shape[0], dtype)[..., 0]
+    scores = masking(sinks[:, None].to(dtype))
     return scores.masked_fill(scores == float("inf"), float("nan"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn import FactoredBias
+from dmattn import FactoredBias, RelativeBias
 from dmattn.distributed import context_parallel_attention
 from dmattn.distributed.shares import put_share, share_of
 from dmattn.equivalence import Case, Inputs
@@ -45,7 +45,7 @@ def share(sharded: Sharded, inputs: Inputs, rank: int, size: int) -> Inputs:
     axes = places_of(sharded)
 
     def cut(name: str, x: Any) -> Any:
-        axis = axes[name]
+        axis = axes.get(name)
         return share_of(x, axis, sharded.order, size, rank) if isinstance(x, Tensor) and axis is not None else x
 
     return Inputs(**{name: cut(name, x) for name, x in vars(inputs).items()})
@@ -63,7 +63,11 @@ def results_of_rank(rank: int, size: int, sharded: Sharded, dtype: torch.dtype, 
         mask = replace(mask, len_q=case.len_q)
     leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias", "sinks", "rows", "cols")}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
-    bias = FactoredBias(leaves["rows"], leaves["cols"]) if "rows" in leaves else leaves.get("bias")
+    bias: Any = leaves.get("bias")
+    if "rows" in leaves:
+        bias = FactoredBias(leaves["rows"], leaves["cols"])
+    elif inputs.zero is not None:
+        bias = RelativeBias(bias, inputs.zero)
     tensors = leaves["query"], leaves["key"], leaves["value"]
     given: dict[str, Any] = dict(
         mask=mask, bias=bias, sinks=leaves.get("sinks"), order=sharded.order, strategy=sharded.strategy, **case.options

@@ -33,7 +33,7 @@ NAMED = [
     Sharded(Case("window-of-one", 16, window=0, reason="no key of another rank is seen")),
     Sharded(Case("bias-of-pairs-causal", 16, bias="bhqk", causal=True, reason="rows of queries, columns in the global order")),
     Sharded(Case("bias-shared", 16, bias="1hqk", reason="summed over the batch")),
-    Sharded(Case("bias-of-two-dims", 16, bias="qk", heads=4, kv_heads=2)),
+    Sharded(Case("bias-of-three-axes", 16, bias="gqk", heads=4, kv_heads=2)),
     Sharded(Case("bias-of-keys", 16, bias="bg1k", heads=4, kv_heads=2, causal=True, reason="it travels, and its gradient comes home")),
     Sharded(Case("bias-of-keys-replicated", 16, bias="bh1k", causal=True, reason="columns of all keys"), bias_travels=False),
     Sharded(Case("bias-of-queries", 16, bias="bhq1", reason="the gradient of lse")),
@@ -48,6 +48,12 @@ NAMED = [
     Sharded(Case("softcap-scale", 16, softcap=2.0, scale=0.5, causal=True)),
     Sharded(Case("sinks", 16, sinks="far", heads=3, causal=True)),
     Sharded(Case("factors", 16, factors=("bh", "1g"), causal=True, heads=4, kv_heads=2)),
+    Sharded(Case("distances-causal", 32, bias="1hr", distances=9, causal=True, reason="a table in global distances, most pairs at its ends")),
+    Sharded(Case("distances-gqa-24x48", 24, 48, heads=4, kv_heads=2, bias="bgr", distances=61, zero=40, window=(20, 3)), order="contiguous"),
+    Sharded(Case("distances-of-one-number", 16, bias="hr", distances=1, zero=0, sinks="random", mask="b11k")),
+    Sharded(Case("distances-one-key-a-chunk", 8, bias="1hr", distances=5, intervals="random-two")),
+    Sharded(Case("heads-distances", 16, heads=4, kv_heads=4, bias="1hr", distances=9, zero=2, causal=True), strategy="heads"),
+    Sharded(Case("heads-distances-shared", 16, heads=4, kv_heads=4, bias="11r", distances=40), strategy="heads"),
     Sharded(Case("leading-axes", 16, leading="bn", bias="b1hqk", mask="bn11k", causal=True)),
     Sharded(Case("no-leading-axis", 16, leading="", bias="hqk")),
     Sharded(Case("value-dim", 16, head_dim=8, value_dim=24, causal=True, transposed=True)),
@@ -85,6 +91,7 @@ def drawn(number: int, size: int) -> Sharded:
         cols = draw.choice(("qk", "qk", "1k", "q1", "11"))
         return draw.choice("1b") + head + ("1k" if rows_alone and cols == "11" else cols)
 
+    distances = draw.choice((0, 0, 1, 5, 40))
     ruled = draw.choice(("none", "mask", "intervals"))
     causal = draw.random() < 0.5
     window = (draw.choice((None, draw.randint(0, 10))), draw.choice((None, draw.randint(0, 10)))) if draw.random() < 0.4 else None
@@ -99,7 +106,9 @@ def drawn(number: int, size: int) -> Sharded:
         mask=pairs(True) if ruled == "mask" else None,
         keep=draw.choice(("random", "random-empty-rows")) if ruled == "mask" else "random",
         intervals=draw.choice(("random", "random-shared", "random-two", "random-two-per-head")) if ruled == "intervals" else None,
-        bias=pairs(False) if draw.random() < 0.6 else None,
+        bias=f"{draw.choice('1b')}{draw.choice('1hg')}r" if distances else pairs(False) if draw.random() < 0.7 else None,
+        distances=distances,
+        zero=draw.randint(0, distances - 1) if distances else None,
         causal=causal,
         window=window,
         softcap=draw.choice((None, 3.0)),
