@@ -37,6 +37,15 @@ _DENSE = _COMMON | {
     "softcapping": "softcap",
     "window_size": "window, None (not -1) for off",
 }
+_DYNAMIC = _COMMON | {
+    "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "attn_bias": "key_bias (B, Hk, Sk)",
+    "attn_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "bias": "key_bias (B, Hk, Sk)",
+    "keep_window_size": "keep",
+    "mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "top_k": "keep",
+}
 _PACKED = "dmattn.attention_varlen"
 _KEYWORDS = {
     "attention": _DENSE
@@ -65,16 +74,8 @@ _KEYWORDS = {
         "dropout_rate": "no dropout, which ranks do not share",
         "mask_mod": "mask, a bool tensor or an IntervalMask",
     },
-    "dynamic_mask_attention": _COMMON
-    | {
-        "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "attn_bias": "key_bias (B, Hk, Sk)",
-        "attn_mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "bias": "key_bias (B, Hk, Sk)",
-        "keep_window_size": "keep",
-        "mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "top_k": "keep",
-    },
+    "context_parallel_dynamic_mask_attention": _DYNAMIC,
+    "dynamic_mask_attention": _DYNAMIC,
     "DynamicMaskAttention.forward": {
         "attn_mask": "attention_mask (B, Sk), nonzero for a real token",
         "causal": "causal of the layer's constructor",

@@ -227,9 +227,7 @@ def _prepared(
     query, key, value = autocast(query, key, value)
     check_qkv(query, key, value, is_packed=False)
     for name, tensor in (("query", query), ("key", key)):
-        if order == ZIGZAG and tensor.shape[-2] % 2:
-            expected = f"a share of an even length, two chunks of the {parts(order, ranks.size)} of the whole sequence, or order={CONTIGUOUS!r}"
-            raise ValueError(f"dmattn: {name}: expected {expected}, received {tensor.shape[-2]}")
+        check_shares(name, tensor, order, ranks.size)
     for name, tensor in (("query", query), ("key", key)):
         if strategy == HEADS and tensor.shape[-3] % ranks.size:
             expected = f"a number of heads that {ranks.size} ranks divide, or strategy={RING!r}"
@@ -283,6 +281,13 @@ def _prepared(
         plain.right,
         setting,
     )
+
+
+def check_shares(name: str, x: Tensor, order: str, size: int) -> None:
+    """Raise unless queries or keys are a share of some sequence."""
+    if order == ZIGZAG and x.shape[-2] % 2:
+        expected = f"a share of an even length, two chunks of the {parts(order, size)} of the whole sequence, or order={CONTIGUOUS!r}"
+        raise ValueError(f"dmattn: {name}: expected {expected}, received {x.shape[-2]}")
 
 
 def _as_long_as_all(x: Tensor, size: int) -> Tensor:

@@ -17,7 +17,7 @@ from dmattn.equivalence import Case, Inputs, Standard, judge, truth
 from dmattn.execution.backend import interpreting
 
 Groups = Callable[..., Processes]
-DRAWN = int(os.environ.get("DMATTN_EXAMPLES", "30"))
+DRAWN = int(os.environ.get("DMATTN_EXAMPLES", "8" if interpreting() else "30"))
 SIZES = (2,) if interpreting() else (2, 4)
 DTYPES = (torch.float32,) if interpreting() else (torch.float32, torch.float64)
 
