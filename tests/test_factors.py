@@ -326,6 +326,9 @@ def test_explain_counts_the_columns() -> None:
     assert (explained.head_dim, explained.columns) == (128, 32)
     assert explained.passes[0].rows == ("Hopper",)
     assert "queries and keys: head dim 128, of which 32 columns for the factors" in str(explained)
+    narrow = tokens[..., :64]
+    explained = explain(narrow, narrow, narrow, bias=FactoredBias(factors, factors), target="sm_90")
+    assert all(row.startswith("Hopper") for each in explained.passes for row in each.rows)
     plain = explain(tokens, tokens, tokens, target="sm_90")
     assert (plain.head_dim, plain.columns) == (96, 0)
     assert "factors" not in str(plain)

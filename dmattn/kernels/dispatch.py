@@ -198,7 +198,8 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str) -> str | Non
     """
     if not traits.gluon:
         return "needs Triton 3.6 or later"
-    if block_dim(traits.head_dim) != block_dim(traits.value_dim) or block_dim(traits.head_dim) not in dims:
+    dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
+    if dim not in dims or (dim != value_dim and (dim, value_dim) != (128, 64)):  # values of 64 are copied as if they had 128
         return (
             f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
         )

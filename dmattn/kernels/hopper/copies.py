@@ -39,9 +39,8 @@ def consumers_of(length: int, dim: int) -> int:
 
 
 def padded_dim(problem: Problem) -> int:
-    """What the head dims of query and value are padded to as they are copied, which is the same; 0 if it is not."""
-    dim, value_dim = (block_dim(x.shape[3]) for x in (problem.query, problem.value))
-    return dim if dim == value_dim else 0
+    """What the head dims of query and value are padded to as they are copied, which is the same."""
+    return max(block_dim(x.shape[3]) for x in (problem.query, problem.value))
 
 
 def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
