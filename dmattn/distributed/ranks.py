@@ -51,6 +51,11 @@ class Ranks(NamedTuple):
         if backend is None or (device.type == "cuda" and backend == "gloo"):  # which sends nothing from GPU to GPU
             served = ", ".join(f"{backend} for {device}" for device, backend in _backends(self.group).items())
             raise ValueError(f"dmattn: {name}: expected a tensor on a device that the group sends from ({served}), received {device}")
+        if device.type == "cuda" and device.index != torch.cuda.current_device():  # on which NCCL would wait for ever
+            current = torch.cuda.current_device()
+            raise ValueError(
+                f"dmattn: {name}: expected a tensor on the current device cuda:{current} (torch.cuda.set_device), received {device}"
+            )
 
     def agree(self, prepare: Callable[[], tuple[Prepared, Mapping[str, object]]]) -> Prepared:
         """What `prepare` makes of this rank's arguments, once all ranks have made theirs and describe them alike.

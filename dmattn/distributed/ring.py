@@ -2,8 +2,8 @@
 
 In turn d each rank sends its keys to the rank d places further on, and receives those of the rank d places back, while it computes with what
 came in the turn before. Backward the keys go round again, and gradients that a rank makes of others' keys go home to them after each turn. A
-rank never has more than its own keys and those of two others. It sums in the order of turns, so results repeat in every bit. A turn in which
-no query of any rank sees a key is left out, and what no query of a rank sees is not sent to it.
+rank never has more than its own keys, a copy to send, and those of two others. It sums in the order of turns, so results repeat in every bit.
+A turn in which no query of any rank sees a key is left out, and what no query of a rank sees is not sent to it.
 
 Each pair of ranks has its messages in the order of turns, on both sides. Otherwise NCCL, which sends in order, would wait for ever.
 """
