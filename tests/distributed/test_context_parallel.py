@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import needs_cuda
 from processes import Processes
 from sharded import Sharded, assembled, results_of_rank
 from torch import Tensor
@@ -156,7 +157,7 @@ def test_drawn_problems(processes: Groups, number: int, size: int) -> None:
     assert_like_one_process(processes(size), drawn(number, size), dtype, seed=number)
 
 
-@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("sharded", NAMED, ids=lambda sharded: sharded.name)
 def test_named_cases_on_two_gpus(processes: Groups, sharded: Sharded, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_cuda
 from processes import Processes
 from sharded import Sharded, results_of_rank
 from torch import Tensor
@@ -41,7 +42,7 @@ def test_results_repeat_in_every_bit(processes: Groups, size: int) -> None:
     assert all(processes(size).results(twice, size, RICH, torch.float32, "cpu"))
 
 
-@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("strategy", ["ring", "heads"])
 def test_results_repeat_in_every_bit_on_two_gpus(processes: Groups, strategy: str) -> None:
     case = Case("long", 2048, heads=8, kv_heads=4, head_dim=128, bias="bg1k", causal=True)
