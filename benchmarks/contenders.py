@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from benchmarks import distances, peers, tables
+from benchmarks import distances, optional_peers, peers, tables
 from benchmarks.workloads import Workload
-from dmattn import BlockMask, IntervalMask, RelativeBias, attention
+from dmattn import BlockMask, FactoredBias, IntervalMask, RelativeBias, attention
 
 OURS = "dmattn"
 DEFAULT_PEERS = ("flex", *peers.SDPA_BACKENDS, "cudnn", "eager")  # cudnn: NVIDIA's frontend of it, which has dBias
-PEERS = (*DEFAULT_PEERS, "flex_max")  # flex_max: FlexAttention with max-autotune, minutes of compilation a workload
+# sdpa: the kernel of torch's own choice; flex_max: FlexAttention with max-autotune, minutes of compilation a workload
+PEERS = (*DEFAULT_PEERS, "sdpa", "flex_max", *optional_peers.PEERS)
 Attention = Callable[..., Any]  # of (query, key, value, what is learned beside them), to out
 
 
@@ -48,10 +49,26 @@ _TABLE = Form(
 )
 
 
+_FACTORS = Form(
+    lambda factors: dict(bias=FactoredBias(*tables.rows_and_cols(factors))),
+    tables.FlexFactors,
+    lambda factors, query, key: dict(bias=tables.dense_factors(factors)),
+)
+_ALIBI = Form(
+    lambda table: dict(bias=RelativeBias(table)),
+    tables.FlexAlibi,
+    lambda table, query, key: dict(bias=tables.dense(table, query.shape[2], key.shape[2]).to(query.dtype)),
+)
+
+
 def form_of(workload: Workload) -> Form:
     """That of a workload's bias."""
     if workload.sinks:
         return _SINKS
+    if workload.alibi:
+        return _ALIBI
+    if workload.factors is not None:
+        return _FACTORS
     return _POINTS if workload.distances else _AS_IT_IS if workload.table is None else _TABLE
 
 
@@ -68,19 +85,22 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Atte
         if not tensors["query"].is_cuda:
             return problem.out
         return problem.compiled(problem.out, mode="max-autotune-no-cudagraphs" if name == "flex_max" else None)
+    if name in optional_peers.PEERS:
+        return optional_peers.attention_of(name, workload, tensors)
     if isinstance(options["mask"], IntervalMask):
-        options["mask"] = options["mask"].to_dense(tensors["query"].shape[2])[(None,) * 2]
+        options["mask"] = options["mask"].to_dense(tensors["query"].shape[2])
     if name == "eager":
         return lambda query, key, value, bias: peers.eager(query, key, value, **form.plain(bias, query, key), **options)
     if workload.sinks:
         raise ValueError("refused: no sinks")
-    if name in peers.SDPA_BACKENDS:
-        backend = peers.SDPA_BACKENDS[name]
+    if name == "sdpa" or name in peers.SDPA_BACKENDS:
+        backend = peers.SDPA_BACKENDS.get(name)
         return lambda query, key, value, bias: peers.sdpa(query, key, value, **form.plain(bias, query, key), backend=backend, **options)
     if name == "cudnn":
-        if workload.window is not None:
-            raise ValueError("refused: cuDNN is not asked for a window here")
-        pairs = None if given is None else form.plain(given.detach(), tensors["query"], tensors["key"])["bias"].requires_grad_()
+        if workload.window is not None or workload.softcap is not None:
+            raise ValueError("refused: cuDNN is not asked for a window or a softcap here")
+        pairs = None if given is None else form.plain(given.detach(), tensors["query"], tensors["key"])["bias"]
+        pairs = None if pairs is None else pairs.requires_grad_(given.requires_grad)
         out = peers.CudnnProblem(tensors["query"], tensors["key"], tensors["value"], bias=pairs, **options).out
         return lambda query, key, value, bias: out(query, key, value, form.plain(bias, query, key)["bias"])
     raise ValueError(f"no contender is called {name}")

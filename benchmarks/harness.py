@@ -101,12 +101,12 @@ def write_json(path: Path, payload: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def read_json(path: Path | None) -> dict[str, Any]:
-    """The result file that --plot draws from; ends the script where none is named or found."""
+def read_json(path: Path | None, option: str = "--plot") -> dict[str, Any]:
+    """The result file that an option needs; ends the script where none is named or found."""
     if path is None:
-        raise SystemExit("--plot draws from a result file; name it with --json")
+        raise SystemExit(f"{option} needs a result file; name it with --json")
     if not path.exists():
-        raise SystemExit(f"--plot draws from a result file; there is no {path}")
+        raise SystemExit(f"{option} needs a result file; there is no {path}")
     return json.loads(path.read_text())
 
 
@@ -172,15 +172,17 @@ def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
     yield from track(items, label, console=Console(stderr=True), transient=True)
 
 
-def measure(function: Callable[[], Any], device: torch.device) -> Timing:
+def measure(
+    function: Callable[[], Any], device: torch.device, budget_ms: float = RUN_BUDGET_MS, most_runs: int = MOST_RUNS, warm_ups: int = WARM_UPS
+) -> Timing:
     """Time of `function`, each run with a cold L2 cache; on a GPU by events, on a CPU by the clock."""
-    for _ in range(WARM_UPS):
+    for _ in range(warm_ups):
         function()
     if device.type != "cuda":
         return _timing([_seconds(function) * 1e3 for _ in range(FEWEST_RUNS)])
     torch.cuda.synchronize()
     estimate = _seconds(lambda: (function(), torch.cuda.synchronize())) * 1e3
-    runs = int(min(MOST_RUNS, max(FEWEST_RUNS, RUN_BUDGET_MS / max(estimate, 1e-3))))
+    runs = int(min(most_runs, max(FEWEST_RUNS, budget_ms / max(estimate, 1e-3))))
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
     for start, end in events:

@@ -34,6 +34,7 @@ SDPA_BACKENDS = {
 GQA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 CUDNN_TYPES = {torch.float16: "HALF", torch.bfloat16: "BFLOAT16", torch.float32: "FLOAT"}
 HIDDEN = -32752.0  # where a mask is a bias: no probability is left to such a score, and with a bias above -32000 it is finite in float16
+LARGEST_MADE = 1 << 28  # pairs whose block mask FlexAttention makes as one tensor; of more it is compiled, which takes seconds
 CUDNN_WRONG = 91900  # the version whose gradients were seen to be wrong beside a bias that all queries share (docs/history.md)
 
 
@@ -46,11 +47,14 @@ def eager(
     bias: Tensor | None,
     causal: bool,
     window: Window = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention as model code writes it: the scores as a tensor, softmax in the input dtype."""
     key, value = (_per_query_head(x, query) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + _per_query_head(bias, query)
     seen = _seen(query, key, None, causal, window)
@@ -202,7 +206,9 @@ class FlexProblem:
                 seen = seen & inside
             return seen
 
-        return create_block_mask(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
+        is_large = query.is_cuda and query.shape[2] * key.shape[2] > LARGEST_MADE
+        create = torch.compile(create_block_mask, dynamic=False) if is_large else create_block_mask
+        return create(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
 
 
 class CudnnProblem:
@@ -249,9 +255,12 @@ class CudnnProblem:
 
     def results(self, query: Tensor, value: Tensor, device: torch.device | str) -> list[Tensor]:
         """Empty tensors for what the forward pass writes: out, and lse where there is a backward pass."""
-        rows = query.shape[:3]
-        out = torch.empty((*rows, value.shape[3]), dtype=query.dtype, device=device)
-        return [out, torch.empty((*rows, 1), dtype=torch.float32, device=device)] if self.trained else [out]
+        batch, heads, length = query.shape[:3]
+        sequence_first = query.stride(1) < query.stride(2)  # as query lies in memory
+        shape = (batch, length, heads, value.shape[3]) if sequence_first else (batch, heads, length, value.shape[3])
+        out = torch.empty(shape, dtype=query.dtype, device=device)
+        out = out.transpose(1, 2) if sequence_first else out
+        return [out, torch.empty((batch, heads, length, 1), dtype=torch.float32, device=device)] if self.trained else [out]
 
     def _added(self, query: Tensor, bias: Tensor | None) -> Tensor | None:
         """What cuDNN adds to the scores."""
@@ -318,7 +327,8 @@ class CudnnAttention(torch.autograd.Function):
         query, key, value, bias, out, stats = context.saved_tensors
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         d_bias = torch.empty_like(bias) if context.needs_input_grad[4] else None
-        inputs = {"q": query, "k": key, "v": value, "bias": bias, "o": out, "dO": d_out.contiguous(), "stats": stats, "dBias": d_bias}
+        d_out = d_out if d_out.stride() == out.stride() else torch.empty_like(out).copy_(d_out)
+        inputs = {"q": query, "k": key, "v": value, "bias": bias, "o": out, "dO": d_out, "stats": stats, "dBias": d_bias}
         context.problem.backward(inputs, gradients)
         return None, *gradients, d_bias
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.contenders import DEFAULT_PEERS, OURS, PEERS, Attention, attention_of
+from benchmarks.optional_peers import OwnLayout
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn.report import show_table
 
@@ -158,20 +159,32 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
         "input_bytes": harness.tensor_bytes(x for name, x in tensors.items() if name != "d_out"),
         "contenders": {},
     }
+    compete(record["contenders"], workload, tensors, device, wanted, lambda name: attention_of(name, workload, tensors))
+    return record
+
+
+def compete(
+    records: dict[str, Record],
+    workload: Workload,
+    tensors: dict[str, Any],
+    device: torch.device,
+    wanted: Sequence[str],
+    function_of: Callable[[str], Attention],
+    **timing: Any,
+) -> None:
+    """Measure ours and the `wanted` on one workload into `records`, by name; `timing` are keywords of `harness.measure`."""
     expected: list[Tensor] = []
     for name in (OURS, *wanted):
         contender: Record = {}
-        record["contenders"][name] = contender
+        records[name] = contender
         try:
-            results = _contend(contender, attention_of(name, workload, tensors), workload, tensors, device, repeat=name == OURS)
+            results = _contend(contender, function_of(name), workload, tensors, device, None if name == OURS else expected, timing)
             expected = results if name == OURS else expected
-            contender["difference"] = [_difference(x, y) for x, y in zip(results, expected, strict=False)]
             del results
         except Exception as error:
             step = next((step for step in workload.passes if step not in contender), workload.passes[-1])
             contender[step] = {"error": harness.reason(error)}
         harness.release(device)
-    return record
 
 
 def summary(records: Sequence[Record]) -> list[list[str]]:
@@ -200,30 +213,47 @@ def summary(records: Sequence[Record]) -> list[list[str]]:
     return rows
 
 
+def passes_of(function: Attention, tensors: dict[str, Any]) -> harness.Passes:
+    """The passes of a contender on the tensors of a workload, in its own layout if it has one."""
+    inputs, d_out = [tensors[name] for name in ("query", "key", "value", "bias")], tensors["d_out"]
+    if isinstance(function, OwnLayout):
+        return harness.Passes(function.function, function.given(inputs), function.enter(d_out))
+    return harness.Passes(function, inputs, d_out)
+
+
 def _contend(
-    contender: Record, function: Attention, workload: Workload, tensors: dict[str, Tensor | None], device: torch.device, *, repeat: bool
+    contender: Record,
+    function: Attention,
+    workload: Workload,
+    tensors: dict[str, Any],
+    device: torch.device,
+    expected: Sequence[Tensor] | None,
+    timing: dict[str, Any],
 ) -> list[Tensor]:
-    """Measure the passes into `contender`; out and the gradients, for comparison."""
-    passes = harness.Passes(function, [tensors[name] for name in ("query", "key", "value", "bias")], tensors["d_out"])
-    passes.forward()
-    extra, (out,) = harness.peak_extra_bytes(passes.forward, device)
-    timing = harness.measure(passes.forward, device)
-    contender["forward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=False))
-    if repeat:
-        contender["forward"]["repeatable"] = torch.equal(out, passes.forward()[0])
-    if workload.inference:
-        return [out]
+    """Measure the passes into `contender`, and how far its results are from the `expected` ones; out and the gradients.
 
-    def backward() -> tuple[Tensor, ...]:
-        return passes.backward(out)
+    None is expected of ours, whose results must repeat.
+    """
+    passes = passes_of(function, tensors)
+    as_ours = function.returned if isinstance(function, OwnLayout) else list
 
-    backward()
-    extra, gradients = harness.peak_extra_bytes(backward, device)
-    timing = harness.measure(backward, device)
-    contender["backward"] = _record(timing, passes.beyond_vectors(extra), workload.flops(backward=True))
-    if repeat:
-        contender["backward"]["repeatable"] = all(torch.equal(x, y) for x, y in zip(gradients, backward(), strict=True))
-    return [out.detach(), *gradients]
+    def step(name: str, run: Callable[[], Sequence[Tensor]], earlier: int) -> Sequence[Tensor]:
+        run()
+        extra, found = harness.peak_extra_bytes(run, device)
+        theirs = as_ours(found)
+        differences = [_difference(x, y) for x, y in zip(theirs, theirs if expected is None else expected[earlier:], strict=False)]
+        measured = harness.measure(run, device, **timing)
+        contender[name] = _record(measured, passes.beyond_vectors(extra), workload.flops(backward=name == "backward"))
+        contender.setdefault("difference", []).extend(differences)
+        if expected is None:
+            contender[name]["repeatable"] = all(torch.equal(x, y) for x, y in zip(found, run(), strict=True))
+        return found
+
+    (out,) = step("forward", passes.forward, 0)
+    results = [*as_ours([out.detach()])]
+    if not workload.inference:
+        results += as_ours(step("backward", lambda: passes.backward(out), 1))
+    return results
 
 
 def _record(timing: harness.Timing, extra: int | None, flops: float) -> Record:
@@ -237,10 +267,10 @@ def _record(timing: harness.Timing, extra: int | None, flops: float) -> Record:
     }
 
 
-def _difference(x: Tensor, expected: Tensor) -> float:
-    """Largest difference from ours, relative to the largest entry of ours: far above a rounding, someone computes something else."""
-    scale = expected.abs().max().float().item()
-    return (x - expected).abs().max().float().item() / max(scale, torch.finfo(torch.float32).tiny)
+def _difference(x: Tensor, expected: Tensor) -> float | None:
+    """Norm of the difference from ours, relative to that of ours: far above a rounding, someone computes something else. None beside zeros."""
+    size = torch.linalg.vector_norm(expected, dtype=torch.float32).item()
+    return None if size == 0 else torch.linalg.vector_norm(x.float() - expected.float()).item() / size
 
 
 def _sound(record: Record) -> bool:

@@ -21,7 +21,7 @@ _COMMON = {
 }
 _MASKS = "mask (bool, True attends) or bias (float, added)"
 _DENSE = _COMMON | {
-    "alibi_slopes": "bias, -alibi_slopes[:, None, None] * (i + Sk - Sq - j).abs() of query i and key j",
+    "alibi_slopes": "bias, dmattn.RelativeBias.alibi(alibi_slopes, length), or beside causal=True one of keys: slope * j of key j, (H, 1, Sk)",
     "attention_mask": f"{_MASKS}; padding (B, Sk) is mask[:, None, None]",
     "attn_bias": "bias",
     "attn_mask": _MASKS,

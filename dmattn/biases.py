@@ -49,8 +49,8 @@ class FactoredBias:
     float16                       3, of two float16 numbers each           2, 2 or 1
     ============================  =======================================  ====================================
 
-    The head dim and all columns are at most 256 together, and are padded to a multiple of 16 bytes. :func:`dmattn.explain` says which kernels
-    serve them: on a GPU they are those of the larger head dim.
+    The head dim and all columns are at most 512 together (in float32 on a GPU 256), and are padded to a multiple of 16 bytes.
+    :func:`dmattn.explain` says which kernels serve them: on a GPU they are those of the larger head dim.
 
     Gradients of factors have the factor's shape and dtype, and are summed in float32 over the axes on which it is broadcast. They are as exact
     as those of query and key, and rounded to the query's dtype before those sums. Differences of large sums keep that rounding: centre points
@@ -69,9 +69,7 @@ class FactoredBias:
 
     def __post_init__(self) -> None:
         for name, factors in (("rows", self.rows), ("cols", self.cols)):
-            if not isinstance(factors, Tensor) or not factors.is_floating_point() or factors.dtype.itemsize < 2:
-                received = f"{factors.dtype} tensor" if isinstance(factors, Tensor) else kind(factors)
-                raise TypeError(f"dmattn: bias.{name}: expected a float16, bfloat16, float32 or float64 tensor, received {received}")
+            _check_float(f"bias.{name}", factors)
             if factors.ndim < 2 or factors.shape[-1] == 0:
                 expected = f"shape (..., {'Sq' if name == 'rows' else 'Sk'}, R) with R of at least 1"
                 raise ValueError(f"dmattn: bias.{name}: expected {expected}, received {tuple(factors.shape)}")
@@ -117,6 +115,7 @@ register_pytree_node(
 torch.serialization.add_safe_globals([FactoredBias])  # a saved program holds the inputs that it was exported with
 
 
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class RelativeBias:
     """A bias that depends on the distance of key and query alone: R numbers a head, whatever the lengths.
 
@@ -124,9 +123,9 @@ class RelativeBias:
 
         bias_ij = table[..., clamp(j - (i + Sk - Sq) + zero, 0, R - 1)]
 
-    The distance j - (i + Sk - Sq) is 0 where ``causal`` ends, aligned bottom-right. Distances beyond the table take its ends, and their
-    gradient is added there. Accepted wherever ``bias`` is. Both passes take O(R) memory for it. The gradient of the table is summed in
-    float32, in a fixed order, and rounded once to the table's dtype.
+    The distance j - (i + Sk - Sq) is 0 where ``causal`` ends, aligned bottom-right, and grows with the key: later keys have higher indices.
+    Distances beyond the table take its ends, and their gradient is added there. Accepted wherever ``bias`` is. Both passes take O(R) memory for
+    it. The gradient of the table is summed in float32, in a fixed order, and rounded once to the table's dtype.
 
     An entry of -inf masks, as a bias's does. NaN or infinity in entries that hidden pairs alone read changes nothing. To PyTorch it is a tree
     of its table, which ``torch.export``, ``torch.compile`` and ``torch.func.vmap`` take as an argument.
@@ -147,22 +146,24 @@ class RelativeBias:
         ValueError: ``table`` is empty or has no axis, or ``zero`` lies outside it.
     """
 
+    table: Tensor
+    zero: int
+    longest: int | None  # queries or keys that the table was made for; None for any number
+
     def __init__(self, table: Tensor, zero: int | None = None) -> None:
-        if not isinstance(table, Tensor) or not table.is_floating_point():
-            received = f"{table.dtype} tensor" if isinstance(table, Tensor) else kind(table)
-            raise TypeError(f"dmattn: RelativeBias: table: expected a float tensor, received {received}")
+        _check_float("RelativeBias: table", table)
         if table.ndim == 0 or table.shape[-1] == 0:
             raise ValueError(f"dmattn: RelativeBias: table: expected shape (R,) or (..., H, R), R from 1, received {tuple(table.shape)}")
         length = table.shape[-1]
         if zero is None:
             zero = (length - 1) // 2
-        elif isinstance(zero, bool) or not isinstance(zero, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"dmattn: RelativeBias: zero: expected an integer or None, received {kind(zero)}")
+        else:
+            _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
             raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}")
-        self.table = table
-        self.zero = zero if isinstance(zero, (int, torch.SymInt)) else int(zero)
-        self.longest: int | None = None  # queries or keys that the table was made for; None for any number
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "zero", zero if isinstance(zero, (int, torch.SymInt)) else int(zero))
+        object.__setattr__(self, "longest", None)
 
     def __repr__(self) -> str:
         return f"RelativeBias(table of shape {tuple(self.table.shape)} in {self.table.dtype}, zero={self.zero})"
@@ -170,8 +171,7 @@ class RelativeBias:
     def to_dense(self, len_q: int, len_k: int) -> Tensor:
         """The same bias as a tensor of shape (..., len_q, len_k), in the table's dtype and differentiable. O(len_q * len_k) memory."""
         for name, length in (("len_q", len_q), ("len_k", len_k)):
-            if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
-                raise TypeError(f"dmattn: RelativeBias.to_dense: {name}: expected an integer, received {kind(length)}")
+            _check_integer(f"RelativeBias.to_dense: {name}", length)
             if length < 0:
                 raise ValueError(f"dmattn: RelativeBias.to_dense: {name}: expected a non-negative integer, received {length}")
             self.check_length(f"RelativeBias.to_dense: {name}", length)
@@ -201,14 +201,12 @@ class RelativeBias:
 
         Source: Raffel et al., 2020 (arXiv:1910.10683).
         """
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():
-            received = f"{weight.dtype} tensor" if isinstance(weight, Tensor) else kind(weight)
-            raise TypeError(f"dmattn: RelativeBias.t5: weight: expected a float tensor, received {received}")
+        _check_float("RelativeBias.t5: weight", weight)
         check_flag("bidirectional", bidirectional)
         least = 4 if bidirectional else 2
         if weight.ndim != 2 or weight.shape[0] < least:
             raise ValueError(f"dmattn: RelativeBias.t5: weight: expected shape (buckets from {least}, H), received {tuple(weight.shape)}")
-        _check_integer("t5: max_distance", max_distance)
+        _check_integer("RelativeBias.t5: max_distance", max_distance)
         buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
         exact = buckets // 2
         if max_distance <= exact:
@@ -237,30 +235,33 @@ class RelativeBias:
 
         Source: Press, Smith and Lewis, 2022 (arXiv:2108.12409).
         """
-        if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-            received = f"{slopes.dtype} tensor" if isinstance(slopes, Tensor) else kind(slopes)
-            raise TypeError(f"dmattn: RelativeBias.alibi: slopes: expected a float tensor, received {received}")
+        _check_float("RelativeBias.alibi: slopes", slopes)
         if slopes.ndim != 1:
             raise ValueError(f"dmattn: RelativeBias.alibi: slopes: expected shape (H,), received {tuple(slopes.shape)}")
-        _check_integer("alibi: length", length)
+        _check_integer("RelativeBias.alibi: length", length)
         if length < 1:
             raise ValueError(f"dmattn: RelativeBias.alibi: length: expected at least 1, received {length}")
         distance = torch.arange(1 - length, length, device=slopes.device).abs()
         bias = cls(-slopes.to(torch.promote_types(slopes.dtype, torch.float32))[:, None] * distance, length - 1)
-        bias.longest = length
+        object.__setattr__(bias, "longest", length)
         return bias
 
 
-def _check_integer(name: str, value: Any) -> None:
+def _check_float(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize < 2:
+        received = f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)
+        raise TypeError(f"dmattn: {name}: expected a float16, bfloat16, float32 or float64 tensor, received {received}")
+
+
+def _check_integer(name: str, value: Any, expected: str = "an integer") -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"dmattn: RelativeBias.{name}: expected an integer, received {kind(value)}")
+        raise TypeError(f"dmattn: {name}: expected {expected}, received {kind(value)}")
 
 
 def _with_table(tensors: Iterable[Any], context: tuple[int, int | None]) -> RelativeBias:
     """A bias of what stands for its table in a tree: a transformation may have put anything there, so nothing is checked."""
     bias = object.__new__(RelativeBias)
-    (bias.table,) = tensors
-    bias.zero, bias.longest = context
+    vars(bias).update(zip(("table", "zero", "longest"), (*tensors, *context), strict=True))
     return bias
 
 
@@ -270,5 +271,7 @@ register_pytree_node(
     _with_table,
     flatten_with_keys_fn=lambda bias: ([(GetAttrKey("table"), bias.table)], (bias.zero, bias.longest)),
     serialized_type_name="dmattn.RelativeBias",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
 )
 torch.serialization.add_safe_globals([RelativeBias])  # a saved program holds the inputs that it was exported with

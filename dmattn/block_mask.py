@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class BlockMask:
 
     Memory: for each block 4 bytes, and 16 for what its smaller parts hold; for each partial block 4 KiB, a quarter of its bool tensor.
 
-    To PyTorch a mask is a tree of its three tensors, as :class:`dmattn.IntervalMask` is one of its two; ``torch.func.vmap`` takes it unmapped.
+    To PyTorch a mask is a tree of its three tensors, as a :class:`dmattn.IntervalMask` is of its two or four. ``torch.func.vmap`` takes it
+    unmapped: ``in_dims`` is None for it.
 
     Args:
         blocks: int32, (B or 1, H or Hk or 1, blocks of queries, blocks of keys). Which of `bits` a block's are, or 0 where it hides all
@@ -75,6 +76,16 @@ class BlockMask:
                 raise ValueError(f"BlockMask: {name}: expected shape {shape}, received {tuple(x.shape)}")
             if x.device != self.blocks.device:
                 raise ValueError(f"BlockMask: {name}: expected device {self.blocks.device} as blocks has, received {x.device}")
+
+    def __and__(self, other: object) -> NoReturn:
+        """None: a mask is joined before it is prepared."""
+        _refuse_operand("&", other)
+
+    def __or__(self, other: object) -> NoReturn:
+        """None, likewise."""
+        _refuse_operand("|", other)
+
+    __rand__, __ror__ = __and__, __or__
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -119,6 +130,7 @@ class BlockMask:
             raise TypeError(f"BlockMask.from_mask: mask: expected a bool tensor, received {received}")
         if not 2 <= mask.ndim <= 4:
             raise ValueError(f"BlockMask.from_mask: mask: expected 2 to 4 axes (B, H, Sq, Sk), received shape {tuple(mask.shape)}")
+        _check_device("BlockMask.from_mask: mask", mask.device)
         mask = mask.detach()[(None,) * (4 - mask.ndim)]
         for axis in (0, 1):
             if mask.numel() and mask.shape[axis] > 1 and mask.stride(axis) == 0:
@@ -159,6 +171,7 @@ class BlockMask:
             if size < least:
                 raise ValueError(f"dmattn: {name}: expected an integer of at least {least}, received {size}")
         device = torch.empty(0, device=device).device
+        _check_device("dmattn: device", device)
         batch, heads = B or 1, H or 1
         known = torch.full((batch, heads, _count(Q_LEN, BLOCK), _count(KV_LEN, BLOCK)), UNKNOWN, dtype=torch.int8, device=device)
         for entry in range(batch) if known.numel() else ():
@@ -182,6 +195,7 @@ class BlockMask:
         """
         if kind(block_mask) != FLEX:
             raise TypeError(f"dmattn: block_mask: expected a {FLEX}, received {kind(block_mask)}")
+        _check_device("dmattn: block_mask", block_mask.kv_num_blocks.device)
         len_q, len_k = block_mask.seq_lengths
         block_q, block_k = block_mask.BLOCK_SIZE
         rule, named = block_mask.mask_mod, _named(block_mask)
@@ -199,6 +213,17 @@ class BlockMask:
             return (at == FULL) | ((at == UNKNOWN) & kept_pairs(rule, batch, head, rows, cols))
 
         return _made(known, _evaluated(known, evaluate, len_q, len_k), len_q, len_k)
+
+
+def _refuse_operand(sign: str, other: object) -> NoReturn:
+    expected = f"one mask_mod that says both, or BlockMask.from_mask(mask.to_dense() {sign} other) of a bool tensor"
+    raise TypeError(f"BlockMask: {sign}: expected {expected}, received a BlockMask beside {kind(other)}")
+
+
+def _check_device(name: str, device: torch.device) -> None:
+    """Raise unless tensors there hold values, which are read."""
+    if device.type == "meta":
+        raise ValueError(f"{name}: expected a device whose tensors hold values, received {device}")
 
 
 def _count(length: int, size: int) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-from . import report, verify
-from .explain import PEAKS, Explanation, explain
+from . import compilation, report, verify
+from .explain import PEAKS, Explanation, explain, target_of
+from .problem import Problem
+
+PROCESSORS = "multiprocessors of a GPU, by default those of the GPU that is named for its family"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--steps", type=_positive, default=verify.STEPS, help="training steps of each model (%(default)s)")
     check.add_argument("--skip-models", action="store_true", help="only compare attention with float64")
     _add_explain(commands.add_parser("explain", help="which kernels serve a call, why no faster ones do, and what work it is"))
+    _add_compile(commands.add_parser("compile", help="compile the kernels of calls into Triton's cache, for a GPU that need not be there"))
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(info())
@@ -32,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (TypeError, ValueError, RuntimeError) as error:
             parser.error(str(error).removeprefix("dmattn: "))  # the parser says who complains
         return 0
+    if options.command == "compile":
+        try:
+            return 0 if compiled(options) else 1
+        except (TypeError, ValueError, RuntimeError) as error:
+            parser.error(str(error).removeprefix("dmattn: "))
     try:
         device = report.pick_device(options.device)
     except ValueError as error:
@@ -50,6 +61,38 @@ def info() -> str:
 def explained(options: argparse.Namespace) -> Explanation:
     """The call that the options of ``explain`` describe, of tensors that a GPU without memory has, where one is named."""
     device = "cpu" if options.target is None and not torch.cuda.is_available() else "meta"
+    tensors, given = _described(options, device)
+    explanation = explain(*tensors, **given, target=options.target, processors=options.processors)
+    return explanation if options.backward else explanation._replace(passes=explanation.passes[:1])
+
+
+def compiled(options: argparse.Namespace) -> bool:
+    """Compile what the options of ``compile`` name; whether all of it compiles."""
+    family, processors = target_of(options.arch, options.processors, "--arch")
+    calls = []
+    try:
+        lines = Path(options.like).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--like: expected a text file, received {options.like}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            described = _line_parser().parse_args(shlex.split(line))
+            tensors, given = _described(described, "meta")
+            problem = Problem.canonical(*tensors, **given)
+            if problem.query.dtype == torch.float64:
+                raise ValueError("--dtype: expected one that kernels serve, received float64")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--like: {options.like}, line {number}: {str(error).removeprefix('dmattn: ')}") from error
+        calls.append(compilation.Call(line.strip(), problem, described.backward))
+    if not calls:
+        raise ValueError(f"--like: expected a file with calls, received {options.like}, which has none")
+    return compilation.compile_for(family, processors, calls, report.show_stage)
+
+
+def _described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+    """Query, key and value of a call on a device, and its keywords."""
 
     def tensor(sizes: tuple[int, ...] | None, dtype: str) -> Any:
         try:
@@ -66,13 +109,37 @@ def explained(options: argparse.Namespace) -> Explanation:
         raise ValueError(f"dmattn: --bias-pitch: expected a --bias whose rows are no longer, received {pitch}")
     bias = tensor(options.bias and (*options.bias[:-1], pitch), options.bias_dtype or options.dtype)
     bias = bias if bias is None else bias[..., :row]
-    given = {name: getattr(options, name) for name in ("target", "processors", "causal", "window", "scale", "softcap", "dropout_p")}
+    given = {name: getattr(options, name) for name in ("causal", "window", "scale", "softcap", "dropout_p")}
     sinks = tensor(options.query[1:2], options.dtype) if options.sinks else None
-    explanation = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **given)
-    return explanation if options.backward else explanation._replace(passes=explanation.passes[:1])
+    return (query, key, value), dict(bias=bias, mask=mask, sinks=sinks, **given)
+
+
+class _LineParser(argparse.ArgumentParser):
+    """Of a line of a file, whose errors are of the file."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _line_parser() -> argparse.ArgumentParser:
+    parser = _LineParser(add_help=False)
+    _add_call(parser)
+    return parser
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", required=True, metavar="FAMILY", help=f"family of GPUs, such as {', '.join(PEAKS)}")
+    parser.add_argument("--processors", type=_positive, help=PROCESSORS)
+    parser.add_argument("--like", required=True, metavar="FILE", help="a call in each line, with the options of `explain`")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_call(parser)
+    parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")
+    parser.add_argument("--processors", type=_positive, help=PROCESSORS)
+
+
+def _add_call(parser: argparse.ArgumentParser) -> None:
     for name, what in (("query", "B,H,Sq,D"), ("key", "B,Hk,Sk,D, by default query's"), ("value", "B,Hk,Sk,Dv, by default key's")):
         parser.add_argument(f"--{name}", type=_sizes, required=name == "query", metavar="SIZES", help=what)
     for name in ("bias", "mask"):
@@ -87,9 +154,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")
     parser.add_argument("--sinks", action="store_true", help="a score for each query head, of a key without a value")
-    parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")
-    parser.add_argument("--processors", type=_positive, help="multiprocessors of the target")
-    parser.add_argument("--backward", action="store_true", help="explain the backward pass too, with all gradients")
+    parser.add_argument("--backward", action="store_true", help="the backward pass too, with all gradients")
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -29,15 +29,15 @@ def kept_scale(dropout_p: float) -> float:
     return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
 
 
-def kept(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int], row_start: int = 0) -> Tensor:
-    """Bool (B, H, rows, Sk), True where the pair of query ``row_start + i`` and key j is kept."""
+def kept(seed: Tensor, dropout_p: float, shape: tuple[int, int, int, int], row_start: int = 0, number: int = 0) -> Tensor:
+    """Bool (B, H, rows, Sk), True where the pair of query ``row_start + i`` and key j of batch entry ``number + b`` is kept."""
     batch, heads, rows, len_k = shape
     device = seed.device
 
     def axis(length: int, start: int, place: int) -> Tensor:
         return torch.arange(start, start + length, device=device).view([-1 if i == place else 1 for i in range(4)])
 
-    counter = (axis(rows, row_start, 2), axis((len_k + 3) // 4, 0, 3), axis(heads, 0, 1), axis(batch, 0, 0))
+    counter = (axis(rows, row_start, 2), axis((len_k + 3) // 4, 0, 3), axis(heads, 0, 1), axis(batch, number, 0))
     least = threshold(dropout_p) + (1 << 31)  # the same bound for a word without a sign is asked of the word with its top bit turned
     words = [(word ^ (1 << 31)) >= least for word in philox(seed, *counter)]
     return torch.stack(torch.broadcast_tensors(*words), -1).flatten(3)[..., :len_k]

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
+from .checks import FLOATS, check_tensor
 from .execution.eager import call, plan
 from .functional import attention
 from .masks import IntervalMask
-from .problem import FLOATS, Problem, check_tensor
+from .problem import Problem
 
 __all__ = ["dynamic_mask_attention", "topk_mask"]
 

@@ -17,6 +17,7 @@ from .factors import joined
 from .functional import attention
 from .masks import BOUNDS
 from .problem import Gradients, Problem
+from .rehearsal import without_storage
 
 if TYPE_CHECKING:
     from .kernels.dispatch import Choice
@@ -54,8 +55,8 @@ class Refusal(NamedTuple):
 class Pass(NamedTuple):
     """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
 
-    `memory` is in bytes, beyond inputs and results; None where it is not counted. Where `memory_is_least`, the kernels may add lists of blocks,
-    columns of a bias of keys and sums in parts, as many as they find worth it.
+    `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Where
+    `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as they find worth it.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
     that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
     are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that hides pairs may take less.
@@ -181,11 +182,7 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
     if processors is not None and (isinstance(processors, bool) or not isinstance(processors, int) or processors < 1):
         raise ValueError(f"dmattn: processors: expected a positive integer or None, received {processors}")
     if target is not None:
-        if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
-            raise ValueError(f"dmattn: target: expected a family of GPUs such as {', '.join(PEAKS)}, or None, received {target}")
-        if processors is None and target not in PEAKS:
-            raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
-        return target, PEAKS[target].processors if processors is None else processors
+        return target_of(target, processors)
     if device.type == "meta":
         if not torch.cuda.is_available():
             raise ValueError(f"dmattn: target: expected a family such as {', '.join(PEAKS)} for tensors on meta without a GPU, received None")
@@ -204,6 +201,15 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
     return family, processors_of(device) if processors is None else processors
 
 
+def target_of(target: str, processors: int | None, argument: str = "target") -> tuple[str, int]:
+    """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
+    if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
+        raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)}, received {target}")
+    if processors is None and target not in PEAKS:
+        raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
+    return target, PEAKS[target].processors if processors is None else processors
+
+
 def _by_kernels(problem: Problem, target: str | None) -> bool:
     """Whether Triton kernels serve a problem, on a GPU of the target if one is named."""
     return problem.query.dtype != torch.float64 if target is not None else backend.by_kernels(problem.query)
@@ -211,13 +217,6 @@ def _by_kernels(problem: Problem, target: str | None) -> bool:
 
 def _table_family(family: str) -> str:
     return "hip" if family.startswith("gfx") else family
-
-
-def _without_storage(x: Tensor) -> Tensor:
-    """A tensor that lies as `x` does, to 16 bytes, in no memory."""
-    start = x.data_ptr() % 16 // x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return torch.empty(start + last + 1, dtype=x.dtype, device="meta").as_strided(x.shape, x.stride(), start)
 
 
 def _chosen(call: _Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
@@ -265,7 +264,7 @@ class _Call:
     """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
     def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
-        placed: dict[str, Any] = {name: _without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+        placed: dict[str, Any] = {name: without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         self.problem = problem._replace(**placed)
         self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
         self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))
@@ -350,7 +349,7 @@ class _Call:
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
-        d_bias = flattened_gradients(self.gradients, self.lse.shape[:-2]).bias
+        d_bias = flattened_gradients(self.gradients, self.problem).bias
         problem, out, lse = flattened(problem, self.out, self.lse)
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0

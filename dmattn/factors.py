@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .biases import FactoredBias
+from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale
 from .graphs import asked_in_tracing
 from .precision import dot_precision
-from .problem import MAX_HEAD_DIM, autocast, check_qkv, check_tensor, checked_scale
+from .problem import autocast
 
 PARTS = {torch.bfloat16: 3, torch.float16: 2}  # of float32 numbers
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 number, which the first part lacks

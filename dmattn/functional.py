@@ -11,10 +11,10 @@ from torch import Tensor
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
+from .checks import Window, check_tensor
 from .execution.eager import attend
 from .factors import joined
 from .masks import IntervalMask
-from .problem import Window, check_tensor
 from .reference import logsumexp
 
 __all__ = ["attention", "merge_attention", "scaled_dot_product_attention"]
@@ -107,8 +107,8 @@ def attention(
         key: (..., Hk, Sk, D), the query's dtype, device and leading axes; Hk divides H (grouped-query attention). Differentiable.
         value: (..., Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head axis also Hk; True attends. Or an
-            :class:`IntervalMask`, or a :class:`BlockMask` for these lengths, whose blocks were looked at before; its batch axis is the last
-            leading one. No gradient.
+            :class:`IntervalMask`. Or a :class:`BlockMask` for these lengths, whose blocks were looked at before. Its first axis belongs to the
+            query's last leading axis, the one right before the heads; other leading axes share it. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head
             axis also Hk. What is broadcast is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
             value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may count as inf, and
@@ -131,9 +131,10 @@ def attention(
             Differentiable: the gradient is summed in float32 and rounded once.
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
-    Head dims D and Dv are 1 to 256, lengths any, zero included. Under autocast query, key and value are cast to the autocast dtype, the
-    bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``. CPU and float64 tensors take a
-    PyTorch path with the same semantics.
+    Head dims D and Dv are 1 to 512 (in float32 on a GPU 256), lengths any, zero included. Under autocast query, key and value are cast to
+    the autocast dtype, the bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``: where nobody
+    set it, they are sums of products of bfloat16 parts, as exact as float32's. CPU and float64 tensors take a PyTorch path with the same
+    semantics.
 
     Derivatives of any order exist, in reverse and forward mode, and under torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap, in any
     order). The first in reverse is the kernels'. All others are the formulas above, in float32 (float64 for float64 inputs) and rounded once,
@@ -154,8 +155,8 @@ def attention(
             what was expected and what was received. Raised before anything runs.
         RuntimeError: the GPU or Triton needed is missing, or a derivative was asked for in a way that
             is refused: ``is_grads_batched``, ``vectorize`` of torch.autograd.functional, and under torch.func.vmap dropout, a BlockMask that
-            is mapped, sinks that are, and gradients of sinks for each element. So jacrev, jacfwd and hessian of sinks are refused, whose
-            derivatives grad, vjp and jvp have.
+            is mapped, sinks that are, and gradients of sinks for each element. So jacrev, jacfwd and hessian by sinks are refused;
+            grad, vjp and jvp are not.
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """
@@ -195,8 +196,9 @@ def scaled_dot_product_attention(
         enable_gqa: allow Hk < H, Hk dividing H.
 
     Returns:
-        (..., H, L, Ev) in the query's dtype. A query with nothing to attend gives 0, where torch may give NaN; so does one whose float mask
-        is below -2.36e38 for every key, such as float32's finfo.min, where torch gives the mean of the values.
+        (..., H, L, Ev) in the query's dtype, laid out in memory as (..., L, H, Ev), where torch's may be contiguous. A query with nothing
+        to attend gives 0, where torch may give NaN; so does one whose float mask is below -2.36e38 for every key, such as float32's finfo.min,
+        where torch gives the mean of the values.
 
     Raises:
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
@@ -231,7 +233,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         lses: as many tensors (..., H, Sq), each share's logsumexp, float32 (float64 with float64 outs). Differentiable.
 
     Returns:
-        out: (..., H, Sq, Dv) in the dtype of `outs`; lse: (B, H, Sq). A query that no share attends gives 0 and -inf.
+        out: (..., H, Sq, Dv) in the dtype of `outs`; lse: (..., H, Sq). A query that no share attends gives 0 and -inf.
 
     Raises:
         TypeError, ValueError: no share, or not as many outs as lses, or shapes, dtypes or devices that do not match.

@@ -44,18 +44,20 @@ def kept_pairs(mask_mod: MaskMod, batch: Tensor, head: Tensor, rows: Tensor, col
 
     Raises TypeError unless the rule returns bool tensors.
     """
-    by_key = torch.vmap(mask_mod, (None, None, None, 0))
+    expected = "dmattn: mask_mod: expected a function that returns a bool tensor without axes, received one that returns"
+
+    def of_pair(*places: Tensor) -> Tensor:
+        kept: Any = mask_mod(*places)
+        if not isinstance(kept, Tensor):
+            raise TypeError(f"{expected} {kind(kept)}")
+        return kept
+
+    by_key = torch.vmap(of_pair, (None, None, None, 0))
     by_query = torch.vmap(by_key, (None, None, 0, None))
-    try:
-        with _Lookups():
-            kept: Any = torch.vmap(by_query, (0, 0, 0, 0))(batch, head, rows, cols)
-    except ValueError as error:
-        if "must only return Tensors" not in str(error):
-            raise
-        raise TypeError("dmattn: mask_mod: expected a function that returns a bool tensor, received one that returns none") from error
-    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (*rows.shape, BLOCK):
-        received = f"{kept.dtype} of shape {tuple(kept.shape[3:])}" if isinstance(kept, Tensor) else kind(kept)
-        raise TypeError(f"dmattn: mask_mod: expected a function that returns a bool tensor without axes, received one that returns {received}")
+    with _Lookups():
+        kept = torch.vmap(by_query, (0, 0, 0, 0))(batch, head, rows, cols)
+    if kept.dtype != torch.bool or kept.shape != (*rows.shape, BLOCK):
+        raise TypeError(f"{expected} {kept.dtype} of shape {tuple(kept.shape[3:])}")
     return kept
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import kind
+from .mask_checks import check_bool, check_cumulative, check_lengths, check_rows, checked_sides, is_integer, refuse_several, what
+from .own_rows import sequence_of
 from .unions import Interval, expect_none, read, runs_of, united
 
 __all__ = ["IntervalMask"]
@@ -66,7 +67,7 @@ class IntervalMask:
         bounds = _fields(self)
         for name, bound in bounds:
             if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
-                raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {_what(bound)}")
+                raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {what(bound)}")
             if bound.ndim < 1:
                 raise ValueError(f"IntervalMask: {name}: expected at least 1 axis (..., H, Sk), received shape {tuple(bound.shape)}")
         for number, (name, bound) in enumerate(bounds[1:], 1):
@@ -81,7 +82,7 @@ class IntervalMask:
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            _refuse_operand("&", other)
         len_q = self._len_q_with(other, "&")
         met = [(torch.maximum(a, c), torch.minimum(b, d)) for a, b in self._intervals for c, d in other._intervals]
         return _fewest(united(met, len_q), len_q, "&") if len(met) > 2 else _of_intervals(*met, len_q=len_q)
@@ -89,9 +90,11 @@ class IntervalMask:
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that one of the masks allows, or both."""
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            _refuse_operand("|", other)
         len_q = self._len_q_with(other, "|")
         return _fewest(united([*self._intervals, *other._intervals], len_q), len_q, "|")
+
+    __rand__, __ror__ = __and__, __or__  # of what is no mask of intervals: they raise
 
     @property
     def _intervals(self) -> tuple[Interval, ...]:
@@ -134,14 +137,14 @@ class IntervalMask:
     @classmethod
     def causal(cls, len_q: int, len_k: int, *, device: torch.device | str | None = None) -> IntervalMask:
         """Query i attends key j iff ``j <= i + len_k - len_q`` (bottom-right aligned). Shape (Sk,)."""
-        _check_lengths("causal", len_q=len_q, len_k=len_k)
+        check_lengths("causal", len_q=len_q, len_k=len_k)
         return cls.window(len_q, len_k, left=None, right=0, device=device)
 
     @classmethod
     def window(cls, len_q: int, len_k: int, *, left: int | None, right: int | None, device: torch.device | str | None = None) -> IntervalMask:
         """Query i attends key j iff ``-left <= j - (i + len_k - len_q) <= right``; None leaves a side unbounded. Shape (Sk,)."""
-        _check_lengths("window", len_q=len_q, len_k=len_k)
-        left, right = _checked_sides("window", left, right, len_q + len_k)
+        check_lengths("window", len_q=len_q, len_k=len_k)
+        left, right = checked_sides("window", left, right, len_q + len_k)
         position = torch.arange(len_k, dtype=torch.int32, device=device)
         first, last = _bounds(position, torch.zeros_like(position), torch.full_like(position, len_q), len_k, left, right)
         return cls(first, last, len_q)
@@ -164,8 +167,8 @@ class IntervalMask:
         if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.device != cu_seqlens_q.device:
             expected, received = (f"shape {tuple(x.shape)} on {x.device}" for x in (cu_seqlens_q, cu_seqlens_k))
             raise ValueError(f"IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
-        _check_lengths("packed", len_q=len_q, len_k=len_k)
-        left, right = _checked_sides("packed", left, right, len_q + len_k)
+        check_lengths("packed", len_q=len_q, len_k=len_k)
+        left, right = checked_sides("packed", left, right, len_q + len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
         sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
         first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
@@ -186,13 +189,13 @@ class IntervalMask:
             prefix: bool, the shape and device of `segment_ids`, True for a token that its whole document attends, such as the
                 first ones of each document.
         """
-        if not _is_integer(segment_ids):
-            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {_what(segment_ids)}")
+        if not is_integer(segment_ids):
+            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {what(segment_ids)}")
         if segment_ids.ndim not in (1, 2):
             received = tuple(segment_ids.shape)
             raise ValueError(f"IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")
         if prefix is not None:
-            _check_bool("documents: prefix", prefix, "a token that its whole document attends")
+            check_bool("documents: prefix", prefix, "a token that its whole document attends")
             if prefix.shape != segment_ids.shape or prefix.device != segment_ids.device:
                 expected, given = (f"shape {tuple(x.shape)} on {x.device}" for x in (segment_ids, prefix))
                 raise ValueError(f"IntervalMask.documents: prefix: expected {expected} as segment_ids has, received {given}")
@@ -222,12 +225,12 @@ class IntervalMask:
             left_padding: integer, (B,): the place at which the first chunk of each batch row begins; the mask then has shape (B, 1, Sk) and
                 lies on its device. Without it the shape is (Sk,).
         """
-        _check_lengths("chunked", len_q=len_q, len_k=len_k, size=size)
+        check_lengths("chunked", len_q=len_q, len_k=len_k, size=size)
         if size == 0:
             raise ValueError(f"IntervalMask.chunked: size: expected a positive integer, received {size}")
         start: Tensor | int = 0
         if left_padding is not None:
-            _check_rows("chunked", "left_padding", left_padding)
+            check_rows("chunked", "left_padding", left_padding)
             if device is not None:
                 raise ValueError(f"IntervalMask.chunked: device: expected None beside left_padding, received {device}")
             start, device = left_padding[:, None].long(), left_padding.device
@@ -250,7 +253,7 @@ class IntervalMask:
         Raises:
             TypeError, ValueError: another dtype or shape; global tokens in several runs.
         """
-        _check_bool("global_tokens: is_global", is_global, "a global token")
+        check_bool("global_tokens: is_global", is_global, "a global token")
         if is_global.ndim not in (1, 3):
             hint = "; is_global[:, None] of (B, S)" if is_global.ndim == 2 else ""
             shape = tuple(is_global.shape)
@@ -260,7 +263,7 @@ class IntervalMask:
         starts[..., 1:] = ~is_global[..., :-1]
         several = (is_global & starts).sum(-1) > 1
         expected = "one run of global tokens in each row"
-        _refuse_any(several, f"IntervalMask.global_tokens: is_global: expected {expected}", "several runs")
+        refuse_several(several, f"IntervalMask.global_tokens: is_global: expected {expected}, received several runs")
         position = torch.arange(length, dtype=torch.int32, device=is_global.device)
         any_key = torch.full_like(position, length)
         begin, end = torch.where(is_global, position, any_key), torch.where(is_global, position + 1, 0)
@@ -280,7 +283,7 @@ class IntervalMask:
         Raises:
             TypeError, ValueError: another dtype or number of axes; a key that three runs of queries attend.
         """
-        _check_bool("from_mask: mask", mask, "a query that attends a key")
+        check_bool("from_mask: mask", mask, "a query that attends a key")
         if not 2 <= mask.ndim <= 4:
             expected = "(Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk)"
             raise ValueError(f"IntervalMask.from_mask: mask: expected shape {expected}, received {tuple(mask.shape)}")
@@ -300,8 +303,8 @@ class IntervalMask:
         Args:
             prefix_lengths: integer, (B,): length of the bidirectional prefix of each batch row. Mask shape (B, 1, Sk).
         """
-        _check_rows("prefix_lm", "prefix_lengths", prefix_lengths)
-        _check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
+        check_rows("prefix_lm", "prefix_lengths", prefix_lengths)
+        check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
         causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
         inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
         return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape), len_q)
@@ -311,15 +314,21 @@ class IntervalMask:
         """Every query attends the real keys and none of the padded ones.
 
         Args:
-            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``). Mask (B, 1, Sk).
+            key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``; torch.nn.MultiheadAttention's
+                is the opposite: pass its ``~``). Mask (B, 1, Sk), whose B belongs to the query's last leading axis.
         """
-        _check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
+        check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
-        _check_lengths("padding", len_q=len_q)
+        check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
+
+
+def _refuse_operand(sign: str, other: object) -> NoReturn:
+    hint = f"mask.to_dense(Sq) {sign} a bool tensor is a mask, too, which BlockMask.from_mask prepares"
+    raise TypeError(f"IntervalMask: {sign}: expected an IntervalMask beside an IntervalMask, received {kind(other)}; {hint}")
 
 
 def _fields(mask: IntervalMask) -> list[tuple[str, Tensor]]:
@@ -343,23 +352,6 @@ register_pytree_node(
 torch.serialization.add_safe_globals([IntervalMask])  # a saved program holds the inputs that it was exported with
 
 
-def sequence_of(ends: Tensor, length: int) -> Tensor:
-    """The number of the sequence in which each of `length` packed places lies, from their cumulative lengths (sequences + 1,), int64.
-
-    Never one that does not exist, whatever `ends` holds.
-    """
-    place = torch.arange(length, device=ends.device)
-    return (torch.searchsorted(ends.contiguous(), place, right=True) - 1).clamp(0, ends.shape[0] - 2)
-
-
-def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
-    """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
-    if not _is_integer(lengths):
-        raise TypeError(f"{name}: expected an integer tensor, received {_what(lengths)}")
-    if lengths.ndim != 1 or lengths.shape[0] < 2:
-        raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
-
-
 def _of_intervals(one: Interval, also: Interval | tuple[None, None] = (None, None), *, len_q: int | None) -> IntervalMask:
     return IntervalMask(*one, len_q, *also)
 
@@ -368,22 +360,13 @@ def _fewest(found: tuple[Interval, Interval, Tensor], len_q: int | None, made_by
     """The mask of what :func:`united` or :func:`runs_of` gives, with one interval a key where that is all."""
     lower, upper, third = found
     seen = read(third, upper[0] < upper[1])
-    _refuse_any(third, f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "three", seen)
-    return _of_intervals(lower, upper, len_q=len_q) if seen is None or seen[1] else _of_intervals(lower, len_q=len_q)
-
-
-def _refuse_any(condition: Tensor, expected: str, received: str, seen: list[bool] | None = None) -> None:
-    """Raise where the condition holds: now, if elements can be read, of which `seen` says it already."""
-    seen = read(condition) if seen is None else seen
+    expected, hint = f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "a bool mask or a BlockMask has any number"
     if seen is None:
-        expect_none(condition, f"{expected}, received {received}")
+        expect_none(third, f"{expected}, received three; {hint}")
     elif seen[0]:
-        place = f" at {tuple(condition.nonzero()[0].tolist())}" if condition.ndim else ""
-        raise ValueError(f"{expected}, received {received}{place}")
-
-
-def _is_integer(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+        *entry, key = third.nonzero()[0].tolist()
+        raise ValueError(f"{expected}, received three at key {key}{f' of entry {tuple(entry)}' if entry else ''}; {hint}")
+    return _of_intervals(lower, upper, len_q=len_q) if seen is None or seen[1] else _of_intervals(lower, len_q=len_q)
 
 
 def _bounds(
@@ -396,45 +379,8 @@ def _bounds(
     return first, last
 
 
-def _checked_sides(constructor: str, left: int | None, right: int | None, unbounded: int) -> tuple[int | None, int | None]:
-    """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
-    for name, size in (("left", left), ("right", right)):
-        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
-        if size is not None and size < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
-    return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
-
-
-def _check_lengths(constructor: str, **lengths: int) -> None:
-    for name, length in lengths.items():
-        if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
-        if length < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
-
-
-def _check_bool(name: str, x: Any, true: str) -> None:
-    """Raise unless `x` is a bool tensor, which is True for what is said."""
-    if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        hint = f"; {name.rpartition(' ')[2]}.bool() if nonzero means {true}" if isinstance(x, Tensor) else ""
-        raise TypeError(f"IntervalMask.{name}: expected a bool tensor, received {_what(x)}{hint}")
-
-
-def _check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
-    """Raise unless there is an integer for each batch row."""
-    if not _is_integer(numbers_of_rows):
-        raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {_what(numbers_of_rows)}")
-    if numbers_of_rows.ndim != 1:
-        raise ValueError(f"IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
-
-
 def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:
     """(B, Sk) bounds as (B, 1, Sk); (Sk,) bounds as they are."""
     if first.ndim == 2:
         first, last = first[:, None], last[:, None]
     return IntervalMask(first.contiguous(), last.contiguous(), len_q)
-
-
-def _what(value: object) -> str:
-    return f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .arguments import check_flag, kind, refuse_keywords
+from .checks import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 from .dynamic import dynamic_mask_attention
-from .problem import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 
 __all__ = ["DynamicMaskAttention", "dynamic_bias"]
 
@@ -79,7 +79,7 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: width of the tokens.
         num_heads: query heads H.
         num_kv_heads: key-value heads Hk, a divisor of H; None is H.
-        head_dim: 1 to 256; None is hidden_size / num_heads.
+        head_dim: 1 to 512; None is hidden_size / num_heads.
         keep: how many keys a query keeps, at least 1.
         qk_norm: normalise queries and keys by their root mean square, in float32.
         eps: added to the mean square, at least 0.

@@ -13,8 +13,9 @@ from .biases import FactoredBias, RelativeBias
 from .bits import unpacked
 from .block_mask import BlockMask
 from .broadcast import per_query_head
+from .checks import Window
 from .masks import IntervalMask
-from .problem import Problem, Window
+from .problem import Problem
 
 MASKING = torch.finfo(torch.float32).min / 1.4426950408889634  # a bias below is -inf in base 2, in which the kernels compute
 
@@ -70,8 +71,13 @@ def dynamic_mask(scores: Tensor, keep: int, *, len_q: int, causal: bool = True, 
     return visible & (visible.double() @ better.double() < keep)
 
 
-def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries in `problem`, computed in `dtype`; for `row_start` and `len_q` see :func:`masked_scores`."""
+def attend(
+    problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None, number: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of the queries in `problem`, computed in `dtype`; for `row_start` and `len_q` see :func:`masked_scores`.
+
+    `number` is that of the first batch entry, by which dropout counts.
+    """
     scores, _ = masked_scores(problem, dtype, row_start, len_q)
     scores = with_sinks(scores, problem.sinks)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
@@ -81,7 +87,7 @@ def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int 
     if problem.sinks is not None:
         probabilities = probabilities[..., :-1]  # a sink has no value
     if problem.seed is not None:
-        probabilities = probabilities * kept_factor(problem, dtype, row_start)
+        probabilities = probabilities * kept_factor(problem, dtype, row_start, number)
     kv_heads = problem.value.shape[-3]
     out = (fold_groups(probabilities, kv_heads) @ problem.value.to(dtype)).view(*scores.shape[:-1], problem.value.shape[-1])
     return out.masked_fill(empty, 0.0), lse.masked_fill(empty, float("-inf")).squeeze(-1)
@@ -139,12 +145,12 @@ def masking(bias: Tensor) -> Tensor:
     return bias.masked_fill(bias < MASKING, float("-inf"))
 
 
-def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0) -> Tensor:
+def kept_factor(problem: Problem, dtype: torch.dtype, row_start: int = 0, number: int = 0) -> Tensor:
     """What dropout multiplies the probabilities by: 1 / (1 - p) for a pair that is kept, else 0; (..., H, rows, Sk)."""
     assert problem.seed is not None
     *leading, heads, rows, _ = problem.query.shape
     len_k = problem.key.shape[-2]
-    kept = dropout.kept(problem.seed, problem.dropout_p, (math.prod(leading), heads, rows, len_k), row_start)
+    kept = dropout.kept(problem.seed, problem.dropout_p, (math.prod(leading), heads, rows, len_k), row_start, number)
     return kept.view(*leading, heads, rows, len_k).to(dtype) * dropout.kept_scale(problem.dropout_p)
 
 

@@ -353,6 +353,16 @@ LARGE = (
     Case("large-softcap-gemma-255", 255, heads=4, kv_heads=2, head_dim=256, softcap=50.0, causal=True, window=(63, 0), reason="Gemma 2"),
 )  # fmt: skip
 
+WIDEST = (  # which float32 on a GPU has no kernel for
+    Case("widest-512-causal-grouped-65x97", 65, 97, **GQA, head_dim=512, causal=True, reason="Gemma 4's head dim"),
+    Case("widest-512-mask-dense-bias-37x65", 37, 65, head_dim=512, mask="b1qk", keep="random-empty-rows", bias="bhqk", reason="the largest head dim"),
+    Case("widest-264-shared-bias-softcap-65x37", 65, 37, head_dim=264, value_dim=72, bias="1hqk", softcap=20.0, reason="padded to 512, narrow values"),
+    Case("widest-values-320-documents-key-bias-97", 97, head_dim=48, value_dim=320, intervals="documents", bias="bh1k", reason="wide values"),
+    Case("widest-512-distances-window-65", 65, head_dim=512, bias="1hr", distances=33, window=(40, 3), sinks="random", reason="a table, and sinks"),
+    Case("widest-512-blocked-mask-65x160", 65, 160, head_dim=512, mask="11qk", keep="random", blocked=True, dropout_p=0.2, reason="bits, dropout"),
+    Case("widest-512-decoding-1x1100", 1, 1100, **GQA, head_dim=512, causal=True, bias="bg1k", reason="keys split over programs"),
+)  # fmt: skip
+
 LARGE_FACTORS = (
     Case("large-factors-head-dim-64-255x1023", 255, 1023, heads=4, kv_heads=2, head_dim=64, factors=("bh", "bg"), bias_dtype=torch.float32, reason="columns past a padded head dim"),
     Case("large-factors-head-dim-96-causal-1023", 1023, heads=4, head_dim=96, factors=("1h", "11"), bias_dtype=torch.float32, causal=True, reason="columns within a padded head dim, on Hopper"),
@@ -365,11 +375,21 @@ HOPPER = (
     Case("hopper-distances-of-all-700x2049", 700, 2049, **GQA, head_dim=40, bias="bhr", distances=2748, zero=2048, reason="a number for each pair of every tile"),
     Case("hopper-distances-window-grouped-300x2100", 300, 2100, **GQA, head_dim=64, bias="1gr", distances=65, window=(100, 20), reason="keys in a window"),
     Case("hopper-distances-causal-700x900", 700, 900, heads=3, head_dim=64, bias="11r", distances=129, zero=128, causal=True, reason="edges of causal, dK and dV"),
+    Case("hopper-distances-wide-causal-300x2100", 300, 2100, **GQA, head_dim=128, bias="1hr", distances=257, causal=True, reason="wide sums beside numbers of pairs"),
     Case("hopper-distances-shared-sinks-2048", 2048, heads=2, head_dim=64, bias="11r", distances=33, sinks="random", bias_dtype=torch.float32, reason="a table of float32, with sinks"),
+    Case("hopper-drawn-blocks-causal-300x2100", 300, 2100, batch=8, heads=16, kv_heads=8, head_dim=64, causal=True, reason="more blocks than processors, so that programs draw them, of three consumers"),
+    Case("hopper-drawn-blocks-causal-bias-900x1030", 900, 1030, batch=2, heads=16, head_dim=128, bias="bh1k", causal=True, reason="the same, two consumers"),
+    Case("hopper-drawn-blocks-empty-rows-1500x700", 1500, 700, heads=16, head_dim=96, causal=True, reason="drawn blocks without keys"),
+    Case("hopper-drawn-blocks-block-mask-1300", 1300, heads=16, head_dim=128, mask="1hqk", keep="blocks", blocked=True, reason="drawn blocks by lists"),
+    Case("hopper-drawn-blocks-documents-1300", 1300, heads=16, head_dim=80, intervals="documents", reason="drawn blocks by intervals"),
     Case("hopper-dense-bias-causal-264x520", 264, 520, heads=4, head_dim=128, bias="bhqk", causal=True, reason="edges of tiles by causal, and dS stored"),
     Case("hopper-dense-bias-empty-rows-520x264", 520, 264, heads=2, head_dim=128, bias="bhqk", causal=True, reason="whole tiles of queries with no key"),
     Case("hopper-padded-dense-bias-causal-264x251", 264, 251, heads=2, head_dim=128, bias="bhqk", padded=True, causal=True, reason="the copy engine stores dS beside padding"),
     Case("hopper-padded-four-members-264x391", 264, 391, batch=4, heads=24, head_dim=64, bias="1hqk", padded=True, reason="dBias made with dQ, beside padding"),
+    Case("hopper-loaded-bias-causal-261x251", 261, 251, batch=2, heads=3, head_dim=64, bias="bhqk", causal=True, reason="rows of a bias that the copy engine cannot address"),
+    Case("hopper-loaded-shared-bias-fp32-300x523", 300, 523, batch=3, heads=4, kv_heads=2, head_dim=128, bias="1gqk", bias_dtype=torch.float32, reason="a bias of float32, 64 keys a tile"),
+    Case("hopper-loaded-bias-mask-window-393x525", 393, 525, heads=4, head_dim=40, mask="b1qk", bias="1hqk", window=(200, 100), reason="the same by lists, and a window"),
+    Case("hopper-loaded-bias-wide-150x333", 150, 333, heads=2, head_dim=256, bias="bhqk", sinks="random", reason="the same beside head dims over 128"),
     Case("hopper-padded-shared-bias-261x251", 261, 251, batch=5, heads=3, head_dim=64, bias="11qk", padded=True, reason="dBias in a pass of its own, beside padding"),
     Case("hopper-grouped-pair-bias-328x264", 328, 264, heads=4, kv_heads=2, head_dim=96, value_dim=72, bias="bgqk", causal=True, transposed=True, reason="padded head dims, models' layout"),
     Case("hopper-shared-bias-window-264", 264, batch=5, heads=3, head_dim=128, bias="11qk", window=(150, 90), reason="both sides of a window, fifteen members"),
@@ -460,6 +480,9 @@ HOPPER = (
     Case("hopper-rows-resident-bias-of-batch-192x320", 192, 320, leading="bn", rows=140, heads=4, head_dim=32, bias="b1hqk", reason="slices of the batch, members side by side"),
     Case("hopper-rows-resident-bias-of-rows-200x264", 200, 264, leading="bn", batch=90, heads=4, head_dim=32, bias="1nhqk", reason="the same, members apart"),
     Case("hopper-copies-resident-bias-200x136", 200, 136, leading="bnm", batch=40, rows=2, copies=4, heads=4, head_dim=16, bias="1n1hqk", reason="the same, between others"),
+    Case("hopper-narrow-rows-shared-bias-400x456", 400, 456, batch=34, heads=4, head_dim=32, bias="1hqk", reason="more keys than stay on chip, an end within a tile"),
+    Case("hopper-narrow-rows-mask-448x712", 448, 712, batch=34, heads=4, head_dim=24, bias="1hqk", mask="b11k", keep="random-empty-rows", sinks="random", reason="a mask by key"),
+    Case("hopper-narrow-rows-leading-mask-by-head-513x520", 513, 520, leading="bn", batch=2, rows=14, heads=4, head_dim=32, bias="b11qk", mask="bnh1k", keep="blocks", reason="slices of the batch that heads share, tiles without a key"),
     Case("hopper-rows-shared-bias-of-three-136x200", 136, 200, leading="bn", batch=4, head_dim=64, bias="b1hqk", reason="dQ and dBias of few members together, side by side"),
     Case("hopper-rows-shared-bias-of-eight-197x264", 197, 264, leading="bn", batch=8, heads=3, head_dim=64, bias="1nhqk", causal=True, reason="the same, members apart"),
     Case("hopper-rows-shared-bias-of-many-200x136", 200, 136, leading="bn", rows=9, heads=4, kv_heads=2, head_dim=64, bias="b1hqk", window=(90, 20), reason="dBias of many members"),
@@ -470,21 +493,61 @@ HOPPER = (
     Case("hopper-rows-prepared-mask-shared-bias-260x776", 260, 776, leading="bn", head_dim=128, mask="nhqk", keep="blocks", blocked=True, bias="b1hqk", reason="bits by the entries of the mask"),
     Case("hopper-axial-200x136", 200, 136, leading="bn", head_dim=64, bias="b1hqk", transposed=True, reason="queries that the copy engine cannot address"),
     Case("hopper-block-mask-key-bias-causal-520x776", 520, 776, heads=2, head_dim=128, mask="1hqk", keep="blocks", bias="b11k", causal=True, reason="a bias copied by the blocks of a mask's lists"),
+    Case("hopper-wide-odd-lengths-393x523", 393, 523, batch=1, head_dim=256, reason="64 keys a tile, sums of 256 dims"),
+    Case("hopper-wide-causal-grouped-520x264", 520, 264, **GQA, head_dim=256, causal=True, reason="rows and programs without a key"),
+    Case("hopper-wide-window-192-and-128-393x520", 393, 520, head_dim=192, value_dim=128, window=(150, 90), reason="queries and keys in three panels"),
+    Case("hopper-wide-causal-192-and-128-700x900", 700, 900, **GQA, head_dim=192, value_dim=128, causal=True, transposed=True, reason="as DeepSeek has it, models' layout"),
+    Case("hopper-wide-136-264", 264, **GQA, head_dim=136, reason="of the third panel 8 dims, of values padded to 256"),
+    Case("hopper-wide-192-sinks-130x1000", 130, 1000, head_dim=192, causal=True, sinks="random", reason="dK in three sums"),
+    Case("hopper-wide-200-transposed-300x700", 300, 700, head_dim=200, transposed=True, reason="padded to 256"),
+    Case("hopper-wide-values-256-causal-264x393", 264, 393, head_dim=128, value_dim=256, causal=True, reason="values wider than keys"),
+    Case("hopper-wide-values-40-264x393", 264, 393, head_dim=256, value_dim=40, reason="values narrower, panels beyond their end"),
+    Case("hopper-wide-one-key-65x1", 65, 1, head_dim=256, reason="one key"),
+    Case("hopper-wide-dense-bias-causal-264x520", 264, 520, head_dim=256, bias="bhqk", causal=True, reason="dS stored by the consumer of dK"),
+    Case("hopper-wide-padded-dense-bias-160-and-96-264x251", 264, 251, head_dim=160, value_dim=96, bias="bhqk", padded=True, reason="the copy engine stores dS beside padding"),
+    Case("hopper-wide-shared-bias-136-264x392", 264, 392, batch=3, **GQA, head_dim=136, bias="1hqk", reason="dQ and dK beside a bias of pairs, three panels"),
+    Case("hopper-wide-shared-bias-exact-scale-192-264x392", 264, 392, batch=3, head_dim=192, bias="1hqk", scale=0.125, reason="queries in panels are not multiplied"),
+    Case("hopper-wide-shared-bias-several-blocks-a-program-393x264", 393, 264, batch=5, heads=9, head_dim=256, bias="1hqk", reason="and queries multiplied anew in each"),
+    Case("hopper-wide-key-bias-causal-387x523", 387, 523, **GQA, head_dim=256, bias="bg1k", bias_dtype=torch.float32, causal=True, reason="bias columns, sums over the group"),
+    Case("hopper-wide-key-bias-by-head-192-and-128-387x523", 387, 523, **GQA, head_dim=192, value_dim=128, bias="1h1k", reason="sums over the queries by head"),
+    Case("hopper-wide-query-bias-261x136", 261, 136, head_dim=192, bias="bhq1", window=(40, None), reason="a window open to the right"),
+    Case("hopper-wide-block-mask-window-600x900", 600, 900, head_dim=256, mask="1hqk", keep="blocks", window=(300, 50), reason="lists of 64 and of 32 keys"),
+    Case("hopper-wide-mask-dense-bias-empty-rows-264x528", 264, 528, head_dim=256, mask="bhqk", keep="random-empty-rows", bias="bhqk", reason="one stage in dK and dV"),
+    Case("hopper-wide-padding-mask-192-and-128-260x391", 260, 391, head_dim=192, value_dim=128, mask="b11k", reason="a mask by key"),
+    Case("hopper-wide-mask-160-and-96-300x336", 300, 336, **GQA, head_dim=160, value_dim=96, mask="bhqk", keep="random-empty-rows", reason="a list for every head"),
+    Case("hopper-wide-blocked-mask-dense-bias-causal-264x528", 264, 528, head_dim=256, mask="b1qk", keep="blocks", blocked=True, bias="bhqk", causal=True, reason="bits of 32 keys"),
+    Case("hopper-wide-blocked-random-mask-192-and-128-393x523", 393, 523, **GQA, head_dim=192, value_dim=128, mask="bhqk", blocked=True, reason="every bit of a tile"),
+    Case("hopper-wide-documents-grouped-700", 700, **GQA, head_dim=256, intervals="documents", bias="bg1k", reason="both consumers take every tile"),
+    Case("hopper-wide-documents-bias-by-head-window-700", 700, **GQA, head_dim=192, value_dim=128, intervals="documents", bias="1h1k", window=(90, 10), reason="sums by head under intervals"),
+    Case("hopper-wide-intervals-dense-bias-160-and-96-392x520", 392, 520, head_dim=160, value_dim=96, intervals="random", bias="bhqk", reason="dS stored under intervals"),
+    Case("hopper-wide-intervals-256-304x704", 304, 704, **GQA, head_dim=256, intervals="random", reason="keys that no query attends"),
+    Case("hopper-wide-intervals-few-keys-200x9", 200, 9, head_dim=192, intervals="random", bias="b11k", reason="fewer keys than one listed block"),
+    Case("hopper-wide-distances-causal-264x520", 264, 520, head_dim=256, bias="1hr", distances=129, causal=True, reason="numbers of pairs beside 256 dims"),
+    Case("hopper-wide-distances-192-and-128-300x700", 300, 700, **GQA, head_dim=192, value_dim=128, bias="1hr", distances=257, reason="the same, in panels"),
+    Case("hopper-wide-high-scores-400x1300", 400, 1300, head_dim=256, scale=1.0, reason="maxima that do not do are computed again"),
+    Case("hopper-wide-high-scores-192-and-128-400x1300", 400, 1300, head_dim=192, value_dim=128, scale=1.5, reason="the same with 128 keys a tile"),
+    Case("hopper-wide-several-blocks-a-program-393x263", 393, 263, batch=5, heads=9, head_dim=256, reason="more blocks of queries than processors"),
+    Case("hopper-wide-leading-axes-264", 264, leading="bn", head_dim=256, bias="b1hqk", transposed=True, reason="slices by their own axes"),
 )  # fmt: skip
 
 
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
-    cases = CASES + FACTORS
+    cases = CASES + WIDEST + FACTORS
     if interpreting():
         dtypes = (torch.float32, torch.float16)
         cpu = [(case, dtype) for case in cases for dtype in dtypes if case.bias_dtype != torch.bfloat16]
     else:
         cpu = [(case, dtype) for case in cases for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in gpu_dtypes(case)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
     ]
+
+
+def gpu_dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    """Those of inputs for which a GPU has kernels."""
+    return (torch.bfloat16, torch.float16) if case in WIDEST else (torch.bfloat16, torch.float16, torch.float32)
 
 
 def name(case: Case, device: str, dtype: torch.dtype) -> str:

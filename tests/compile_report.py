@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
-from dmattn.kernels.base import device, launch
+from dmattn.kernels.base.no_device import NoDevice, gpu_target
 from dmattn.problem import Problem
 from dmattn.states import GRANULE
 
@@ -50,6 +49,8 @@ LAUNCHES = (
     (Case("windows-dense-bias-dropout-d64", 64, batch=64, heads=8, head_dim=64, bias="bhqk", dropout_p=0.1), BF16),
     (Case("windows-key-bias-softcap-d128", 64, 33, batch=64, heads=8, head_dim=128, bias="b11k", softcap=30.0), BF16),
     (Case("rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, bias="1hqk"), BF16),
+    (Case("long-rows-shared-bias-d32", 768, batch=256, heads=4, head_dim=32, bias="1hqk"), BF16),
+    (Case("long-rows-shared-bias-mask-d32", 768, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
     (Case("rows-dense-bias-mask-d32", 256, 192, batch=256, heads=4, head_dim=32, mask="b11k", bias="bhqk"), BF16),
     (Case("rows-key-bias-d16", 128, 320, batch=256, heads=4, head_dim=16, mask="b1qk", bias="b11k"), FP16),
     (Case("leading-rows-shared-bias-d32", 384, leading="bn", rows=128, heads=4, head_dim=32, bias="b1hqk"), BF16),
@@ -87,9 +88,28 @@ LAUNCHES = (
     (Case("global-tokens-d64", 4096, heads=16, head_dim=64, intervals="global"), BF16),
     (Case("two-intervals-shared-bias-causal-d128", 4096, heads=16, head_dim=128, intervals="random-two", bias="1hqk", causal=True), BF16),
     (Case("dense-bias-d256", 4096, heads=16, head_dim=256, bias="bhqk"), BF16),
+    (Case("exact-scale-shared-bias-causal-d256", 4096, heads=16, kv_heads=8, head_dim=256, bias="1hqk", scale=0.0625, causal=True), BF16),
+    (Case("mask-shared-bias-d192", 4096, heads=16, head_dim=192, mask="1hqk", bias="1hqk"), BF16),
+    (Case("key-bias-gqa-causal-d192-128", 4096, heads=16, kv_heads=4, head_dim=192, value_dim=128, bias="bg1k", causal=True), BF16),
+    (Case("prepared-mask-window-d192-128", 4001, heads=16, head_dim=192, value_dim=128, mask="1hqk", blocked=True, window=(900, 0)), BF16),
+    (Case("documents-bias-by-head-gqa-d256", 4096, heads=16, kv_heads=4, head_dim=256, intervals="documents", bias="bh1k"), BF16),
+    (Case("intervals-dense-bias-d160-96", 4096, heads=16, head_dim=160, value_dim=96, intervals="random", bias="bhqk"), BF16),
+    (Case("distances-causal-d256", 4096, heads=16, head_dim=256, bias="1hr", distances=257, causal=True), BF16),
+    (Case("causal-gqa-d512", 4096, heads=8, kv_heads=1, head_dim=512, causal=True), BF16),
+    (Case("mask-dense-bias-d512", 4096, heads=4, head_dim=512, mask="11qk", bias="bhqk"), BF16),
+    (Case("shared-bias-softcap-d320", 4096, heads=4, head_dim=320, bias="1hqk", softcap=30.0), FP16),
+    (Case("documents-key-bias-d512", 4096, heads=4, head_dim=512, intervals="documents", bias="bh1k"), BF16),
+    (Case("distances-d512", 4096, heads=4, head_dim=512, bias="1hr", distances=257), BF16),
+    (Case("dropout-d512", 1023, heads=4, head_dim=512, bias="bhqk", dropout_p=0.1), BF16),
     (Case("distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
+    (Case("distances-key-mask-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257, mask="b11k"), BF16),
+    (Case("distances-causal-d128", 4096, batch=2, heads=16, head_dim=128, bias="1hr", distances=8191, causal=True), BF16),
     (Case("distances-mask-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="1hr", distances=8191, mask="1hqk", causal=True), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
+    (Case("loaded-shared-bias-d64", 1001, batch=4, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("loaded-shared-bias-d128", 1001, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
+    (Case("loaded-mask-dense-bias-fp32-d128", 1001, heads=16, head_dim=128, mask="11qk", bias="bhqk", bias_dtype=FP32), BF16),
+    (Case("loaded-dense-bias-causal-d256", 1001, heads=16, head_dim=256, bias="bhqk", causal=True), BF16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
     (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
@@ -114,9 +134,29 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-by-head-odd", 3, 8191, heads=6, kv_heads=2, head_dim=80, value_dim=40, mask="bhqk", bias="bhqk", softcap=30.0), FP16),
     (Case("decoding-intervals-window-d256", 4, 131072, heads=8, kv_heads=4, head_dim=256, intervals="padding", window=(65536, 0)), BF16),
     (Case("decoding-64-rows-bias-d256", 16, 32768, heads=32, kv_heads=8, head_dim=256, bias="bhqk"), BF16),
+    (Case("decoding-gqa-d512", 1, 32768, heads=8, kv_heads=1, head_dim=512), BF16),
+    (Case("decoding-64-rows-bias-d512", 16, 32768, heads=8, kv_heads=2, head_dim=512, bias="bhqk"), BF16),
     (Case("decoding-distances-gqa-d128", 1, 131072, batch=1, heads=32, kv_heads=8, head_dim=128, bias="1hr", distances=257), BF16),
     (Case("decoding-fp32-d128", 1, 8192, heads=8, kv_heads=2, head_dim=128, bias="1h1k"), FP32),
     (Case("decoding-fp32-d256", 4, 8192, heads=8, kv_heads=2, head_dim=256, causal=True), FP32),
+)
+PACKED = (  # as many sequences as the batch has entries, none longer than the lengths
+    (Case("packed-causal-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, causal=True), BF16),
+    (Case("packed-causal-d64", 2048, batch=8, heads=16, head_dim=64, causal=True, sinks="random"), BF16),
+    (Case("packed-key-mask-bias-window-d64", 1000, batch=8, heads=16, head_dim=64, mask="b11k", bias="bh1k", window=(512, 64)), BF16),
+    (Case("packed-decoding-gqa-sinks-d128", 2, 8192, batch=4, heads=32, kv_heads=8, head_dim=128, causal=True, sinks="random"), BF16),
+    (Case("packed-dense-bias-causal-d128", 2048, batch=8, heads=16, head_dim=128, bias="bhqk", causal=True), BF16),
+    (Case("packed-dense-bias-softcap-d64", 1000, batch=8, heads=16, head_dim=64, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
+    (Case("packed-shared-bias-mask-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="bhqk"), BF16),
+    (Case("packed-shared-bias-d64", 2048, batch=8, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("packed-mask-key-bias-window-d128", 2048, batch=8, heads=16, head_dim=128, mask="b1qk", bias="bh1k", window=(512, 0)), FP16),
+    (Case("packed-shared-bias-dropout-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("packed-distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
+    (Case("packed-distances-sinks-d128", 4096, batch=4, heads=16, head_dim=128, bias="bhr", distances=8191, sinks="random"), BF16),
+    (Case("packed-query-mask-bias-d256", 1000, batch=3, heads=4, head_dim=256, mask="b1q1", bias="bhqk", causal=True), BF16),
+    (Case("packed-dense-bias-causal-d192", 1000, batch=3, heads=4, head_dim=192, value_dim=128, bias="bhqk", causal=True), BF16),
+    (Case("packed-mask-key-bias-d256", 1000, batch=3, heads=4, kv_heads=2, head_dim=256, mask="b1qk", bias="bg1k"), BF16),
+    (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
 )
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
@@ -129,12 +169,25 @@ ALIKE = {
     "documents-bias-by-head-gqa-d128": "intervals-window-d64",
     "shared-bias-d32-short": "windows-of-49-mask-d32, and windows-dense-bias-dropout-d64 of whole tiles",
     "rows-shared-bias-d32": "mask-shared-bias-d64",
+    "long-rows-shared-bias-d32": "mask-shared-bias-d64",
+    "long-rows-shared-bias-mask-d32": "mask-shared-bias-d64",
     "rows-dense-bias-mask-d32": "mask-softcap-d128",
     "rows-key-bias-d16": "key-bias-gqa-causal-d128",
     "shared-bias-of-four-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
     "shared-bias-of-many-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
     "block-mask-d128": "mask-softcap-d128",
     "prepared-mask-dense-bias-causal-d128": "prepared-mask-d128 and dense-bias-causal-d128",
+    "exact-scale-shared-bias-causal-d256": "dense-bias-d256 and dense-bias-causal-d128",
+    "mask-shared-bias-d192": "dense-bias-d256 and mask-softcap-d128",
+    "key-bias-gqa-causal-d192-128": "dense-bias-d256 and key-bias-gqa-causal-d128",
+    "prepared-mask-window-d192-128": "dense-bias-d256 and prepared-mask-d128",
+    "documents-bias-by-head-gqa-d256": "dense-bias-d256 and intervals-window-d64",
+    "intervals-dense-bias-d160-96": "dense-bias-d256 and intervals-window-d64",
+    "distances-causal-d256": "dense-bias-d256 and distances-causal-d128",
+    "documents-key-bias-d512": "causal-gqa-d512 and intervals-window-d64",
+    "distances-d512": "causal-gqa-d512 and distances-d64",
+    "dropout-d512": "mask-dense-bias-d512 and windows-dense-bias-dropout-d64",
+    "decoding-64-rows-bias-d512": "decoding-gqa-d512 and decoding-64-rows-bias-d256",
     "fp32-d256": "fp32-d128 and dense-bias-d256",
     "documents-dense-bias-d128": "intervals-window-d64 and dense-bias-causal-d128",
     "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
@@ -144,33 +197,14 @@ ALIKE = {
     "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
     "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
     "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
+    "packed-key-mask-bias-window-d64": "packed-causal-gqa-d128 and packed-mask-key-bias-window-d128",
+    "packed-shared-bias-d64": "packed-dense-bias-softcap-d64 and packed-shared-bias-mask-gqa-d128",
+    "packed-shared-bias-dropout-d64": "packed-dense-bias-softcap-d64 and dropout-shared-bias-d64",
+    "packed-query-mask-bias-d256": "packed-dense-bias-causal-d128 and dense-bias-d256",
+    "packed-shared-bias-fp32-d64": "packed-dense-bias-softcap-d64 and fp32-d128",
     "plan-128k": "plan-16k and plan-1m",
 }
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
-
-
-class NoDevice:
-    """The part of a driver that a compilation asks for."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return f"{self.target.backend}:{self.target.arch}"
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-
-def gpu_target(name: str) -> GPUTarget:
-    """A target by the name that its maker gives it."""
-    return GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
 
 
 @triton.jit
@@ -242,9 +276,10 @@ class Compiler:
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums and early starts of one compiled kernel.
 
-    Atomics on shared memory are how tl.histogram counts, in integers, whose sum does not depend on the order. An uneven sum adds another
-    lane's rounded product to the unrounded product of its own: the lanes then hold different sums of the same numbers. A kernel that is
-    launched before another ends has to wait for it before it touches global memory, or starts early.
+    Atomics on shared memory are how tl.histogram counts, and relaxed sums of
+    integers how programs draw numbers: neither is a sum of rounded numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes then hold
+    different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global memory, or
+    starts early.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -255,7 +290,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
         code = compiled.asm["ptx"]
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared)", code, re.M)
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared|global\.gpu\.relaxed\.add\.u32)", code, re.M)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
@@ -263,24 +298,6 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     early = getattr(compiled.metadata, "launch_pdl", False) != (len(waits) == 1) or bool(waits and touches and touches.start() < waits[0])
     counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early)}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
-
-
-@contextlib.contextmanager
-def on_gpu(target: str) -> Iterator[None]:
-    """Tensors without storage stand for a GPU."""
-    active = driver._active
-
-    def forget() -> None:
-        for cached in (device.device_family, launch._assembler, device.processors):
-            cached.cache_clear()
-
-    forget()
-    driver.set_active(NoDevice(gpu_target(target)))
-    try:
-        yield
-    finally:
-        driver._active = active
-        forget()
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:
@@ -331,11 +348,20 @@ def dynamic(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(first=first, last=last, order=order)
 
 
+def packed(case: Case, dtype: torch.dtype) -> Problem:
+    """The problem of a case whose batch entries are packed sequences."""
+    problem = meta(case, dtype)
+    tokens = {name: x.movedim(0, -3).flatten(-3, -2)[None] for name in ("query", "key", "value") if (x := getattr(problem, name)) is not None}
+    ends = torch.empty(case.batch + 1, dtype=torch.int64, device="meta")
+    return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
+
+
 def report(name: str, few: bool = False) -> list[dict[str, Any]]:
     """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
     left_out = ALIKE if few else {}
     with Compiler(gpu_target(name)) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
+        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem.with_states(states)

@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cases
+import packed_cases
 
 from dmattn import dynamic_mask_attention, reference
 from dmattn.equivalence import Case, check
@@ -56,6 +57,11 @@ CASES = (
         bias="bhqk",
         causal=True,
     ),
+    Case("hopper-loaded-bias-causal", 137, 251, heads=2, head_dim=64, bias="bhqk", causal=True),
+    Case("hopper-loaded-shared-bias", 137, 251, batch=3, heads=2, head_dim=128, bias="1hqk"),
+    Case("hopper-loaded-shared-bias-fp32", 200, 131, batch=3, heads=2, head_dim=40, bias="1hqk", bias_dtype=torch.float32),
+    Case("hopper-loaded-bias-mask-window", 137, 251, heads=2, head_dim=128, mask="b1qk", bias="bhqk", window=(100, 20)),
+    Case("hopper-loaded-mask-wide", 137, 251, heads=2, head_dim=192, mask="11qk", bias="bhqk"),
     Case("decoding-blocked-mask-by-head", 3, 1100, heads=4, kv_heads=2, mask="bhqk", keep="random", blocked=True, head_dim=64),
     Case("dense-bias-softcap", 65, 37, bias="bhqk", softcap=5.0),  # whose dBias is no dS that dQ could be made of
     Case("dropout-shared-bias-grouped-causal", 65, 97, heads=4, kv_heads=2, bias="1hqk", causal=True, dropout_p=0.2),
@@ -65,6 +71,7 @@ CASES = (
     Case("windows-in-parts-dropout", 17, 19, batch=70, bias="11qk", head_dim=64, dropout_p=0.2),
     Case("shared-bias-in-parts-odd-lengths", 97, 70, batch=64, heads=2, head_dim=40, bias="1hqk", mask="b11k"),
     Case("hopper-mask-dense-bias-causal", 136, 208, heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True),
+    Case("hopper-drawn-blocks-causal", 200, batch=5, heads=16, kv_heads=8, head_dim=128, causal=True),
     Case("hopper-documents-grouped", 200, heads=4, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"),
     Case("hopper-intervals-dense-bias", 136, 200, heads=2, head_dim=64, intervals="random", bias="bhqk"),
     Case("rows-shared-bias-mask", 128, 64, batch=133, heads=2, head_dim=32, bias="1hqk", mask="b1qk", keep="random-empty-rows"),
@@ -109,6 +116,16 @@ CASES = (
     Case("hopper-rows-intervals-dense-bias", 392, 520, leading="bn", head_dim=128, intervals="b11k", bias="1nhqk", window=(100, 60)),
     Case("hopper-resident-bias", 192, 320, batch=7, heads=2, head_dim=32, bias="1hqk"),
     Case("hopper-resident-bias-of-all-heads", 320, 64, batch=5, heads=3, head_dim=16, bias="11qk"),
+    Case("hopper-wide-odd-lengths", 197, 131, heads=2, head_dim=256),
+    Case("hopper-wide-key-bias-causal-grouped", 197, 264, heads=4, kv_heads=2, head_dim=192, value_dim=128, bias="bg1k", causal=True),
+    Case("hopper-wide-dense-bias-causal", 136, 264, heads=2, head_dim=256, bias="bhqk", causal=True),
+    Case("hopper-wide-shared-bias-odd-dims", 200, 136, batch=3, heads=2, head_dim=160, value_dim=136, bias="1hqk"),
+    Case("hopper-wide-mask-dense-bias", 136, 208, heads=2, head_dim=256, mask="b1qk", keep="blocks", bias="bhqk"),
+    Case("hopper-wide-blocked-mask-window", 393, 523, head_dim=192, value_dim=128, mask="bhqk", keep="random", blocked=True, window=(300, 50)),
+    Case("hopper-wide-documents-grouped", 200, heads=4, kv_heads=2, head_dim=256, intervals="documents", bias="bg1k"),
+    Case("hopper-wide-intervals-dense-bias", 200, 264, head_dim=160, value_dim=96, intervals="random", bias="bhqk"),
+    Case("hopper-wide-distances-sinks-causal", 200, 264, heads=2, head_dim=192, bias="1hr", distances=33, causal=True, sinks="far"),
+    Case("hopper-wide-several-blocks-a-program", 393, 263, batch=5, heads=9, head_dim=256),
     Case("decoding-key-bias-grouped", 1, 1100, heads=4, kv_heads=2, bias="bg1k", head_dim=128),
     Case("decoding-masks-by-head-odd-dims", 3, 1101, heads=6, kv_heads=2, mask="bhqk", bias="bhqk", head_dim=40, value_dim=100, causal=True),
     Case("decoding-listed-mask-several-tiles", 20, 2000, batch=1, heads=8, kv_heads=2, mask="b1qk", keep="blocks", softcap=5.0),
@@ -129,6 +146,23 @@ CASES = (
     Case("distances-in-one-tile", 49, batch=7, heads=2, bias="1hr", distances=31),
     Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
     *cases.FAULTS,
+)
+# Of sequences: the longest, and two more, are multiples of 8 and 16, as the copy engine reads rows; or odd; or enough for narrow heads on Hopper.
+LENGTHS, ODD = dict(lengths_q=(198, 3, 0, 70), lengths_k=(206, 0, 40, 130)), dict(lengths_q=(70, 3, 33), lengths_k=(91, 0, 64))
+LONG = dict(lengths_q=(400, 3, 130), lengths_k=(2070, 65, 130))
+PACKED = (
+    packed_cases.Case("packed-dense-bias-causal", bias="nhqk", **LENGTHS, head_dim=128, value_dim=128, options=dict(causal=True)),
+    packed_cases.Case("packed-shared-bias-window", bias="1gqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(window=(90, 20))),
+    packed_cases.Case(
+        "packed-mask-shared-bias-softcap", mask="nhqk", bias="1hqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(softcap=3.0)
+    ),
+    packed_cases.Case("packed-mask-window", mask="n1qk", **LENGTHS, head_dim=128, value_dim=128, options=dict(window=(90, 20))),
+    packed_cases.Case("packed-mask-key-bias", mask="n1qk", bias="nh1k", **LENGTHS, head_dim=128, value_dim=128),
+    packed_cases.Case("packed-mask-query-bias-odd-lengths", mask="1hqk", bias="nhq1", **ODD, head_dim=40),
+    packed_cases.Case("packed-distances-each-mask", mask="n1qk", bias="nhr", **LENGTHS, head_dim=128, value_dim=128),
+    packed_cases.Case("packed-distances-dropout-odd-lengths", bias="1hr", **ODD, options=dict(causal=True, dropout_p=0.2)),
+    packed_cases.Case("packed-long-shared-bias", bias="1hqk", **LONG, head_dim=64, value_dim=64),
+    packed_cases.Case("packed-long-distances", bias="1gr", **LONG, head_dim=64, value_dim=64),
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
@@ -160,8 +194,25 @@ def check_dynamic(len_q: int, len_k: int, head_dim: int, value_dim: int, dtype: 
     return [name for name, got, want in pairs if not (got - want).abs().max() <= band * want.abs().max().clamp(min=1)]
 
 
+def check_packed(case: packed_cases.Case, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """What differs from the reference of each sequence alone; with dropout, which that has in another way, what is not finite."""
+    given = packed_cases.inputs(case, dtype, device)
+    got = packed_cases.results(packed_cases.packed, case, given)
+    if "dropout_p" in case.options:
+        return [name for name, x in got.items() if name != "lse" and not x.isfinite().all()]
+    true = packed_cases.results(packed_cases.one_by_one, case, given)
+    band = 16 * torch.finfo(dtype).eps
+    return [name for name, x in true.items() if not _error(got[name].double(), x.double()) <= band]
+
+
+def _error(got: torch.Tensor, true: torch.Tensor) -> float:
+    """The largest difference, relative to what is larger than 1; -inf and -inf are the same."""
+    difference = (got - true).abs().masked_fill(got == true, 0.0)
+    return (difference.max() / true.masked_fill(got == true, 0.0).abs().max().clamp(min=1)).item()
+
+
 def main() -> int:
-    """Run the cases, and dynamic masks, in every dtype; 0 when all are within their budgets.
+    """Run the cases, packed sequences, and dynamic masks, in every dtype; 0 when all are within their budgets.
 
     With --portable, without the kernels for Hopper and the cases that are there for them.
     """
@@ -175,6 +226,11 @@ def main() -> int:
             wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
             failed += bool(wrong)
             print(case.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
+    for packed in PACKED:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            wrong = check_packed(packed, dtype)
+            failed += bool(wrong)
+            print(packed.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
     for sizes in DYNAMIC:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             wrong = check_dynamic(*sizes, dtype)

@@ -80,6 +80,11 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ),
         ("attention", "attn_mask", "mask (bool, True attends) or bias (float, added)"),
         ("attention", "softmax_scale", "scale"),
+        (
+            "attention",
+            "alibi_slopes",
+            "bias, dmattn.RelativeBias.alibi(alibi_slopes, length), or beside causal=True one of keys: slope * j of key j, (H, 1, Sk)",
+        ),
         ("attention", "window_size", "window, None (not -1) for off"),
         ("attention", "cu_seqlens", "the function dmattn.attention_varlen, or an IntervalMask"),
         ("attention", "dropout", "dropout_p"),
@@ -125,7 +130,10 @@ SAME = {
 @pytest.mark.parametrize("variant", SAME)
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_torchs_causal_bias_is_refused(name: str, variant: str) -> None:
-    expected = {"mask": "a bool tensor, an IntervalMask, a BlockMask or None", "bias": "a torch.Tensor or None"}[name]
+    expected = {
+        "mask": "a bool tensor, an IntervalMask, a BlockMask or None",
+        "bias": "a float tensor, a FactoredBias, a RelativeBias or None",
+    }[name]
     with pytest.raises(TypeError) as raised:
         attend(**{name: causal_bias(variant)})
     assert str(raised.value) == f"dmattn: {name}: expected {expected}, received torch.nn.attention.bias.CausalBias; {SAME[variant]}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -162,6 +164,20 @@ def test_compiled() -> None:
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.skipif(interpreting(), reason="the interpreter has no torch.compile")
+def test_an_exported_program_takes_other_tables() -> None:
+    class Biased(torch.nn.Module):
+        def forward(self, query: torch.Tensor, bias: RelativeBias) -> torch.Tensor:
+            return attention(query, query, query, bias=bias)
+
+    query, file, other = torch.randn(2, 4, 6, 4), io.BytesIO(), RelativeBias(torch.randn(4, 5), 1)
+    program = torch.export.export(Biased(), (query, RelativeBias(torch.randn(4, 5), 1)))
+    torch.export.save(program, file)
+    file.seek(0)
+    for found in (program, torch.export.load(file)):
+        assert torch.equal(found.module()(query, other), attention(query, query, query, bias=other))
+
+
 @pytest.mark.skipif(interpreting(), reason="float64 takes the PyTorch path")
 def test_opcheck_and_gradcheck() -> None:
     query, key, value = (torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -190,6 +206,8 @@ def test_a_tree_of_its_table() -> None:
     again = pytree.tree_unflatten(leaves, spec)
     assert (again.table is bias.table, again.zero, again.longest) == (True, bias.zero, 4)
     assert repr(bias) == "RelativeBias(table of shape (2, 7) in torch.float32, zero=3)"
+    with pytest.raises(FrozenInstanceError):
+        bias.zero = 9  # which nothing would check
 
 
 def test_memory_of_a_cpu_is_not_that_of_pairs() -> None:
@@ -219,8 +237,9 @@ def of(*shape: int, **options: Any) -> RelativeBias:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: RelativeBias([1.0]), TypeError, "RelativeBias: table: expected a float tensor, received list"),
-        (lambda: of(3, dtype=torch.int64), TypeError, "RelativeBias: table: expected a float tensor, received torch.int64 tensor"),
+        (lambda: RelativeBias([1.0]), TypeError, "RelativeBias: table: expected a float16, bfloat16, float32 or float64 tensor, received list"),
+        (lambda: RelativeBias(torch.zeros(3).to(torch.float8_e5m2)), TypeError, "float32 or float64 tensor, received torch.float8_e5m2 tensor"),
+        (lambda: of(3, dtype=torch.int64), TypeError, "RelativeBias: table: expected a float16, bfloat16, float32 or float64 tensor, received torch.int64 tensor"),
         (lambda: RelativeBias(torch.tensor(1.0)), ValueError, r"RelativeBias: table: expected shape \(R,\) or \(..., H, R\), R from 1, received \(\)"),
         (lambda: of(2, 0), ValueError, "RelativeBias: table: expected shape"),
         (lambda: RelativeBias(torch.zeros(5), 5), ValueError, "RelativeBias: zero: expected an index of the table, from 0 to 4, received 5"),
@@ -229,7 +248,7 @@ def of(*shape: int, **options: Any) -> RelativeBias:
         (lambda: RelativeBias(torch.zeros(5), True), TypeError, "RelativeBias: zero: expected an integer or None, received bool"),
         (lambda: of(5).to_dense(-1, 2), ValueError, "RelativeBias.to_dense: len_q: expected a non-negative integer, received -1"),
         (lambda: of(5).to_dense(1, 2.0), TypeError, "RelativeBias.to_dense: len_k: expected an integer, received float"),
-        (lambda: RelativeBias.t5(None, bidirectional=True), TypeError, "RelativeBias.t5: weight: expected a float tensor, received NoneType"),
+        (lambda: RelativeBias.t5(None, bidirectional=True), TypeError, "RelativeBias.t5: weight: expected a float16, bfloat16, float32 or float64 tensor, received NoneType"),
         (lambda: RelativeBias.t5(torch.zeros(3, 2), bidirectional=True), ValueError, r"t5: weight: expected shape \(buckets from 4, H\), received"),
         (lambda: RelativeBias.t5(torch.zeros(32), bidirectional=False), ValueError, r"t5: weight: expected shape \(buckets from 2, H\), received"),
         (lambda: RelativeBias.t5(torch.zeros(8, 2), bidirectional=1), TypeError, "bidirectional: expected True or False, received int"),
@@ -238,7 +257,7 @@ def of(*shape: int, **options: Any) -> RelativeBias:
             ValueError,
             "t5: max_distance: expected more than 8, half of 16 buckets, received 8",
         ),
-        (lambda: RelativeBias.alibi([1.0], 3), TypeError, "RelativeBias.alibi: slopes: expected a float tensor, received list"),
+        (lambda: RelativeBias.alibi([1.0], 3), TypeError, "RelativeBias.alibi: slopes: expected a float16, bfloat16, float32 or float64 tensor, received list"),
         (lambda: RelativeBias.alibi(torch.zeros(2, 1), 3), ValueError, r"alibi: slopes: expected shape \(H,\), received \(2, 1\)"),
         (lambda: RelativeBias.alibi(torch.zeros(2), 0), ValueError, "alibi: length: expected at least 1, received 0"),
         (lambda: RelativeBias.alibi(torch.zeros(2), 3).to_dense(2, 4), ValueError, "to_dense: len_k: expected at most 3, the length of RelativeBias.alibi"),
@@ -255,12 +274,13 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
         (
             of(3, 7),
             ValueError,
-            r"bias.table: expected a shape broadcastable to \(B, H, 1, R\) = \(2, 4, 1, 7\) with 4 or 2 or 1 heads, received",
+            r"bias.table: expected a shape broadcastable to \(B, H, R\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 7\)$",
         ),
-        (of(3, 4, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, 1, R\)"),
+        (of(3, 4, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(3, 4, 7\)$"),
+        (of(2, 1, 1, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(2, 1, 1, 7\)$"),
         (of(7, device="meta"), ValueError, "bias.table: expected query's device cpu, received meta"),
         (RelativeBias.alibi(torch.zeros(4), 5), ValueError, "query: expected a length of at most 5, that of RelativeBias.alibi, received 6"),
-        (3.0, TypeError, "bias: expected a torch.Tensor or None, received float"),
+        (3.0, TypeError, "bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ],
 )
 def test_refused_by_attention(bias: Any, error: type[Exception], message: str) -> None:

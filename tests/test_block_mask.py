@@ -349,7 +349,13 @@ MADE = made(1, 1, 5, 5)
         (lambda: BlockMask.from_mask_mod(noop_mask, 1, True, 5, 5), TypeError, "H: expected an integer or None, received bool"),
         (lambda: BlockMask.from_mask_mod(noop_mask, 1, 1, None, 5), TypeError, "Q_LEN: expected an integer, received NoneType"),
         (lambda: BlockMask.from_mask_mod(noop_mask, 1, 1, 5, -1), ValueError, "KV_LEN: expected an integer of at least 0, received -1"),
-        (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: True, 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* bool tensor, received one that returns none"),
+        (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: True, 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* bool tensor without axes, received one that returns bool$"),
+        (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: (q, k), 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* received one that returns tuple$"),
+        (lambda: BlockMask.from_mask(DENSE.to("meta")), ValueError, "from_mask: mask: expected a device whose tensors hold values, received meta"),
+        (lambda: BlockMask.from_mask_mod(noop_mask, 1, 1, 5, 5, "meta"), ValueError, "device: expected a device whose tensors hold values, received meta"),
+        (lambda: MADE & DENSE, TypeError, "BlockMask: &: expected one mask_mod that says both, .* received a BlockMask beside torch.Tensor"),
+        (lambda: DENSE | MADE, TypeError, r"BlockMask: \|: expected one mask_mod that says both, .* received a BlockMask beside torch.Tensor"),
+        (lambda: MADE & MADE, TypeError, "BlockMask: &: expected one mask_mod that says both"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: q - k, 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* returns torch.int64 of shape"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: DENSE[q] > 0, 1, 1, 5, 5, "cpu"), TypeError, r"mask_mod: .* torch.bool of shape \(1000,\)"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q: q > 0, 1, 1, 5, 5, "cpu"), TypeError, "positional arguments"),
@@ -423,3 +429,6 @@ def test_vmap_takes_a_mask_that_it_does_not_map(device: str) -> None:
     mapped = tree_map(lambda x: torch.stack([x, x, x]), mask)
     with pytest.raises(RuntimeError, match=r"mask: expected a BlockMask that torch\.func\.vmap does not map"):
         torch.func.vmap(Masked())(query, key, mapped)
+    of_elements = BlockMask.from_mask(torch.arange(3, device=device)[:, None, None, None] > torch.eye(37, device=device))  # one of 3 is partial
+    with pytest.raises(RuntimeError, match=r"mask: expected a BlockMask that torch\.func\.vmap does not map"):
+        torch.func.vmap(Masked())(query, key, of_elements)

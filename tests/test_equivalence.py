@@ -19,7 +19,7 @@ def test_case(case: Case, device: str, dtype: torch.dtype, unwritten_shows: None
 
 
 def test_cases_have_names_and_reasons() -> None:
-    everything = cases.CASES + cases.LARGE + cases.HOPPER
+    everything = cases.CASES + cases.WIDEST + cases.LARGE + cases.HOPPER
     assert len({case.name for case in everything}) == len(everything)
     assert all(case.reason for case in everything)
 

@@ -352,7 +352,7 @@ CALLS = [
     ("cols-of-query-heads", (5, 3), (4, 7, 3), {}, r"bias.cols: .*2 or 1 heads.*\(4, 7, 3\); for factors of each query head repeat key and value to as many heads$"),
     ("rows-batch", (3, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(3, 4, 5, 3\)$"),
     ("rows-five-axes", (1, 2, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 2, 4, 5, 3\)$"),
-    ("too-many", (5, 249), (7, 249), {}, r"bias.rows: expected at most 248 factors, a column each beside query's head dim 8 of at most 256, received shape \(5, 249\)$"),
+    ("too-many", (5, 505), (7, 505), {}, r"bias.rows: expected at most 504 factors, a column each beside query's head dim 8 of at most 512, received shape \(5, 505\)$"),
     ("softcap", (5, 3), (7, 3), {"softcap": 2.0}, r"softcap: expected None beside a FactoredBias, which would be capped with the products, received 2.0$"),
     ("scale-small", (5, 3), (7, 3), {"scale": 1e-30}, r"scale: expected 0, or a size from 2\*\*-64 to 2\*\*64 beside a FactoredBias, received 1e-30$"),
     ("scale-nan", (5, 3), (7, 3), {"scale": float("nan")}, r"scale: expected a finite number .* received nan$"),
@@ -378,9 +378,9 @@ def test_other_errors_of_a_call() -> None:
     with pytest.raises(ValueError, match=r"^dmattn: bias.rows: expected query's device meta, received cpu$"):
         attention(*(x.to("meta") for x in (QUERY, KEY, KEY)), bias=bias)
     with pytest.raises(
-        ValueError, match=r"^dmattn: bias.rows: expected at most 41 factors, 6 columns of torch.bfloat16 each .* received shape \(5, 42\)$"
+        ValueError, match=r"^dmattn: bias.rows: expected at most 84 factors, 6 columns of torch.bfloat16 each .* received shape \(5, 85\)$"
     ):
-        attention(*(x.bfloat16() for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(5, 42), normal(7, 42)))
+        attention(*(x.bfloat16() for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(5, 85), normal(7, 85)))
     with pytest.raises(ValueError, match=r"^dmattn: key: expected query's head dim 8, received 6$"):
         attention(QUERY, KEY[..., :6], KEY, bias=bias)
     with pytest.raises(TypeError, match=r"^dmattn: attn_mask: expected a bool or float tensor or None, received dmattn.biases.FactoredBias$"):

@@ -53,19 +53,23 @@ LAYERS = (
         "dropout",
         "first_call",
         "graphs",
+        "own_rows",
         "precision",
         "recording",
+        "rehearsal",
         "selection",
         "states",
         "unions",
     ),
+    ("mask_checks",),
     ("biases", "mask_mods", "masks"),
-    ("block_mask",),
+    ("block_mask", "fields"),
+    ("checks",),
     ("problem",),
     ("factors",),
     ("kernels",),
     ("reference",),
-    ("execution.__init__", "execution.mapped", "execution.record", "execution.torch_kernel", "execution.watching"),
+    ("execution.__init__", "execution.mapped", "execution.record", "execution.sequences", "execution.torch_kernel", "execution.watching"),
     ("execution.recorder", "execution.torch_path"),
     ("execution.backend", "execution.replay"),
     ("execution.passes",),
@@ -85,12 +89,12 @@ LAYERS = (
     ("distributed.__init__",),
     ("equivalence", "integrations.__init__", "integrations.doge"),
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
-    ("report",),
+    ("compilation", "report"),
     ("verify",),
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "precision", "problem", "recording", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

@@ -170,7 +170,7 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
         (
             lambda: IntervalMask.from_mask(STRIPES),
             ValueError,
-            r"from_mask: mask: expected at most two intervals of queries a key, received three at \(0,\)",
+            r"from_mask: mask: expected at most two intervals of queries a key, received three at key 0; a bool mask or a BlockMask has any number",
         ),
         (lambda: IntervalMask.from_mask(STRIPES[:, 0]), ValueError, r"from_mask: mask: expected shape \(Sq, Sk\), .* received \(5,\)"),
         (
@@ -193,21 +193,35 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
             ValueError,
             r"\|: expected masks of broadcastable shapes on one device, .* on cpu and meta",
         ),
-        (lambda: IntervalMask(INT, INT) | torch.ones(3, 3, dtype=torch.bool), TypeError, r"\|"),
+        (
+            lambda: IntervalMask.from_mask(torch.stack([~STRIPES, STRIPES])[:, None].expand(2, 1, 5, 3)),
+            ValueError,
+            r"received three at key 0 of entry \(1, 0\); a bool mask or a BlockMask has any number",
+        ),
+        (
+            lambda: IntervalMask(INT, INT) | torch.ones(3, 3, dtype=torch.bool),
+            TypeError,
+            r"IntervalMask: \|: expected an IntervalMask beside an IntervalMask, received torch.Tensor; mask.to_dense\(Sq\) \| a bool tensor is",
+        ),
+        (
+            lambda: torch.ones(3, 3, dtype=torch.bool) & IntervalMask(INT, INT),
+            TypeError,
+            "IntervalMask: &: expected .*, received torch.Tensor;",
+        ),
         (
             lambda: IntervalMask.from_mask(STRIPES[[0, 1, 0, 1, 1]]) | IntervalMask(INT + 4, INT + 5),
             ValueError,
-            r"at most two .* received three at \(0,\)",
+            r"at most two .* received three at key 0; a bool mask or a BlockMask has any number",
         ),
         (
             lambda: IntervalMask.from_mask(STRIPES[[0, 0, 0, 1, 0]]) & IntervalMask.from_mask(STRIPES[[0, 1, 0, 0, 0]]),
             ValueError,
-            r"&: expected at most two intervals of queries a key, received three at \(0,\)",
+            r"&: expected at most two intervals of queries a key, received three at key 0; a bool mask or a BlockMask has any number",
         ),
         (
             lambda: IntervalMask.global_tokens(torch.tensor([[[True, False, True]], [[True, True, False]]])),
             ValueError,
-            r"is_global: expected one run of global tokens in each row, received several runs at \(0, 0\)",
+            r"is_global: expected one run of global tokens in each row, received several runs in row \(0, 0\)$",
         ),
         (lambda: IntervalMask.global_tokens(STRIPES[:, 0]), ValueError, "expected one run of global tokens in each row, received several runs"),
         (lambda: IntervalMask.global_tokens(BOOL[None]), ValueError, r"is_global: .* received \(1, 3\); is_global\[:, None\] of \(B, S\)"),

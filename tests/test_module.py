@@ -263,7 +263,7 @@ def test_parameters_are_made_where_and_as_asked() -> None:
         (dict(num_heads=2.0), TypeError, "num_heads: expected an integer, received float"),
         (dict(num_kv_heads=3), ValueError, "num_kv_heads: expected a divisor of num_heads = 4, received 3"),
         (dict(hidden_size=25), ValueError, "hidden_size: expected a multiple of num_heads = 4 where head_dim is None, received 25"),
-        (dict(head_dim=257), ValueError, "head_dim: expected 1 to 256, received 257"),
+        (dict(head_dim=513), ValueError, "head_dim: expected 1 to 512, received 513"),
         (dict(keep=0), ValueError, "keep: expected at least 1, received 0"),
         (dict(keep=True), TypeError, "keep: expected an integer, received bool"),
         (dict(causal=1), TypeError, "causal: expected True or False, received int"),

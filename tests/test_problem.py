@@ -26,6 +26,7 @@ INT = zeros(7, dtype=torch.int32)
 AFTER_LENGTHS = {"query": zeros(2, 9, 4, 8), "key": zeros(2, 9, 2, 8), "value": zeros(2, 9, 2, 8)}  # (B, S, H, D), which passes for 9 heads
 NESTED_AXES = {"query": zeros(2, 3, 4, 5, 8), "key": zeros(2, 3, 2, 7, 8), "value": zeros(2, 3, 2, 7, 8)}
 SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
+OF_THREE = {"query": zeros(3, 4, 5, 8), "key": zeros(3, 2, 7, 8), "value": zeros(3, 2, 7, 8), "mask": None}
 ERRORS = [
     ("query-not-a-tensor", {"query": [1.0]}, TypeError, r"query: expected a torch.Tensor, received list"),
     ("query-rank", {"query": zeros(5, 8)}, ValueError, r"query: expected at least 3 axes \(\.\.\., heads, length, head dim\), received shape \(5, 8\)"),
@@ -49,9 +50,9 @@ ERRORS = [
     ("value-heads", {"value": zeros(2, 4, 7, 8)}, ValueError, r"value: expected key's 2 heads, received 4"),
     ("value-length", {"value": zeros(2, 2, 6, 8)}, ValueError, r"value: expected key's length 7, received 6"),
     ("key-head-dim", {"key": zeros(2, 2, 7, 9)}, ValueError, r"key: expected query's head dim 8, received 9"),
-    ("head-dim-too-large", {"query": zeros(2, 4, 5, 257), "key": zeros(2, 2, 7, 257)}, ValueError, r"query: expected a head dim from 1 to 256, received 257"),
-    ("value-dim-too-large", {"value": zeros(2, 2, 7, 300)}, ValueError, r"value: expected a head dim from 1 to 256, received 300"),
-    ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 256, received 0"),
+    ("head-dim-too-large", {"query": zeros(2, 4, 5, 513), "key": zeros(2, 2, 7, 513)}, ValueError, r"query: expected a head dim from 1 to 512, received 513"),
+    ("value-dim-too-large", {"value": zeros(2, 2, 7, 600)}, ValueError, r"value: expected a head dim from 1 to 512, received 600"),
+    ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 512, received 0"),
     ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask, a BlockMask or None, received list"),
     ("mask-float", {"mask": zeros(5, 7)}, ValueError, r"mask: expected dtype torch.bool.*argument bias.*received torch.float32$"),
     ("mask-integer", {"mask": zeros(5, 7, dtype=torch.int64)}, ValueError, r"mask: expected dtype torch.bool, True where query attends key, received torch.int64; mask.bool\(\) if nonzero means that it does$"),
@@ -72,7 +73,14 @@ ERRORS = [
     ("bias-of-heads-after-lengths", AFTER_LENGTHS | {"mask": None, "bias": zeros(2, 9, 9)}, ValueError, r"bias: expected a shape .* received \(2, 9, 9\); \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
     ("intervals-of-heads-after-lengths", AFTER_LENGTHS | {"mask": IntervalMask.causal(9, 9)}, ValueError, r"mask: expected .* for 4 queries and 2 keys, .* for 9 queries and 9 keys; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
     ("bias-that-fits-neither-way", AFTER_LENGTHS | {"mask": None, "bias": zeros(3, 9, 9)}, ValueError, r"bias: expected a shape .* received \(3, 9, 9\)$"),
-    ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a torch.Tensor or None, received float"),
+    ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
+    ("bias-a-list", {"bias": [1.0]}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received list$"),
+    ("mask-a-function", {"mask": lambda b, h, i, j: i >= j}, TypeError, r"mask: expected .*, received function; dmattn.BlockMask.from_mask_mod\(mask, B, H, Sq, Sk\) is the mask of a mask_mod$"),
+    ("mask-without-heads", OF_THREE | {"mask": zeros(3, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected a shape .* received \(3, 5, 7\); with the axis that is missing mask\[:, None\]$"),
+    ("bias-without-heads", OF_THREE | {"bias": zeros(3, 5, 7)}, ValueError, r"bias: expected a shape .* received \(3, 5, 7\); with the axis that is missing bias\[:, None\]$"),
+    ("bias-of-keys-without-queries", {"bias": zeros(2, 4, 7)}, ValueError, r"bias: expected a shape .* received \(2, 4, 7\); with the axis that is missing bias\[:, :, None\]$"),
+    ("bias-that-lacks-a-leading-axis", NESTED_AXES | {"bias": zeros(2, 4, 5, 7)}, ValueError, r"bias: expected .* received \(2, 4, 5, 7\); with the axis that is missing bias\[:, None\]$"),
+    ("intervals-that-lack-a-leading-axis", NESTED_AXES | {"mask": IntervalMask(INT.expand(2, 1, 7), INT)}, ValueError, r"mask.first: expected .* received \(2, 1, 7\); with the axis that is missing mask.first\[:, None\]$"),
     ("bias-integer", {"bias": zeros(5, 7, dtype=torch.int32)}, ValueError, r"bias: expected a dtype of float16.*received torch.int32"),
     ("bias-shape", {"bias": zeros(2, 4, 5, 6)}, ValueError, r"bias: expected a shape broadcastable.*received \(2, 4, 5, 6\)"),
     ("bias-device", {"bias": zeros(5, 7, device="meta")}, ValueError, r"bias: expected query's device cpu, received meta"),

@@ -71,7 +71,8 @@ def test_chunks_of_packed_sequences_have_their_own_keys(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch_path, "MIN_ROWS", 2)
     ends_q, ends_k = (torch.tensor(lengths).cumsum(0) for lengths in ([0, 3, 1, 2, 3, 2, 6], [0, 3, 1, 4, 0, 2, 6]))
     query, key, value = (torch.randn(int(ends[-1]), 2, 4, dtype=torch.float64) for ends in (ends_q, ends_k, ends_k))  # in PyTorch everywhere
-    dmattn.attention_varlen(query, key, value, ends_q, ends_k, max_seqlen_q=6, max_seqlen_k=6, causal=True)
+    seen = dmattn.IntervalMask.packed(ends_q, ends_k, query.shape[0], key.shape[0], right=0)
+    dmattn.attention(*(x.transpose(0, 1)[None] for x in (query, key, value)), mask=seen)
     assert computed == [(4, 4), (4, 4), (3, 2), (4, 4), (2, 6)]
 
 

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ..arguments import check_flag, kind, refuse_keywords
 from ..biases import FactoredBias, RelativeBias
+from ..checks import Window, check_qkv, check_tensor
 from ..execution.eager import attend
 from ..factors import joined
+from ..fields import Intervals
 from ..graphs import left_out_of_graphs
 from ..masks import IntervalMask
-from ..problem import Intervals, Problem, Window, autocast, check_qkv, check_tensor
+from ..problem import Problem, autocast
 from . import heads, ring
 from .pairs import Setting
 from .plan import Band

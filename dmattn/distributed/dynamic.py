@@ -11,8 +11,9 @@ from torch import Tensor
 from ..arguments import check_flag, refuse_keywords
 from ..dynamic import checked, intervals_of
 from ..execution.eager import attend
+from ..fields import Intervals
 from ..graphs import left_out_of_graphs
-from ..problem import Intervals, Problem, autocast
+from ..problem import Problem, autocast
 from . import ring
 from .context_parallel import check_shares
 from .fetch import Wanted, fetched, needed_by

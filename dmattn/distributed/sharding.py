@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import kind
+from ..checks import check_tensor
 from ..graphs import left_out_of_graphs
-from ..problem import check_tensor
 from .first_derivative import first_derivative
 from .messages import exchanged, gathered, summed
 from .ranks import Ranks, seen

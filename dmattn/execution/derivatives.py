@@ -19,6 +19,7 @@ from ..problem import Problem
 from . import torch_path
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, LEARNED
+from .sequences import sequences_of
 
 RESULTS = ("out", "lse")
 TEMPORARIES = 2  # how many times as many numbers of a chunk are alive for a further derivative
@@ -165,6 +166,8 @@ class _Differentiable(torch.autograd.Function):
         names = (*RESULTS, *FIELDS, *taken[len(which.learned) :])
         gradients = {*names[len(RESULTS) + len(FIELDS) :], *given}
         mapped = Mapped.of(info.batch_size, names[len(RESULTS) :], arguments[len(RESULTS) :], axes[len(RESULTS) :], gradients)
+        if mapped.packed:
+            return mapped.one_by_one(lambda *own: _Differentiable.apply(which, *own), arguments, axes)
         results = _Differentiable.apply(which, *map(mapped.leading, names, arguments, axes))
         if which.steps:
             return tuple(results), (0,) * len(results)
@@ -180,17 +183,26 @@ def _in_chunks(which: Derivative, problem: Problem, incoming: Sequence[Tensor]) 
     tensors = [*(getattr(problem, name) for name in which.learned), *incoming]
     like = [tensors[place] for place in which.steps[-1]]
     totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in like]
+    for sequence in sequences_of(problem):
+        own_tensors, own_totals = ([sequence.of(*each) for each in zip(*named, strict=True)] for named in ((taken, tensors), (given, totals)))
+        _add_chunks(which, sequence.problem(problem), own_tensors, own_totals, sequence.number)
+    return [total.to(x.dtype) for total, x in zip(totals, like, strict=True)]
+
+
+def _add_chunks(which: Derivative, problem: Problem, tensors: Sequence[Tensor], totals: Sequence[Tensor], number: int) -> None:
+    """Add the derivative of a problem, whose first batch entry has that number, to sums in the formula's dtype."""
+    taken, given = which.names()
+    dtype = torch_path.compute_dtype(problem)
     alive = TEMPORARIES ** len(which.steps) * torch_path.scores_of_row(problem)
     for rows, keys, chunk in torch_path.chunks(problem, alive // ON_A_GPU if problem.query.is_cuda else alive):
         parts = [torch_path.part_of(problem, name, x, rows, keys) for name, x in zip(taken, tensors, strict=True)]
         with torch.enable_grad():
             leaves = [x.to(dtype).detach().requires_grad_() for x in parts]
             learned: dict[str, Any] = dict(zip(which.learned, leaves, strict=False))
-            results = reference.attend(chunk._replace(**learned), dtype, rows.start, torch_path.aligned_length(problem, keys))
+            results = reference.attend(chunk._replace(**learned), dtype, rows.start, torch_path.aligned_length(problem, keys), number)
             found = _differentiated(which, dict(zip(RESULTS, results, strict=True)), leaves)
         for name, total, gradient in zip(given, totals, found, strict=True):
             torch_path.add_part(problem, name, total, rows, keys, gradient)
-    return [total.to(x.dtype) for total, x in zip(totals, like, strict=True)]
 
 
 def _differentiated(which: Derivative, values: dict[str, Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,8 +11,11 @@ from torch.autograd import forward_ad
 
 from ..biases import RelativeBias
 from ..block_mask import BlockMask
+from ..checks import Window
+from ..fields import Blocks, Distances, Intervals
 from ..masks import IntervalMask
-from ..problem import Blocks, Distances, Intervals, Problem, Window, autocast
+from ..problem import Problem, autocast
+from ..rehearsal import thread as rehearsal
 from . import operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
 from .watching import nothing_watches
@@ -87,7 +90,11 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Forward], arguments: tuple, fixed: tuple, *learned: Any) -> tuple[Tensor, Tensor]:
-        results = function(*arguments)
+        rehearsal.needs = ctx.needs_input_grad[3:]
+        try:
+            results = function(*arguments)
+        finally:
+            rehearsal.needs = None
         operators.save(ctx, learned, fixed, results)
         return results[:2]
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 
+from ..checks import MAPPED_BLOCKS
 from ..masks import BOUNDS
 
 SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
 
 
 class Mapped(NamedTuple):
-    """So many `elements`. A bias that they share gets an entry for each where gradients keep them `apart`; it is not copied for that."""
+    """So many `elements`. A bias that they share gets an entry for each where gradients keep them `apart`; it is not copied for that.
+
+    Where sequences are `packed`, their entries are the batch's, and elements are computed one by one.
+    """
 
     elements: int
     apart: bool
+    packed: bool
 
     @classmethod
     def of(
@@ -28,12 +34,18 @@ class Mapped(NamedTuple):
         if at["seed"][0] is not None:
             raise RuntimeError("dmattn: dropout_p: expected 0.0 under torch.func.vmap, whose elements would share or not share what is dropped")
         if at["sinks"][1] is not None:
-            raise RuntimeError("dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis")
+            raise RuntimeError(
+                "dmattn: sinks: expected the same for all elements under torch.func.vmap, received a mapped axis; "
+                "jacfwd and hessian by sinks map them too: use grad, vjp or jvp"
+            )
         if at["bits"][1] is not None:
-            raise RuntimeError("dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped")
+            raise RuntimeError(MAPPED_BLOCKS)
         if "sinks" in gradients:
-            raise RuntimeError("dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch")
-        return cls(elements, "bias" in gradients)
+            raise RuntimeError(
+                "dmattn: sinks: expected no gradient for each element under torch.func.vmap, which joins them to one batch; "
+                "jacrev and hessian by sinks ask for them too: use grad, vjp or jvp"
+            )
+        return cls(elements, "bias" in gradients, at["ends_q"][0] is not None)
 
     def leading(self, name: str, x: Any, axis: int | None) -> Any:
         """A tensor of all elements' problems, with the mapped axis in front, or 1 there where it may be shared; anything else as it is."""
@@ -41,6 +53,18 @@ class Mapped(NamedTuple):
             return x
         x = x[None] if axis is None else x.movedim(axis, 0)
         return x if name in SHARED and not (name == "bias" and self.apart) else x.expand(self.elements, *x.shape[1:])
+
+    def one_by_one(
+        self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Any], axes: Sequence[int | None]
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The results of all elements, and their mapped axes."""
+
+        def own(x: Any, axis: int | None, number: int) -> Any:
+            return x.select(axis, number) if isinstance(x, Tensor) and axis is not None else x
+
+        each = [function(*(own(x, axis, number) for x, axis in zip(arguments, axes, strict=True))) for number in range(self.elements)]
+        results = tuple(torch.stack(result) for result in zip(*each, strict=True))
+        return results, (0,) * len(results)
 
     def of_states(self, states: Tensor, mask_axis: int | None) -> tuple[Tensor, int | None]:
         """The states of all elements' masks and their mapped axis, of masks that had such an axis or shared one."""

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from ..checks import with_axes
 from ..graphs import asked_in_tracing
 from ..masks import BOUNDS
-from ..problem import Problem, with_axes
+from ..problem import Problem
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
@@ -113,6 +114,8 @@ def _(d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list
 @forward.register_vmap
 def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int | None]]:
     mapped = Mapped.of(info.batch_size, FIELDS, inputs, axes, ())
+    if mapped.packed:
+        return mapped.one_by_one(torch.ops.dmattn.forward, inputs, axes)
     out, lse, states = torch.ops.dmattn.forward(*map(mapped.leading, FIELDS, inputs, axes))
     states, axis = mapped.of_states(states, axes[FIELDS.index("mask")])
     return (out, lse, states), (0, 0, axis)
@@ -123,6 +126,8 @@ def _(info: Any, axes: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...
     names = ("out", "lse", "out", "lse", "needs", "pads", *FIELDS)
     needed = dict(zip(LEARNED, inputs[4], strict=True))
     mapped = Mapped.of(info.batch_size, FIELDS, inputs[6:], axes[6:], [name for name, need in needed.items() if need])
+    if mapped.packed:
+        return mapped.one_by_one(torch.ops.dmattn.backward, inputs, axes)
     gradients = torch.ops.dmattn.backward(*map(mapped.leading, names, inputs, axes))
     return gradients, tuple(0 if need else None for need in needed.values())
 

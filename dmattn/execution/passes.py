@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from operator import itemgetter
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from .. import selection
+from .. import rehearsal, selection
 from ..problem import Gradients, Problem
 from . import backend
 from .replay import replayed
 
 FIELDS = Problem._fields
 LEARNED = Gradients._fields  # what can require a gradient, in the order of `needs` and of backward's results
-FIXED = ("mask", "first", "last", "also_first", "also_last", "order", "blocks", "bits")  # the other tensors of a caller
+FIXED = ("mask", "first", "last", "also_first", "also_last", "order", "blocks", "bits", "ends_q", "ends_k")  # the other tensors of a caller
 RULES = tuple(name for name, kind in get_type_hints(Problem).items() if kind not in (Tensor, Tensor | None))
 learned_of, fixed_of, rules_of = (itemgetter(*map(FIELDS.index, names)) for names in (LEARNED, FIXED, RULES))
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple]  # out, lse, states and seed for backward, and the rules
@@ -25,7 +26,10 @@ def _attended(problem: Problem) -> Forward:
     out, lse, states = backend.allocate_forward(problem)
     problem = problem.with_states(states)
     if out.numel() or lse.numel():
-        backend.path(problem).forward(problem, out, lse)
+        needs = rehearsal.thread.needs
+        gradients = None if needs is None else (unwrap(backward), (out, None, out, lse, needs, True, problem))  # if d_out lies as `out` does
+        with rehearsal.followed_by(gradients):
+            backend.path(problem).forward(problem, out, lse)
     return out, lse, problem.states, problem.seed, rules_of(problem)
 
 

@@ -49,7 +49,9 @@ def scores_added(problem: Problem) -> int:
     return math.prod(leading) * problem.key.shape[-2]
 
 
-def attend(problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    problem: Problem, dtype: torch.dtype, row_start: int = 0, len_q: int | None = None, number: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`dmattn.reference.attend` of a problem that :func:`serves` and :func:`prepared` have seen, in float32."""
     query = problem.query.to(dtype)
     rows, len_k = query.shape[-2], problem.key.shape[-2]

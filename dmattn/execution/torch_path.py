@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from .. import distances, reference
 from ..bits import unpacked
 from ..broadcast import per_query_gradient, sum_to
 from ..masks import BOUNDS
+from ..own_rows import begins_and_lengths, own_rows
 from ..problem import DISTANCES, HEADS, KEYS, PAIRS, QUERIES, Gradients, Problem
 from ..reference import fold_groups, kept_factor, masked_scores, with_sinks
 from . import torch_kernel
+from .sequences import Sequence, sequences_of
 from .watching import nothing_watches
 
 Keys = slice | Tensor  # of a chunk: some in a row, or ascending places
@@ -51,11 +53,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Write (out, lse) of `problem`."""
     dtype = compute_dtype(problem)
     problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
-    attend, scores = reference.attend, scores_of_row(problem)
-    if torch_kernel.serves(problem):
-        problem, attend, scores = torch_kernel.prepared(problem), torch_kernel.attend, torch_kernel.scores_added(problem)
-    for rows, keys, chunk in chunks(problem, scores):
-        out[..., rows, :], lse[..., rows] = attend(chunk, dtype, rows.start, aligned_length(problem, keys))
+    for sequence in sequences_of(problem):
+        own, own_out, own_lse = sequence.problem(problem), sequence.of("out", out), sequence.of("lse", lse)
+        attend, scores = reference.attend, scores_of_row(own)
+        if torch_kernel.serves(own):
+            own, attend, scores = torch_kernel.prepared(own), torch_kernel.attend, torch_kernel.scores_added(own)
+        for rows, keys, chunk in chunks(own, scores):
+            own_out[..., rows, :], own_lse[..., rows] = attend(chunk, dtype, rows.start, aligned_length(own, keys), sequence.number)
 
 
 @torch.no_grad()
@@ -70,19 +74,55 @@ def backward(
 ) -> None:
     """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once. `partial` is that of passes.py."""
     dtype = compute_dtype(problem)
-    d_query, d_key, d_value, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
-    kv_heads = problem.key.shape[-3]
-    key, value = problem.key.to(dtype), problem.value.to(dtype)
-    kind = None if d_bias is None else problem.bias_kind
-    d_bias_rows, d_bias_queries = d_bias if kind == PAIRS else None, d_bias if kind in (QUERIES, HEADS) else None
-    d_bias_keys = d_bias if kind in (KEYS, DISTANCES) else None
+    d_key, d_value, d_bias = gradients.key, gradients.value, gradients.bias
+    problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
     d_sink_scores = None if problem.sinks is None else torch.zeros_like(lse)
-    key_sum, value_sum, bias_sum = (
-        None if grad is None else torch.zeros(grad.shape, dtype=dtype, device=grad.device) for grad in (d_key, d_value, d_bias_keys)
-    )
-    if d_bias_rows is not None:
-        d_bias_rows.zero_()  # a chunk may not have all keys
-    for rows, keys, chunk in chunks(problem._replace(key=key, value=value), scores_of_row(problem)):
+    by_query = _ByQuery(out, d_out, lse, d_lse, d_sink_scores)
+    # each chunk has rows of a bias of pairs of its own, unless sequences share them
+    is_summed = problem.bias_kind in (KEYS, DISTANCES) or (problem.ends_q is not None and problem.bias_kind == PAIRS)
+    sums = {"key": d_key, "value": d_value, "bias": d_bias if is_summed else None}
+    totals = {name: torch.zeros(x.shape, dtype=dtype, device=x.device) for name, x in sums.items() if x is not None}
+    if d_bias is not None and not is_summed:
+        d_bias.zero_()  # a chunk may not have all keys
+    for sequence in sequences_of(problem):
+        own = Gradients(*(None if x is None else sequence.of(name, x) for name, x in gradients._asdict().items()))
+        own = own._replace(**{name: sequence.of(name, totals[name]) if name in totals else None for name in ("key", "value")})
+        own = own._replace(bias=sequence.of("bias", totals["bias"]) if "bias" in totals else own.bias)
+        _add(problem, sequence, dtype, by_query.of(sequence), own, partial)
+    for name, total in totals.items():
+        getattr(gradients, name).copy_(total)
+    if d_bias is not None and problem.bias_kind in (QUERIES, HEADS):
+        if problem.ends_q is None or problem.longest_q is None:
+            per_query_gradient(lse, d_lse, d_sink_scores, d_bias)
+        else:
+            begins, lengths = begins_and_lengths(problem.ends_q, lse.shape[-1], problem.longest_q)
+            of_lse, of_sinks = (None if x is None else own_rows(x, begins, lengths, problem.longest_q) for x in (d_lse, d_sink_scores))
+            per_query_gradient(own_rows(lse, begins, lengths, problem.longest_q), of_lse, of_sinks, d_bias)
+    if gradients.sinks is not None and d_sink_scores is not None:
+        gradients.sinks.copy_(d_sink_scores.sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2]))
+
+
+class _ByQuery(NamedTuple):
+    """What the backward pass reads of each query; and where it writes the gradient of the sink's score."""
+
+    out: Tensor
+    d_out: Tensor
+    lse: Tensor
+    d_lse: Tensor | None
+    d_sink_scores: Tensor | None
+
+    def of(self, sequence: Sequence) -> _ByQuery:
+        vectors = (None if x is None else sequence.of("lse", x) for x in self[3:])
+        return _ByQuery(sequence.of("out", self.out), sequence.of("out", self.d_out), sequence.of("lse", self.lse), *vectors)
+
+
+def _add(whole: Problem, sequence: Sequence, dtype: torch.dtype, by_query: _ByQuery, gradients: Gradients, partial: bool) -> None:
+    """Add to sums over chunks of one sequence, those of keys, values and bias, and write what each chunk has its own rows of."""
+    problem, number, kind = sequence.problem(whole), sequence.number, whole.bias_kind  # of a bias whose axes may be 1 long here
+    out, d_out, lse, d_lse, d_sink_scores = by_query
+    d_query, key_sum, value_sum, d_bias = gradients.query, gradients.key, gradients.value, gradients.bias
+    kv_heads = problem.key.shape[-3]
+    for rows, keys, chunk in chunks(problem, scores_of_row(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
         empty = lse[..., rows, None] == float("-inf")
         if partial:
@@ -92,7 +132,7 @@ def backward(
         of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
         p = p[..., : scores.shape[-1]]
         d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)
-        factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start)
+        factor = None if problem.seed is None else kept_factor(chunk, dtype, rows.start, number)
         if value_sum is not None:
             weights = p if factor is None else p * factor
             value_sum[..., keys, :] += fold_groups(weights, kv_heads).transpose(-1, -2) @ fold_groups(d_out_rows, kv_heads)
@@ -105,29 +145,21 @@ def backward(
         if factor is not None:
             d_p *= factor
         d_scores = (p * (d_p - delta)).masked_fill_(empty, 0.0)
-        if d_bias_rows is not None:  # each chunk has rows of its own
-            shape = torch.Size((*d_bias_rows.shape[:-2], *d_scores.shape[-2:]))
-            d_bias_rows[..., rows, keys] = sum_to(d_scores, shape).to(d_bias_rows.dtype)
-        if bias_sum is not None and problem.zero is not None:
-            of_pairs = sum_to(d_scores, (*bias_sum.shape[:-2], *d_scores.shape[-2:]))
-            distances.add_pairs(bias_sum[..., 0, :], of_pairs, problem.zero, rows.start, aligned_length(problem, keys))
-        elif bias_sum is not None:
-            shape = torch.Size((*bias_sum.shape[:-1], d_scores.shape[-1]))
-            bias_sum[..., keys] += sum_to(d_scores, shape)
+        if d_bias is not None and kind == DISTANCES:
+            assert problem.zero is not None
+            of_pairs = sum_to(d_scores, (*d_bias.shape[:-2], *d_scores.shape[-2:]))
+            distances.add_pairs(d_bias[..., 0, :], of_pairs, problem.zero, rows.start, aligned_length(problem, keys))
+        elif d_bias is not None and kind in (PAIRS, KEYS):
+            of_rows = rows if kind == PAIRS else slice(None)
+            shape = (*d_bias.shape[:-2], d_scores.shape[-2] if kind == PAIRS else d_bias.shape[-2], d_scores.shape[-1])
+            d_bias[..., of_rows, keys] += sum_to(d_scores, shape)
         if tanh is not None:
             d_scores = d_scores * (1 - tanh * tanh)
         d_scores = fold_groups(d_scores * problem.scale, kv_heads)
         if d_query is not None:
-            d_query[..., rows, :] = (d_scores @ chunk.key).view(*p.shape[:-1], key.shape[-1])
+            d_query[..., rows, :] = (d_scores @ chunk.key).view(*p.shape[:-1], chunk.key.shape[-1])
         if key_sum is not None:
             key_sum[..., keys, :] += d_scores.transpose(-1, -2) @ fold_groups(chunk.query.to(dtype), kv_heads)
-    for grad, total in ((d_key, key_sum), (d_value, value_sum), (d_bias_keys, bias_sum)):
-        if grad is not None and total is not None:
-            grad.copy_(total)
-    if d_bias_queries is not None:
-        per_query_gradient(lse, d_lse, d_sink_scores, d_bias_queries)
-    if gradients.sinks is not None and d_sink_scores is not None:
-        gradients.sinks.copy_(d_sink_scores.sum([axis for axis in range(lse.ndim) if axis != lse.ndim - 2]))
 
 
 def scores_of_row(problem: Problem) -> int:

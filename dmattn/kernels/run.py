@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
+from ..own_rows import begins_and_lengths, own_rows
 from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
+from .base.layout import first_rows_in_blocks
 from .base.leading import flattened, flattened_gradients, in_parts
 from .base.query_terms import Incoming, fill_terms
 from .dispatch import choose_backward, choose_forward
@@ -50,6 +52,7 @@ FORWARD = {
     "one tile": one_tile_forward,
     "split keys": split_keys,
     "Hopper": hopper_forward,
+    "Hopper, pairs loaded": hopper_forward,
     "Hopper, bias on chip": hopper_resident_forward,
     "portable": portable_forward,
 }
@@ -69,11 +72,12 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 
 class Given(NamedTuple):
-    """Tensors with the caller's leading axes."""
+    """Tensors with the caller's leading axes, of which `entries` are the sizes: packed sequences are one."""
 
     lse: Tensor
     d_lse: Tensor | None
     gradients: Gradients
+    entries: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ def backward(
 
     `partial`: `out` and `lse` are over further keys, too.
     """
-    given = Given(lse, d_lse, gradients)
-    gradients = flattened_gradients(gradients, lse.shape[:-2])
+    entries = tuple(lse.shape[:-2]) if problem.ends_q is None else (problem.ends_q.shape[0] - 1,)
+    given = Given(lse, d_lse, gradients, entries)
+    gradients = flattened_gradients(gradients, problem)
     problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
     traits = Traits.of(problem, out, d_out, gradients)
     if partial:
@@ -128,6 +133,10 @@ def backward(
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if any(END_SUMS in choice.makes for choice in choices):
         results[END_SUMS] = lse.new_empty((2, *lse.shape))
+    if problem.ends_q is not None:
+        for summed in (results.get(D_BIAS_OF_KEYS), results.get(END_SUMS)):
+            if summed is not None:
+                summed.zero_()  # beyond the lengths of sequences
     if order is not None and order.shape[2] < len_k:
         for of_keys in (given.gradients.key, given.gradients.value, results.get(D_BIAS_OF_KEYS)):
             if of_keys is not None:
@@ -137,7 +146,7 @@ def backward(
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
     if key_sums is not None and key_sums is not d_bias:
-        sum_of_key_sums(key_sums, given.gradients.bias, given.lse.shape[:-2])
+        sum_of_key_sums(key_sums, given.gradients.bias, given.entries)
 
 
 def _one_tile(call: Call, made: Made) -> None:
@@ -185,7 +194,7 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
 
 
 def _hopper_query(call: Call, made: Made) -> None:
-    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY])
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
 
 def _portable_query(call: Call, made: Made) -> None:
@@ -197,7 +206,7 @@ def _portable_distances(call: Call, made: Made) -> None:
     d_table = call.given.gradients.bias
     assert end_sums is not None
     assert d_table is not None
-    distance_grad.table_gradient(call.problem, call.incoming, end_sums, d_table, call.given.lse.shape[:-2])
+    distance_grad.table_gradient(call.problem, call.incoming, end_sums, d_table, call.given.entries)
 
 
 def _hopper_shared(call: Call, made: Made) -> None:
@@ -209,16 +218,31 @@ def _portable_shared(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse(call: Call, made: Made) -> None:
-    per_query_gradient(call.given.lse, call.given.d_lse, None, call.given.gradients.bias)
+    per_query_gradient(_by_query(call, call.given.lse), _by_query(call, call.given.d_lse), None, call.given.gradients.bias)
 
 
 def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
     of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
-    per_query_gradient(call.given.lse, call.given.d_lse, of_sinks.view(call.given.lse.shape), call.given.gradients.bias)
+    if call.problem.ends_q is None:
+        of_sinks = of_sinks.view(call.given.lse.shape)
+    else:
+        of_sinks = _by_query(call, of_sinks, in_blocks=True)
+    per_query_gradient(_by_query(call, call.given.lse), _by_query(call, call.given.d_lse), of_sinks, call.given.gradients.bias)
+
+
+def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
+    """A vector by query with the caller's leading axes; of packed sequences, which may lie in whole blocks, in the coordinates of each."""
+    ends, longest = call.problem.ends_q, call.problem.longest_q
+    if x is None or ends is None or longest is None:
+        return x
+    begins, lengths = begins_and_lengths(ends, call.given.lse.shape[2], longest)
+    if in_blocks:
+        begins = first_rows_in_blocks(begins)
+    return own_rows(x, begins, lengths, longest)
 
 
 def _sinks(call: Call, made: Made) -> None:
-    sink_grad.sink_gradients(call.sinks, call.incoming, made[D_SINKS])
+    sink_grad.sink_gradients(call.problem, call.sinks, call.incoming, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:
@@ -241,16 +265,20 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "whole rows": _whole_rows,
     "Hopper: d_query, d_bias": _shared_query,
     "Hopper: d_key, d_value, d_bias": _hopper_keys,
+    "Hopper: d_key, d_value, d_bias, pairs loaded": _hopper_keys,
     "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,
     "portable: d_key, d_value, d_bias": _portable_keys,
     "portable: d_query of d_bias": _query_of_d_bias,
     "portable: d_bias of distances": _portable_distances,
     "Hopper: d_query": _hopper_query,
+    "Hopper: d_query, pairs loaded": _hopper_query,
     "Hopper: d_key, d_value": _hopper_keys,
+    "Hopper: d_key, d_value, pairs loaded": _hopper_keys,
     "Hopper: d_key, d_value by intervals": _hopper_interval_keys,
     "portable: d_key, d_value": _portable_keys,
     "portable: d_query, d_bias": _portable_query,
     "Hopper: d_bias": _hopper_shared,
+    "Hopper: d_bias, pairs loaded": _hopper_shared,
     "portable: d_bias": _portable_shared,
     "sums of d_lse": _sums_of_d_lse,
     "sums of d_lse and d_sinks": _sums_of_d_lse_and_sinks,

@@ -6,7 +6,6 @@ A :class:`Traits` holds no tensor, so that a test or a report makes one without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from ..problem import DISTANCES, KEYS, PAIRS, Gradients, Problem, kind_of
 from .base.device import device_family, processors
 from .base.leading import Nested, flattened, flattened_gradients
+from .hopper.addressing import Placed, why_not_copied
 from .hopper.copies import GLUON
 
 # Results of the two passes. A gradient of the bias is made in five ways, which its kind decides.
@@ -40,12 +40,10 @@ _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # field
 _FEATURES = {"first": "intervals", "last": "intervals", "left": "window", "right": "window", "seed": "dropout", "zero": "bias of distances"}
 _FEATURES |= {"also_first": "two intervals", "also_last": "two intervals"}
 _FEATURES |= {"blocks": "block mask", "bits": "block mask"}
+_FEATURES |= dict.fromkeys(("ends_q", "ends_k", "longest_q", "longest_k"), "packed sequences")
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _INTERVALS = ("first", "last", "also_first", "also_last")
 _INPUTS = ("query", "key", "value", "mask", *_INTERVALS, "bias")
-_AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
-_AXES["d_bias"] = _AXES["bias"]
-_SIZED_BY = {"out": "value", "d_out": "value", "d_query": "query and key"}  # results, dense whatever padding their inputs have
 
 
 class Bias(NamedTuple):
@@ -97,25 +95,28 @@ class Traits(NamedTuple):
 
         A `target`, (family, processors), stands for the device of the tensors.
         """
-        gradients = flattened_gradients(gradients, problem.query.shape[:-3])
+        gradients = flattened_gradients(gradients, problem)
         problem, out, d_out = flattened(problem, out, d_out)
         query, bias, device = problem.query, problem.bias, problem.query.device
         family, count = (device_family(device), processors(device)) if target is None else target
         batch, heads, len_q, head_dim = query.shape
         kv_heads, len_k, value_dim = problem.value.shape[1:]
-        given = {name: _Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
+        len_k = len_k if problem.key.numel() else 0  # of packed sequences none may have a key
+        given = {name: Placed.of(x) for name in _INPUTS if (x := getattr(problem, name)) is not None}
         if problem.order is not None:
             len_k = problem.order.shape[2]
             sizes = dict(key=(len_k, head_dim), value=(len_k, value_dim), first=(len_k,), last=(len_k,), bias=(1, len_k))
             copies = sizes.keys() & given.keys()
-            given |= {name: _Placed.contiguous(given[name].dtype, (batch, kv_heads, *sizes[name])) for name in copies}
+            given |= {name: Placed.contiguous(given[name].dtype, (batch, kv_heads, *sizes[name])) for name in copies}
         kinds = {name: kind_of(given[name].shape) for name in ("mask", "bias") if name in given}
         if problem.zero is not None:
             kinds["bias"] = DISTANCES
         results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
-        copied |= {name: _Placed.of(x) for name, x in results.items() if x is not None}
-        pointed = {name: x for name, x in given.items() if name in ("mask", *_INTERVALS) or (name == "bias" and kinds[name] != PAIRS)}
+        copied |= {name: Placed.of(x) for name, x in results.items() if x is not None}
+        uncopyable = {name: why for name, x in copied.items() if (why := why_not_copied(name, *x)) is not None}
+        loaded = {"mask", *_INTERVALS, "bias"} - ({"bias"} & copied.keys() - uncopyable.keys())
+        pointed = {name: x for name, x in given.items() if name in loaded}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
             made[_d_bias_of(problem, (batch, heads))] = gradients.bias
@@ -136,7 +137,7 @@ class Traits(NamedTuple):
             left=problem.left,
             right=problem.right,
             scale=problem.scale,
-            uncopyable=tuple((name, why) for name, x in copied.items() if (why := _why_not_copied(name, *x)) is not None),
+            uncopyable=tuple(uncopyable.items()),
             # Of an axis of 1, too, whose stride nobody uses.
             wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),
             wanted=frozenset(name for name, x in made.items() if x is not None),
@@ -172,52 +173,3 @@ def _d_bias_of(problem: Problem, members: tuple[int, int]) -> str:
     if problem.pair_bias is not None:
         return D_BIAS_OF_PAIRS if problem.pair_bias.shape[:2] == members else D_BIAS_SHARED
     return {KEYS: D_BIAS_OF_KEYS, DISTANCES: D_BIAS_OF_DISTANCES}.get(problem.bias_kind or "", D_BIAS_OF_QUERIES)
-
-
-class _Placed(NamedTuple):
-    """Where the elements of a tensor lie: `address` is that of the first, modulo 16."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    address: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Placed:
-        return cls(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() % 16)
-
-    @classmethod
-    def contiguous(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> _Placed:
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.append(strides[-1] * max(size, 1))
-        return cls(dtype, shape, tuple(reversed(strides)), 0)
-
-
-@lru_cache(maxsize=4096)
-def _why_not_copied(name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], address: int) -> str | None:
-    """Why the copy engine cannot address a tensor, None if it can: 16-bit or bool, last axis dense, all else at multiples of 16 bytes."""
-    axes = _AXES.get(name, ("batch", "head", "length", "dim"))
-    if dtype.itemsize > 2:
-        return f"{name}: {str(dtype).removeprefix('torch.')} elements have more than 16 bits: convert it"
-    if address:
-        return f"{name}: begins {address} bytes past a multiple of 16: copy it"
-    if strides[3] != 1:
-        return f"{axes[3]} axis of {name}: stride {strides[3]} is not 1: {'copy it' if strides[3] else 'it is expanded, give it a length of 1'}"
-    unit = 16 // dtype.itemsize
-    for axis, size, stride in reversed(list(zip(axes, shape, strides, strict=True))[:3]):  # rows first, whose length others follow from
-        if size > 1 and not 0 < stride < 1 << 38:
-            return f"{axis} axis of {name}: stride {stride}: {'copy it' if stride else 'it is expanded, give that axis a length of 1'}"
-        if size > 1 and stride % unit:
-            where = f"rows of {name}" if axis == axes[2] else f"{axis} axis of {name}"
-            return f"{where}: stride {stride} is no multiple of {unit}: {_remedy(name, axes[3], shape[3], unit)}"
-    return None
-
-
-def _remedy(name: str, axis: str, length: int, unit: int) -> str:
-    """How strides become multiples of a unit, by the length of the last axis."""
-    if length % unit == 0:
-        return "copy it"
-    if name in _SIZED_BY:
-        return f"pad {_SIZED_BY[name]} with zeros to a head dim that is a multiple of {unit}"
-    return f"pad the {axis} axis to a multiple of {unit} and pass a slice"

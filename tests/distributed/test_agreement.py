@@ -100,7 +100,7 @@ ON_ALL = [
     ("mask dtype", ValueError, "dmattn: mask: expected dtype torch.bool"),
     ("mask type", TypeError, "dmattn: mask: expected a bool tensor, an IntervalMask or None, received dmattn.block_mask.BlockMask"),
     ("intervals of the share", ValueError, "dmattn: mask: expected an IntervalMask for 16 queries and 16 keys"),
-    ("bias type", TypeError, "dmattn: bias: expected a torch.Tensor or None, received list"),
+    ("bias type", TypeError, "dmattn: bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received list"),
     ("window", ValueError, "dmattn: window: expected non-negative integers"),
     ("flag", TypeError, "dmattn: return_lse: expected True or False, received int"),
     ("sinks", ValueError, r"dmattn: sinks: expected shape \(H,\) = \(4,\)"),

@@ -27,6 +27,8 @@ CASES = (
     Case("mask-per-key", 130, 67, mask="b11k", bias="1hqk"),
     Case("bias-per-query", 130, 67, bias="1hq1"),
     Case("keys-in-order", 136, 200, heads=4, kv_heads=2, head_dim=128, bias="bg1k"),
+    Case("packed-dense-bias-mask", 37, 65, batch=3, bias="bhqk", mask="1hqk", keep="random"),
+    Case("packed-shared-bias", 70, 65, batch=3, heads=4, kv_heads=2, bias="1hqk"),
     Case("two-intervals", 136, 200, heads=4, kv_heads=2, intervals="random-two"),
     Case("decoding", 1, 4096, batch=1, heads=8, kv_heads=2, head_dim=64, bias="bg1k"),
     Case("window", 17, 19, batch=70, bias="11qk"),
@@ -53,7 +55,17 @@ def problem_of(case: Case, device: str, seed: int) -> tuple[Problem, Tensor, Ten
         bounds = [torch.full(problem.key.shape[:3], bound, dtype=torch.int32, device=device) for bound in (0, case.len_q)]
         order = torch.arange(problem.key.shape[2] - 9, dtype=torch.int32, device=device).expand(*problem.key.shape[:2], -1).contiguous()
         problem = problem._replace(first=bounds[0], last=bounds[1], order=order)
+    if case.name.startswith("packed-"):  # whose batch entries are sequences of one length
+        packed = {name: join(getattr(problem, name)) for name in ("query", "key", "value")}
+        ends = [torch.arange(case.batch + 1, device=device) * length for length in (case.len_q, case.len_k)]
+        problem = problem._replace(**packed, ends_q=ends[0], ends_k=ends[1], longest_q=case.len_q, longest_k=case.len_k)
+        return problem, join(inputs.d_out), join(inputs.d_lse[..., None])[..., 0]
     return problem, inputs.d_out, inputs.d_lse
+
+
+def join(x: Tensor) -> Tensor:
+    """(batch, heads, length, dim) as the tokens of one batch entry."""
+    return x.movedim(0, -3).flatten(-3, -2)[None]
 
 
 class CudaLauncher:

@@ -366,6 +366,9 @@ def test_what_is_not_there_says_so(device: str) -> None:
         per_element = func.grad(lambda query, sinks: attention(query, key, value, sinks=sinks).square().sum(), (0, 1))
         with pytest.raises(RuntimeError, match=f"sinks: expected {reason} under torch.func.vmap"):
             func.vmap(per_element, in_dims=axes)(torch.stack([query, query]), sinks if axes[1] is None else sinks[None].expand(2, 1))
+    for by_sinks in (func.hessian, func.jacrev, func.jacfwd):
+        with pytest.raises(RuntimeError, match=r"hessian by sinks .*: use grad, vjp or jvp"):
+            by_sinks(lambda sinks: attention(query, key, value, sinks=sinks).square().sum((0, 2, 3)))(sinks)
     dropped = func.grad(lambda query: attention(query, key, value, dropout_p=0.5).sum())
     with pytest.raises(RuntimeError, match=r"dropout_p: expected 0.0 under torch.func.vmap"):
         func.vmap(dropped, randomness="different")(torch.stack([query, query]))

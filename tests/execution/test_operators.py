@@ -284,23 +284,65 @@ def test_a_bias_of_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_float32_products_follow_torchs_precision(device: str) -> None:
+    """By default, "ieee" and "tf32" compute differently, a repeated launch as its own setting says; the first two are float32's numbers."""
     inputs = Case("precision", 65, head_dim=64).inputs(torch.float32, device)
-    exact = attention(inputs.query, inputs.key, inputs.value)
-    torch.set_float32_matmul_precision("high")
+    matmul = torch.backends.cuda.matmul
+    before, outs = matmul.fp32_precision, {}
     try:
-        fast = attention(inputs.query, inputs.key, inputs.value)
+        for turn in range(3):
+            for setting in ("none", "ieee", "tf32"):
+                matmul.fp32_precision = setting
+                out = attention(inputs.query, inputs.key, inputs.value)
+                assert turn == 0 or torch.equal(out, outs[setting]), setting
+                outs[setting] = out
     finally:
-        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
     true = reference.attention(inputs.query, inputs.key, inputs.value, dtype=torch.float64)
-    assert (exact - true).abs().max() < 1e-5
-    assert 1e-5 < (fast - true).abs().max() < 1e-2
+    assert not torch.equal(outs["none"], outs["ieee"])
+    for setting in ("none", "ieee"):
+        assert (outs[setting] - true).abs().max() < 2e-6, setting
+    assert 1e-5 < (outs["tf32"] - true).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float32_products_at_the_ends_of_the_range(device: str, head_dim: int) -> None:
+    """Powers of 2 pass through values and their gradients without an error, and infinite values have IEEE's results."""
+    inputs = Case("range", 130, head_dim=head_dim, causal=True).inputs(torch.float32, device)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+
+    def results_of(value: torch.Tensor, d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaf = value.requires_grad_()
+        out = attention(inputs.query, inputs.key, leaf, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaf, d_out)
+
+    try:
+        matmul.fp32_precision = "none"
+        out, d_value = results_of(inputs.value.clone(), inputs.d_out)
+        for power in (2.0**120, 2.0**-80):
+            assert torch.equal(results_of(inputs.value * power, inputs.d_out)[0], out * power)
+            assert torch.equal(results_of(inputs.value.clone(), inputs.d_out * power)[1], d_value * power)
+        value = inputs.value.clone()
+        value[:, :, 100, 3], value[:, :, 110, 4], value[:, :, 120, 5] = float("inf"), float("-inf"), float("nan")
+        found = results_of(value.clone(), inputs.d_out)[0]
+        matmul.fp32_precision = "ieee"
+        true = results_of(value.clone(), inputs.d_out)[0]
+    finally:
+        matmul.fp32_precision = before
+    assert torch.equal(found.isnan(), true.isnan())
+    assert torch.equal(found.isposinf(), true.isposinf())
+    assert torch.equal(found.isneginf(), true.isneginf())
+    finite = true.isfinite()
+    assert finite.any()
+    assert (found - true)[finite].abs().max() < 1e-5
 
 
 PRECISIONS = """
 import torch
 from benchmarks import harness
 from dmattn.kernels.base.tiles import dot_precision
-assert dot_precision(torch.float32) == "ieee"
+assert (dot_precision(torch.float32), dot_precision(torch.float16)) == ("bf16x6", "ieee")
 for line in (
     'torch.backends.fp32_precision = "tf32"',
     'torch.backends.cuda.matmul.fp32_precision = "tf32"',
@@ -311,6 +353,16 @@ for line in (
     assert (dot_precision(torch.float32), dot_precision(torch.float16)) == ("tf32", "ieee"), line
     assert harness.environment(torch.device("cpu"))["float32_matmul_precision"] == "tf32"
     torch.set_float32_matmul_precision("highest")
+    assert dot_precision(torch.float32) == "ieee", line
+for line in (
+    'torch.backends.fp32_precision = "ieee"',
+    'torch.backends.cuda.matmul.fp32_precision = "ieee"',
+    'torch.set_float32_matmul_precision("highest")',
+    'torch.backends.cuda.matmul.allow_tf32 = False',
+):
+    torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+    assert dot_precision(torch.float32) == "bf16x6", line
+    exec(line)
     assert dot_precision(torch.float32) == "ieee", line
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -262,7 +263,7 @@ def layer_of(decoder: bool, buckets: int, furthest: int) -> Any:
 
 def bias_of(layer: Any, len_q: int, past: Any = 0, len_k: int | None = None) -> Tensor:
     """As the layer's forward method asks for it."""
-    view = bucket_tables._viewed(layer, type(layer), torch.zeros(1))
+    view = bucket_tables._viewed(layer, torch.zeros(1))
     return view.compute_bias(len_q, len_q + past if len_k is None else len_k, past_seen_tokens=past)
 
 
@@ -305,15 +306,19 @@ def test_other_calls_make_the_tensor(call: Callable) -> None:
     assert bias.grad_fn is not None
 
 
-@pytest.mark.parametrize("of_instance", [False, True])
-def test_a_layer_with_buckets_of_its_own_makes_the_tensor(of_instance: bool) -> None:
+@pytest.mark.parametrize("of", ["instance", "subclass", "class"])
+def test_a_layer_with_buckets_of_its_own_makes_the_tensor(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of(True, 8, 9)
-    stock = type(layer)
-    if of_instance:
-        layer._relative_position_bucket = WithOwnBuckets._relative_position_bucket
-    else:
+    stock, own = type(layer), WithOwnBuckets._relative_position_bucket
+    view = bucket_tables._viewed(layer, torch.zeros(1))
+    assert type(view.compute_bias(30, 30)) is DescribedBias  # until then
+    if of == "instance":
+        layer._relative_position_bucket = own
+    elif of == "subclass":
         layer.__class__ = type("OwnAttention", (WithOwnBuckets, stock), {})
-    view = bucket_tables._viewed(layer, stock, torch.zeros(1))
+    else:
+        monkeypatch.setattr(stock, "_relative_position_bucket", staticmethod(functools.wraps(stock._relative_position_bucket)(own)))
+    view = bucket_tables._viewed(layer, torch.zeros(1))
     assert torch.equal(view.compute_bias(30, 30), layer.compute_bias(30, 30))
     assert type(view.compute_bias(30, 30)) is Tensor
 
@@ -363,6 +368,15 @@ def test_unregister_restores_the_classes(monkeypatch: pytest.MonkeyPatch) -> Non
     stock = T5Attention.forward
     assert stock is replaced.__wrapped__
     assert stock.__code__.co_filename.endswith("modeling_t5.py")
+    integration.register()
+    ours = T5Attention.forward
+    monkeypatch.setattr(T5Attention, "forward", lambda self, *args, **kwargs: ours(self, *args, **kwargs))
+    integration.unregister()
+    integration.register()  # around a forward method that calls an earlier one of ours
+    model = transformers.T5ForConditionalGeneration._from_config(t5().config, attn_implementation="dmattn").eval()
+    assert {type(bias) for bias in biases_of(model, lambda: model(**batch_for(model, "left")))} == {DescribedBias}
+    integration.unregister()
+    T5Attention.forward = stock
     integration.register()
     another = lambda self, *args, **kwargs: None  # noqa: E731
     monkeypatch.setattr(MT5Attention, "forward", another)

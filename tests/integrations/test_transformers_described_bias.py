@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,8 +181,18 @@ def test_the_gradient_of_a_description_refuses_to_be_read_as_pairs() -> None:
     assert gradient.shape == bias.shape
     with pytest.raises(RuntimeError, match=r"dmattn: position_bias: expected a tensor .* \(position_bias.clone\(\) is one\), received a desc"):
         gradient.abs()
+    with pytest.raises(RuntimeError, match="dmattn: position_bias: expected a tensor"):
+        gradient + 0
     pairs = bias.clone()
     assert type(torch.autograd.grad(attend(pairs).sum(), pairs)[0]) is Tensor
+
+
+def test_a_saved_description_is_loaded_as_the_tensor() -> None:
+    bias, _ = next(both())
+    file = io.BytesIO()
+    torch.save(bias.detach(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), bias.detach().clone())
 
 
 @pytest.mark.parametrize("by", ["pairs", "table", "both"])

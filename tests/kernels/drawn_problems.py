@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dmattn import RelativeBias
-from dmattn.problem import Intervals, Problem
+from dmattn.fields import Intervals
+from dmattn.problem import Problem
 
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
 BIAS_DTYPES = (None, None, None, None, None, None, torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cases import CASES, HOPPER, LARGE
+from cases import CASES, HOPPER, LARGE, WIDEST, gpu_dtypes
 from compile_report import DYNAMIC, FORWARD, LAUNCHES, dynamic, meta
 from drawn_problems import Drawn, drawn
 
@@ -30,15 +30,14 @@ from dmattn.problem import Gradients, Problem
 
 RECORD = Path(__file__).with_name("choices.txt")
 TARGETS = {"sm_80": ("sm_80", 108), "sm_90": ("sm_90", 132), "sm_100": ("sm_100", 148), "gfx942": ("hip", 304)}  # family and processors
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WITH_COLUMNS = " (with columns)"  # behind a row whose query terms are made as columns, too
 DRAWN = 80  # recorded
 
 
 def named_problems() -> Iterator[tuple[str, torch.dtype, Problem]]:
     """Those of the equivalence tests, in three dtypes, and of the compile report."""
-    for case in (*CASES, *LARGE, *HOPPER):
-        for dtype in DTYPES:
+    for case in (*CASES, *WIDEST, *LARGE, *HOPPER):
+        for dtype in gpu_dtypes(case):
             yield case.name, dtype, meta(case, dtype)
     for case, dtype in (*LAUNCHES, *FORWARD):
         yield case.name, dtype, meta(case, dtype)

@@ -8,6 +8,7 @@ with the same attributes, whose method `compute_bias` describes what the layer's
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cache, wraps
 from typing import Any
 
@@ -60,8 +61,9 @@ def _describing_forward(kind: Any, name: str) -> Any:
     @wraps(stock)
     def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         makes = not torch.compiler.is_compiling() and kwargs.get("position_bias") is None
+        makes = makes and not isinstance(layer, _Describing)
         if makes and layer.config._attn_implementation == name and takes(hidden_states):
-            layer = _viewed(layer, kind, hidden_states)
+            layer = _viewed(layer, hidden_states)
         return stock(layer, hidden_states, *args, **kwargs)
 
     return forward
@@ -73,7 +75,6 @@ class _Describing:
     __slots__ = ("_dtype",)  # beside the attributes of the layer, which are the view's too
 
     has_relative_attention_bias = property(lambda self: True)  # to the layer's own code, so that it asks the method below
-    _own_methods: bool
 
     def compute_bias(self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0) -> Tensor:
         if not vars(self)["has_relative_attention_bias"]:  # cross attention
@@ -81,7 +82,7 @@ class _Describing:
         make = super().compute_bias  # type: ignore[misc]
         aligned = type(past_seen_tokens) is int and key_length == query_length + past_seen_tokens
         furthest, buckets = self.relative_attention_max_distance, self.relative_attention_num_buckets
-        saturates = furthest > buckets // 2 and self._own_methods and "_relative_position_bucket" not in vars(self)
+        saturates = furthest > buckets // 2 and _has_own_methods(self)
         if aligned and saturates and query_length > 1:
             reach = min(furthest, 1 << key_length.bit_length())  # longer distances take the same bucket, or there are none
             table = make(1, 2 * reach + 1, device=device, past_seen_tokens=reach)[0, :, 0]
@@ -90,8 +91,8 @@ class _Describing:
         return make(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
 
 
-def _viewed(layer: Any, stock: Any, hidden_states: Tensor) -> Any:
-    view: Any = object.__new__(_view_class(layer.__class__, stock))
+def _viewed(layer: Any, hidden_states: Tensor) -> Any:
+    view: Any = object.__new__(_view_class(layer.__class__))
     view.__dict__ = layer.__dict__
     device = hidden_states.device.type
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -101,9 +102,16 @@ def _viewed(layer: Any, stock: Any, hidden_states: Tensor) -> Any:
 
 
 @cache
-def _view_class(kind: Any, stock: Any) -> Any:
+def _view_class(kind: Any) -> Any:
     """Of layers whose class is, or derives from, a class of Transformers."""
-    methods = [getattr(kind, name) for name in ("compute_bias", "_relative_position_bucket")]
-    own = all(method.__module__ == stock.__module__ and method.__qualname__.startswith(f"{stock.__name__}.") for method in methods)
-    names = dict(__module__=kind.__module__, __qualname__=kind.__qualname__, _own_methods=own)
-    return type(kind.__name__, (_Describing, kind), names)
+    return type(kind.__name__, (_Describing, kind), dict(__module__=kind.__module__, __qualname__=kind.__qualname__))
+
+
+def _has_own_methods(view: Any) -> bool:
+    """Whether what decides the buckets of a layer is Transformers' code, as it is for each of `_CLASSES`, at this call."""
+    kind = type(view).__bases__[1]
+    stock = next(each for each in kind.__mro__ if each in _stock)
+    file = sys.modules[stock.__module__].__file__
+    codes = [getattr(getattr(kind, name), "__code__", None) for name in ("compute_bias", "_relative_position_bucket")]
+    own = all(code is not None and code.co_filename == file for code in codes)
+    return own and vars(view).keys().isdisjoint(("compute_bias", "_relative_position_bucket"))

@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...problem import FLOATS
+from ...checks import FLOATS
 from .converted_layer import NAME, DynamicMask, converted_layers, expect_implementation
 from .saved_config import mark, unmark
 

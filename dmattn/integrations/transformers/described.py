@@ -81,7 +81,7 @@ class Described(Tensor):
         return exact.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return torch.clone, (self.clone(),)
+        return self.clone().__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -107,7 +107,8 @@ class _TableGradient(Tensor):
             return found._with(found.sums.clone())
         if function is aten._to_copy.default:
             return found._with(found.sums.to(device=kwargs.get("device"), dtype=kwargs.get("dtype")))
-        if function in (aten.add.Tensor, aten.add_.Tensor) and not kwargs and args[0].shape == args[1].shape:
+        adds = function in (aten.add.Tensor, aten.add_.Tensor) and not kwargs and isinstance(args[1], Tensor)
+        if adds and args[0].shape == args[1].shape:
             sums = found.sums_of(args[0]) + found.sums_of(args[1])
             if function is aten.add.Tensor:
                 return found._with(sums)

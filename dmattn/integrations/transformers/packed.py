@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils.import_utils import is_tracing
 
-from ...masks import IntervalMask, check_cumulative
+from ...mask_checks import check_cumulative
+from ...masks import IntervalMask
 
 __all__ = ["documents", "join"]
 

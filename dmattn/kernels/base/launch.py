@@ -1,4 +1,4 @@
-"""Launches. Around each launch the device of its tensors is current. On Hopper the assembler is one that gets matrix products right.
+"""Launches. Around each launch the device of its tensors is current, and the kernels of a pass compile side by side (`ahead`).
 
 Each launch is told to the recorder in the thread's slot (:mod:`dmattn.recording`).
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
-from threading import RLock
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,21 +15,21 @@ import triton
 from torch import Tensor
 
 from ...recording import recorder
-from .device import device_family
+from ...rehearsal import Pass, following
+from .ahead import Ahead
+from .assembler import assembling_for
+from .device import device_family, rehearsing
 from .overlap import overlap_options
-
-_one_at_a_time = RLock()  # the assembler is a setting of the process, and every device has its own backward thread
 
 
 @contextmanager
-def launching(x: Tensor) -> Iterator[None]:
-    """Launch on the device of `x`, which need not be the current one, and compile for it."""
+def launching(x: Tensor, *passes: Pass) -> Iterator[None]:
+    """Launch on the device of `x`, which need not be the current one, and compile for it: at the first of them all kernels of the `passes`."""
     with ExitStack() as stack:
         if x.is_cuda:
             stack.enter_context(torch.cuda.device(x.device))
-        assembler = _assembler(x.device)
-        if assembler is not None:
-            stack.enter_context(_assembling_with(assembler))
+            stack.enter_context(Ahead(x.device, passes).active())
+        stack.enter_context(assembling_for(device_family(x.device)))
         yield
 
 
@@ -39,14 +38,18 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
-        with launching(arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]):
+        first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+        with launching(first, (call, arguments), *following()):
             return function(*arguments)
 
     return call
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Launch a kernel on a grid of one axis; `arguments` are its own and Triton's options."""
+    """Launch a kernel on a grid of one axis; `arguments` are its own and Triton's options. In a rehearsal, compile it."""
+    if rehearsing():
+        kernel.warmup(grid=(programs,), **arguments, **overlap_options())
+        return
     compiled = kernel[(programs,)](**arguments, **overlap_options())
     writer = recorder()
     if writer is None:
@@ -63,34 +66,3 @@ def hooked() -> bool:
     """Whether a hook of Triton's wants to be told of every launch (`triton.knobs.runtime`)."""
     entering, leaving = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(entering, "calls", entering) or getattr(leaving, "calls", leaving))
-
-
-@contextmanager
-def _assembling_with(path: str) -> Iterator[None]:
-    """Within, Triton's assembler is the one at `path`. One thread at a time is within."""
-    with _one_at_a_time:
-        tools = vars(triton.knobs.nvidia)  # not setattr, which would write to os.environ
-        before = dict(tools)
-        tools["ptxas"] = path
-        try:
-            yield
-        finally:
-            tools.pop("ptxas")
-            if "ptxas" in before:
-                tools["ptxas"] = before["ptxas"]
-
-
-@cache
-def _assembler(device: torch.device) -> str | None:
-    """The path of the ptxas to compile with instead of Triton's choice, if its choice is known to be wrong.
-
-    ptxas 12.8, with which Triton up to 3.8 compiles for Hopper, loses the register that holds the shared-memory address of a matrix product
-    where two operands of different widths have shared one address (seen with Triton 3.6 as wrong results and as reads out of bounds; see also
-    https://github.com/triton-lang/triton/issues/11366). Triton 3.6 and later bring a newer one for Blackwell, which Triton 3.9 uses for
-    Hopper too. Triton 3.5 has 12.8 alone, but computes such addresses in another way: none of the known cases goes wrong there.
-    """
-    tools = triton.knobs.nvidia
-    if device_family(device) != "sm_90" or not hasattr(tools, "ptxas_blackwell"):
-        return None
-    old, new = ([int(number) for number in tool.version.split(".")] for tool in (tools.ptxas, tools.ptxas_blackwell))
-    return tools.ptxas_blackwell.path if old < [12, 9] <= new else None

@@ -2,9 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from ...problem import Problem
+from .described import Packed
 from .leading import Nested
 
 
@@ -54,6 +57,41 @@ class SteppedThrice(NamedTuple):
     step3: Any
 
 
+class OfQueries(NamedTuple):
+    """The same of the queries of packed sequences, which lie one after another, `unit` apart. Up to Triton 3.6 no field may be None."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    unit: Any
+
+
+class OfKeys(NamedTuple):
+    """The same of keys, of so many in all."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    group: Any
+    unit: Any
+    total: Any
+
+
+class OfTerms(NamedTuple):
+    """The same of query terms (`query_terms.Incoming`), of which each sequence has whole blocks (`first_row_in_blocks`)."""
+
+    ptr: Any
+    head: Any
+    row: Any
+    col: Any
+    unit: Any
+
+
 class Span(NamedTuple):
     """BLOCK consecutive positions on one axis, `start + index`. Those below `length` are real; all are where it is None.
 
@@ -65,6 +103,15 @@ class Span(NamedTuple):
     length: Any
 
 
+class SpanFromBefore(NamedTuple):
+    """The same from anywhere on: positions below `first`, which is 0, are not real either. Kernels tell them by their lengths."""
+
+    start: Any
+    index: Any
+    length: Any
+    first: Any
+
+
 class Sequence(NamedTuple):
     """One sequence under one query head: its batch entry, the head, and the numbers of queries and keys."""
 
@@ -74,15 +121,49 @@ class Sequence(NamedTuple):
     len_k: Any
 
 
+class PackedSequence(NamedTuple):
+    """The same of packed sequences: the places of the first query and key among all, and how many keys no sequence exceeds.
+
+    Kernels tell them by their lengths.
+    """
+
+    batch: Any
+    head: Any
+    len_q: Any
+    len_k: Any
+    begin_q: Any
+    begin_k: Any
+    longest_k: Any
+
+
+class Ends(NamedTuple):
+    """Pointers to where packed sequences end among the queries and keys (`dmattn.problem.Problem`), and how many of these there are in all."""
+
+    ends_q: Any
+    ends_k: Any
+    total_q: Any
+    total_k: Any
+
+
 PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields))
+QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
+ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
+UNIT = tl.constexpr(64)  # of terms
 
 
-def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | None:
-    """`x` (or `leading.Nested`) with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads."""
+def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
+    """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads.
+
+    Or what stands for such a tensor: `leading.Nested`, `described.Packed`.
+    """
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
     others = head, row, col[0] if col else 0, heads // x.shape[1]
+    if isinstance(x, Packed):
+        if x.in_blocks:
+            return OfTerms(x.tensor, *others[:3], x.unit)
+        return OfKeys(x.tensor, 0, *others, x.unit, x.tensor.shape[2]) if x.of_keys else OfQueries(x.tensor, 0, *others, x.unit)
     if not isinstance(x, Nested):
         return Strided(x, batch, *others)
     unit, *quotients = x.entries if x.places is None else x.places
@@ -97,10 +178,74 @@ def strided_by_head(x: Any) -> Strided | None:
     return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
 
 
+def ends_of(problem: Problem) -> Ends | None:
+    """Those of a problem as a kernel argument; None where no sequences are packed."""
+    if problem.ends_q is None:
+        return None
+    return Ends(problem.ends_q, problem.ends_k, *totals_of(problem))
+
+
+def totals_of(problem: Problem) -> tuple[int, int]:
+    """How many queries and keys all packed sequences have."""
+    total_q, total_k = (x.tensor.shape[2] if isinstance(x, Packed) else x.shape[2] for x in (problem.query, problem.key))
+    return total_q, total_k
+
+
+@triton.jit
+def sequence(ends, batch, head, len_q, len_k):
+    """The sequence of a batch entry, of so many queries and keys, or where it is packed of its own, which are not more."""
+    if ends is None:
+        return Sequence(batch, head, len_q, len_k)
+    else:
+        begin_q, own_q = begin_and_length(ends.ends_q, batch, ends.total_q, len_q)
+        begin_k, own_k = begin_and_length(ends.ends_k, batch, ends.total_k, len_k)
+        return PackedSequence(batch, head, own_q, own_k, begin_q, begin_k, len_k)
+
+
+@triton.jit
+def begin_and_length(ends, batch, total, longest):
+    """Where a packed sequence begins and how long it is, inside the tensor and at most the longest, whatever the ends hold."""
+    begin = tl.minimum(tl.maximum(tl.load(ends + batch), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(ends + batch + 1), begin), total)
+    return begin.to(tl.int32), tl.minimum((end - begin).to(tl.int32), longest)
+
+
+@triton.jit
+def under_head(seq, head):
+    """The same sequence under another head."""
+    if len(seq) == ALONE:
+        return Sequence(seq.batch, head, seq.len_q, seq.len_k)
+    else:
+        return PackedSequence(seq.batch, head, seq.len_q, seq.len_k, seq.begin_q, seq.begin_k, seq.longest_k)
+
+
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+    if len(t) == QUERIES:
+        return t.ptr + tl.cast(seq.begin_q, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    elif len(t) == KEYS:
+        return t.ptr + tl.cast(seq.begin_k, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
+    elif len(t) == TERMS:
+        return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
+    else:
+        return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+
+
+@triton.jit
+def first_row_in_blocks(seq):
+    """With which row the terms of a packed sequence begin, of which each has whole blocks of UNIT rows to itself."""
+    return (seq.begin_q // UNIT + seq.batch) * UNIT
+
+
+def first_rows_in_blocks(begins: Any) -> Any:
+    """The same of all sequences, whose first queries are these, on the host."""
+    return (begins // UNIT.value + torch.arange(len(begins), device=begins.device)) * UNIT.value
+
+
+def rows_in_blocks(total: int, sequences: int) -> int:
+    """How many rows the terms of packed sequences have, of so many queries."""
+    return (total // UNIT.value + sequences) * UNIT.value
 
 
 @triton.jit
@@ -134,7 +279,10 @@ def inside(positions):
     """Which positions of a span are real."""
     # Not start + index < length: that costs an addition per element, and LLVM up to Triton 3.6 may pack the start with a thread's index into
     # one 64-bit register where the index overflows into the start (tests/cases.py, fp32-bias-softcap-*).
-    return positions.index < positions.length - positions.start
+    if len(positions) == FROM_BEFORE:
+        return (positions.index < positions.length - positions.start) & (positions.index >= positions.first - positions.start)
+    else:
+        return positions.index < positions.length - positions.start
 
 
 @triton.jit
@@ -152,6 +300,21 @@ def load_tile(t, seq, rows, cols):
 
 
 @triton.jit
+def load_tile_across(t, seq, rows, cols):
+    """The same as [cols, rows]."""
+    corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
+    pointers = corner + rows.index[None, :] * t.row + cols.index[:, None] * t.col
+    if rows.length is None and cols.length is None:
+        return tl.load(pointers)
+    elif cols.length is None:
+        return tl.load(pointers, mask=inside(rows)[None, :], other=0)
+    elif rows.length is None:
+        return tl.load(pointers, mask=inside(cols)[:, None], other=0)
+    else:
+        return tl.load(pointers, mask=inside(rows)[None, :] & inside(cols)[:, None], other=0)
+
+
+@triton.jit
 def store_tile(t, seq, rows, cols, x):
     """Write [rows, cols] of one sequence inside the bounds, in the tensor's dtype."""
     pointers = _tile_pointers(t, seq, rows, cols)
@@ -164,6 +327,27 @@ def store_tile(t, seq, rows, cols, x):
         tl.store(pointers, x, mask=inside(cols)[None, :])
     else:
         tl.store(pointers, x, mask=inside(rows)[:, None] & inside(cols)[None, :])
+
+
+@triton.jit
+def load_pairs(t, seq, rows, cols):
+    """A tile of a tensor of pairs, which has all cols that any sequence has: of a packed one those past its end, too.
+
+    By its own end, at any place, a tile could not be loaded by many elements at once.
+    """
+    if len(seq) == ALONE or cols.length is None or len(cols) == FROM_BEFORE:
+        return load_tile(t, seq, rows, cols)
+    else:
+        return load_tile(t, seq, rows, Span(cols.start, cols.index, seq.longest_k))
+
+
+@triton.jit
+def store_pairs(t, seq, rows, cols, x):
+    """Write a tile of such a tensor."""
+    if len(seq) == ALONE or cols.length is None:
+        store_tile(t, seq, rows, cols, x)
+    else:
+        store_tile(t, seq, rows, Span(cols.start, cols.index, seq.longest_k), x)
 
 
 @triton.jit

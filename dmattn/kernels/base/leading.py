@@ -11,14 +11,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...problem import Gradients, Problem
+from .described import Described, Packed
 
 MOST_QUOTIENTS = 3  # that the kernels' tensors have room for
 _VECTORS = {"first", "last", "also_first", "also_last", "order"}  # fields of a problem with one axis after the heads
 _WITHOUT = {"seed", "sinks", "bits"}  # those without leading axes
+_TOKENS = ("query", "key", "value")
 
 
 Steps = tuple[int, ...]  # (unit, every, step, ...): the number n * unit + n // every * step, with any number of quotients
@@ -38,50 +39,26 @@ class Spread(NamedTuple):
     member_step: int
 
 
-class Nested:
+class Nested(Described):
     """A tensor whose first axis has its own entries, not the batch's: in the place of a tensor (batch, heads, rows, cols) or without the last.
 
     `tensor` has these axes, and if `places` are given no stride on the first. `entries` are the `Steps` from a batch entry to its own,
-    `places` those to its place in memory. It has little of what a tensor has, for what does not know of it must not take it for one.
+    `places` those to its place in memory.
     """
 
     def __init__(self, tensor: Tensor, entries: Steps, places: Steps | None = None, spread: Spread | None = None) -> None:
-        self.tensor, self.entries, self.places, self.spread = tensor, entries, places, spread
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
-    def stride(self) -> tuple[int, ...]:
-        return self.tensor.stride()
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
-
-    def element_size(self) -> int:
-        return self.tensor.element_size()
-
-    def numel(self) -> int:
-        return self.tensor.numel()
-
-    def new_empty(self, *shape: Any, **options: Any) -> Tensor:
-        return self.tensor.new_empty(*shape, **options)
+        super().__init__(tensor)
+        self.entries, self.places, self.spread = entries, places, spread
 
 
 def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:
-    """A canonical problem and `others` of its leading axes (results, their gradients) with one batch axis: views, or :class:`Nested`."""
+    """A canonical problem and `others` of its leading axes (results, their gradients) with one batch axis: views, or :class:`Nested`.
+
+    Packed sequences become batch entries: :class:`described.Packed`.
+    """
+    if problem.ends_q is not None:
+        others = tuple(_packed(problem, x) for x in others)
+        return problem._replace(**{name: _packed(problem, getattr(problem, name), name) for name in _TOKENS}), *others
     axes = problem.query.ndim
     if axes == 4:
         return problem, *others
@@ -92,13 +69,25 @@ def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:
     return flat, *(None if x is None else one_batch_axis("d_out", x, leading, x.ndim - len(leading)) for x in others)
 
 
-def flattened_gradients(gradients: Gradients, leading: Sequence[int]) -> Gradients:
-    """The gradients of a problem with these leading axes likewise. That of a bias is new, so that single strides walk the entries it has."""
+def flattened_gradients(gradients: Gradients, problem: Problem) -> Gradients:
+    """The gradients of a problem likewise. That of a bias is new, so that single strides walk the entries it has."""
+    leading = problem.query.shape[:-3]
+    if problem.ends_q is not None:
+        return gradients._replace(**{name: _packed(problem, getattr(gradients, name), name) for name in _TOKENS})
     if len(leading) == 1:
         return gradients
     named = {name: x for name, x in gradients._asdict().items() if x is not None and name not in _WITHOUT}
     flat = {name: one_batch_axis(name, x, leading) for name, x in named.items()}
     return gradients._replace(**{name: by_entry(x) if name == "bias" else x for name, x in flat.items()})
+
+
+def _packed(problem: Problem, x: Any, name: str = "out") -> Any:
+    """A field of a problem of packed sequences, or a tensor of its queries, as these are batch entries."""
+    assert problem.ends_q is not None
+    if x is None or isinstance(x, Packed):
+        return x
+    of_keys = name in ("key", "value")
+    return Packed(x, problem.ends_q.shape[0] - 1, problem.longest_k if of_keys else problem.longest_q, of_keys)
 
 
 def one_batch_axis(name: str, x: Tensor, leading: Sequence[int], inner: int = 3) -> Any:
@@ -140,7 +129,7 @@ def common_entries(tensors: Sequence[Any], batch: int) -> tuple[int, Any]:
 
 def by_entry(x: Any) -> Any:
     """A tensor that kernels read by its own entries, or those of `common_entries`."""
-    return x.tensor if isinstance(x, Nested) else x
+    return x.tensor if isinstance(x, Described) else x
 
 
 def with_entries(x: Tensor, of: Any) -> Any:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .layout import Sequence, stepped
+from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
 TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
@@ -11,11 +11,22 @@ TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queri
 
 
 @triton.jit
-def place(length, heads, BLOCK: tl.constexpr):
-    """(block, head, batch) of this program in a grid of one axis, blocks fastest."""
+def place(length, heads, BLOCK: tl.constexpr, packed_blocks=None):
+    """(block, head, batch) of this program in a grid of one axis, blocks fastest; blocks of packed sequences are those of a list."""
     program = tl.program_id(0)
-    blocks = tl.cdiv(length, BLOCK)
-    return program % blocks, program // blocks % heads, program // blocks // heads
+    if packed_blocks is None:
+        blocks = tl.cdiv(length, BLOCK)
+        return program % blocks, program // blocks % heads, program // blocks // heads
+    else:
+        blocks = tl.num_programs(0) // heads
+        block, batch = listed_block(packed_blocks, program % blocks)
+        return block, program // blocks, batch
+
+
+@triton.jit
+def listed_block(packed_blocks, number):
+    """(block, batch entry) of an entry of a list of the blocks of packed sequences (`packed_blocks`)."""
+    return tl.load(packed_blocks + 2 * number), tl.load(packed_blocks + 2 * number + 1)
 
 
 @triton.jit
@@ -30,7 +41,7 @@ def place_queries(rules, length, heads, BLOCK: tl.constexpr):
 def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
     """:func:`place_queries` of a program with that number of so many."""
     block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
-    if rules.right is not None or rules.first is not None:
+    if rules.packed_blocks is None and (rules.right is not None or rules.first is not None):
         block = tl.cdiv(length, BLOCK) - 1 - block
     return block, head, batch
 
@@ -47,8 +58,21 @@ def place_keys(rules, length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place_keys` of a program with that number of so many."""
-    blocks = tl.cdiv(length, BLOCK)
+    """:func:`place_keys` of a program with that number of so many.
+
+    The listed blocks of packed sequences are as those of one batch entry. They have their order, longest work first, and share no bias.
+    """
+    if rules.packed_blocks is None:
+        return _place_blocks(program, programs, rules, tl.cdiv(length, BLOCK), heads)
+    else:
+        number, head, _ = _place_blocks(program, programs, rules, programs // heads, heads)
+        block, batch = listed_block(rules.packed_blocks, number)
+        return block, head, batch
+
+
+@triton.jit
+def _place_blocks(program, programs, rules, blocks, heads):
+    """:func:`place_keys` of a program with that number of so many, where a batch entry has so many blocks."""
     if rules.shared is not None:
         begin = program // (blocks * heads * TOGETHER) * TOGETHER
         rest = program - begin * blocks * heads
@@ -66,15 +90,20 @@ def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def member_of(seq, member, sharing_heads, spread):
+def member_of(ends, seq, member, sharing_heads, spread, packed_blocks=None):
     """The sequence of one of the (batch, head) that share a slice of a bias, by its number; `seq` is the slice's own entry and head.
 
     A slice is shared by `sharing_heads` heads in each of its batch entries: in all where the bias has no batch axis, in one where it has, and
-    in those that the `spread` says (`leading.Spread`) where there is one.
+    in those that the `spread` says (`leading.Spread`) where there is one. `ends` are the rules', None in a kernel that serves no packed
+    sequences. Where all of these share the slice, `packed_blocks` lists them (`packed_sequences`); one that is left over has no queries.
     """
-    if spread is None:
+    len_q = seq.len_q
+    if packed_blocks is not None:
+        block, batch = listed_block(packed_blocks, member // sharing_heads)
+        len_q = tl.where(block == 0, len_q, 0)
+    elif spread is None:
         batch = seq.batch + member // sharing_heads
     else:
         batch = stepped(seq.batch, spread.entry_unit, spread.entry_every, spread.entry_step)
         batch += stepped(member // sharing_heads, spread.member_unit, spread.member_every, spread.member_step)
-    return Sequence(batch, seq.head * sharing_heads + member % sharing_heads, seq.len_q, seq.len_k)
+    return sequence(ends, batch, seq.head * sharing_heads + member % sharing_heads, len_q, seq.len_k)

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from ...problem import Problem
 from .bias_columns import three_parts
+from .described import Packed
 from .launch import launch
-from .layout import Sequence, Span, load_rows, load_tile, slice_pointer, strided
+from .layout import UNIT, Span, ends_of, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided
 from .overlap import follow
+from .packed_blocks import packed_blocks
 from .place import place
 from .rules import LOG2E
 from .softmax import divisor2
 from .tiles import block_dim
 
-BLOCK = 64  # queries whose terms are copied together; a multiple of ROWS
-ROWS = 32  # queries of a program
+BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
+ROWS = 32  # queries of any other program
 STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
@@ -28,7 +30,8 @@ class Incoming(NamedTuple):
 
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
     is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
-    STORED_COLUMNS), hold both terms once more, for products to add (base/bias_columns.py); or they are None.
+    STORED_COLUMNS), hold both terms once more, for products to add (base/bias_columns.py); or they are None. Of packed sequences the first axis
+    of both has one entry, with blocks of their own for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor
@@ -41,47 +44,69 @@ class Incoming(NamedTuple):
         """With room for the terms, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
+        if isinstance(lse, Packed):
+            batch, padded = 1, rows_in_blocks(lse.tensor.shape[2], lse.sequences)
         term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if with_columns else None
         return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), term_columns)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.terms[:, :, 1], heads)
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.term(1), heads)
+
+    def term(self, number: int) -> Any:
+        """One of the terms, (B, H, Sq in whole BLOCKs)."""
+        return self._placed(self.terms[:, :, number])
+
+    def stored(self, heads: int) -> tuple[Any, Any]:
+        """The terms and their columns as a kernel argument."""
+        return strided(self._placed(self.terms, 3), heads), strided(self._placed(self.term_columns), heads)
+
+    def _placed(self, x: Any, axis: int = 2) -> Any:
+        if x is None or not isinstance(self.lse, Packed):
+            return x
+        return Packed(x, self.lse.sequences, triton.cdiv(self.lse.longest, BLOCK) * BLOCK, in_blocks=True, axis=axis)
 
 
 def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
     """Make the terms of all queries of a `dmattn.problem.Problem`."""
-    batch, heads, len_q, value_dim = out.shape
+    heads, len_q, value_dim = out.shape[1:]
+    padded = triton.cdiv(len_q, BLOCK) * BLOCK
+    packed = packed_blocks(problem, BLOCK)
+    rows = ROWS if packed is None else BLOCK
+    terms, term_columns = incoming.stored(heads)
     launch(
         _terms_kernel,
-        incoming.terms.shape[3] // ROWS * heads * batch,
+        (padded // ROWS * out.shape[0] if packed is None else packed.shape[0]) * heads,
         out=strided(out, heads),
         d_out=strided(incoming.d_out, heads),
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
-        terms=strided(incoming.terms, heads),
-        term_columns=strided(incoming.term_columns, heads),
+        terms=terms,
+        term_columns=term_columns,
+        ends=ends_of(problem),
+        packed_blocks=packed,
         scale=problem.scale,
         heads=heads,
         len_q=len_q,
-        padded_len_q=incoming.terms.shape[3],
+        padded_len_q=padded,
         VALUE_DIM=value_dim,
-        BLOCK_M=ROWS,
+        BLOCK_M=rows,
         BLOCK_DV=block_dim(value_dim),
+        num_warps=4 * rows // ROWS,
         enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
     )
 
 
 @triton.jit
 def _terms_kernel(
-    out, d_out, lse, d_lse, terms, term_columns, scale, heads, len_q, padded_len_q,
+    out, d_out, lse, d_lse, terms, term_columns, ends, packed_blocks, scale, heads, len_q, padded_len_q,
     VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     follow()
-    block, head, batch = place(padded_len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, 0)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
+    block, head, batch = place(padded_len_q, heads, BLOCK_M, packed_blocks)
+    seq = sequence(ends, batch, head, len_q, 0)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
     d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
@@ -89,7 +114,12 @@ def _terms_kernel(
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     if d_lse is not None:
         delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
-    store_terms((terms, term_columns, scale), seq, rows.start, rows.index, tl.arange(0, STORED_COLUMNS), lse_rows, delta)
+    places, columns = (terms, term_columns, scale), tl.arange(0, STORED_COLUMNS)
+    exists = True
+    if ends is not None:
+        exists = rows.start < tl.cdiv(seq.len_q, UNIT) * UNIT
+    if exists:
+        store_terms(places, seq, rows.start, rows.index, columns, lse_rows, delta)
 
 
 @triton.jit

@@ -12,12 +12,14 @@ from torch import Tensor
 from ... import bits as bits_of_a_mask
 from ...dropout import kept_scale, threshold
 from ...problem import Problem
-from .layout import Span, inside, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .layout import Span, ends_of, inside, load_pairs, load_rows, load_tile, slice_pointer, strided, strided_by_head
+from .pieces import over_dims
 from .window import within_window
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
 WORD = tl.constexpr(bits_of_a_mask.WORD)
+LANES = tl.constexpr(4)  # that share a row of a product on NVIDIA's GPUs, each with pairs of columns
 
 
 class Rules(NamedTuple):
@@ -30,7 +32,9 @@ class Rules(NamedTuple):
     a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
-    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these.
+    a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
+    (`layout.Ends`); `packed_blocks` points to the list of their blocks where programs take these. `unaligned` is 1 where blocks of keys begin
+    anywhere, not at multiples of 4.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -57,15 +61,20 @@ class Rules(NamedTuple):
     table: Any
     zero: Any
     distances: Any
+    ends: Any
+    packed_blocks: Any
     mask_rows: Any
     mask_cols: Any
     bias_rows: Any
     bias_cols: Any
     bias_by_key: Any
     shared: Any
+    unaligned: Any
 
 
-def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
+def rules_of(
+    problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None, packed_blocks: Tensor | None = None
+) -> Rules:  # fmt: skip
     """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
     heads = problem.query.shape[1]
     drops = problem.seed is not None
@@ -98,6 +107,9 @@ def rules_of(problem: Problem, lists: Any = None, states: Any = None) -> Rules:
         zero=problem.zero,
         distances=None if table is None else table.shape[3],
         shared=_shared(problem),
+        ends=ends_of(problem),
+        packed_blocks=packed_blocks,
+        unaligned=unaligned,
     )
 
 
@@ -110,16 +122,16 @@ def _shared(problem: Problem) -> int | None:
 
 
 @triton.jit
-def scores(q_tile, k_tile, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
+def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None):
     """(scores times LOG2E, -inf where hidden; tanh of the capped score, 0 without softcap), both [BLOCK_M, BLOCK_N].
 
     A tile that is no EDGE hides no pair, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
     queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
     if KEYS_DOWN:
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        s = over_dims(k_tiles, q_tiles, PRECISION)
     else:
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = over_dims(q_tiles, k_tiles, PRECISION)
     tanh = 0.0
     if rules.softcap is None:
         s *= rules.scale * LOG2E
@@ -227,6 +239,12 @@ def _load_places(rules, seq, place):
 
 
 @triton.jit
+def load_ends2(rules, seq):
+    """The first and the last number of a table times LOG2E."""
+    return _load_places(rules, seq, 0), _load_places(rules, seq, rules.distances - 1)
+
+
+@triton.jit
 def add_at_ends(ds, ends, rules, seq, rows, cols):
     """(sums of dS by query over the pairs that take the first number of a table of distances, over those that take the last) with a tile's."""
     low_rows, high_rows = ends
@@ -243,6 +261,14 @@ def add_at_ends(ds, ends, rules, seq, rows, cols):
         low_rows += tl.sum(tl.where(index <= -place, ds, 0.0), 1)
         high_rows += tl.sum(tl.where(index >= last - place, ds, 0.0), 1)
     return low_rows, high_rows
+
+
+@triton.jit
+def add_at_one_end(ds, ends, before):
+    """The same where all pairs take the first number, `before`, or all take the last. Sums are by lane, and summed over lanes in the end."""
+    low_lanes, high_lanes = ends
+    lanes = tl.sum(tl.sum(tl.reshape(ds, [ds.shape[0], ds.shape[1] // (2 * LANES), LANES, 2]), 3), 1)
+    return low_lanes + tl.where(before, lanes, 0.0), high_lanes + tl.where(before, 0.0, lanes)
 
 
 @triton.jit
@@ -283,7 +309,7 @@ def _load_pairs(t, by_row, by_col, seq, rows, cols, KEYS_DOWN: tl.constexpr):
     elif by_col is None:
         tile = load_tile(t, seq, rows, one)
     else:
-        tile = load_tile(t, seq, rows, cols)
+        tile = load_pairs(t, seq, rows, cols)
     if KEYS_DOWN:
         tile = tl.trans(tile)
     return tile

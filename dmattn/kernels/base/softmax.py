@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .dropout import kept_factor
 from .layout import slice_pointer
+from .pieces import over_dims
 from .rules import LOG2E, by_query, scores
 
 FARTHEST = tl.constexpr(2.0**26)  # lse of a row that has gradients
@@ -111,33 +112,36 @@ class Probabilities(NamedTuple):
 
 @triton.jit
 def score_gradient(
-    q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols,
-    EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr,
+    q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols,
+    EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None,
 ):  # fmt: skip
     """(weights, dS, tanh of the capped score) of one tile, [BLOCK_M, BLOCK_N] or with KEYS_DOWN [BLOCK_N, BLOCK_M].
 
     dS = p * (dp - delta), the gradient of the scores and so of the bias; p, dp and the weights are those of :func:`probabilities`.
     """
-    tile = probabilities(q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION)
+    tile = probabilities(q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION, bias2)
     return tile.weights, tile.p * (tile.d_p - by_query(delta_rows, KEYS_DOWN)), tile.tanh
 
 
 @triton.jit
 def probabilities(
-    q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols,
+    q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, rules, seq, rows, cols,
     EDGE: tl.constexpr, KEYS_DOWN: tl.constexpr, PRECISION: tl.constexpr, bias2=None,
 ):  # fmt: skip
     """The :class:`Probabilities` of one tile.
 
     p = exp(s - lse), 0 throughout an empty row; the weights are p times the factor z of dropout, where there is one; dp = z * dO V^T, the
-    gradient of p as that of a number by itself. EDGE and `bias2` as for `scores`.
+    gradient of p as that of a number by itself. EDGE and `bias2` as for `scores`. Without `lse_rows`, `bias2` is less their `divisor2` already.
     """
-    s, tanh = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION, bias2)
-    p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
-    if KEYS_DOWN:
-        d_p = tl.dot(v_tile, tl.trans(d_out_tile), input_precision=PRECISION)
+    s, tanh = scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE, KEYS_DOWN, PRECISION, bias2)
+    if lse_rows is None:
+        p = tl.exp2(s)
     else:
-        d_p = tl.dot(d_out_tile, tl.trans(v_tile), input_precision=PRECISION)
+        p = tl.exp2(s - by_query(divisor2(lse_rows), KEYS_DOWN))
+    if KEYS_DOWN:
+        d_p = over_dims(v_tiles, d_out_tiles, PRECISION)
+    else:
+        d_p = over_dims(d_out_tiles, v_tiles, PRECISION)
     if rules.seed is None:
         return Probabilities(p, p, d_p, tanh)
     else:

@@ -16,15 +16,16 @@ from .device import device_family
 
 
 class Tile(NamedTuple):
-    """Queries and keys per tile, warps per program, stages of the software pipeline."""
+    """Queries and keys per tile, warps per program, stages of the software pipeline, dims of a piece (:mod:`.pieces`) at most."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    dims: int = 512
 
 
-_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip
+_NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
 _NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
 
 # Device family -> kernel -> rows of (largest padded head dim, tile), for 16-bit inputs. A family not listed takes the default, which fits
@@ -34,7 +35,7 @@ _DEFAULT = {
     "keys": ((64, Tile(32, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
     "queries of d_bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 1))),
-    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(32, 32, 4, 1))),
+    "bias": ((64, Tile(64, 64, 4, 2)), (128, Tile(64, 32, 4, 1)), (256, Tile(16, 32, 8, 1))),
     "one tile": ((32, Tile(64, 64, 8, 2)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
     "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "whole rows": _NO_WHOLE_ROWS,
@@ -66,9 +67,47 @@ _TABLE = {
         for kernel in ("forward", "keys", "queries", "queries of d_bias", "bias", "one tile", "split keys")
     },
 }
-_WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))  # float32 inputs, every device
-_WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # the same for "one tile", which spills where heads are wider
+# Head dims over 256, for 16-bit inputs alone, as those of float32 take more shared memory than most GPUs have. By what compiles with the fewest
+# spills, untimed.
+_WIDEST = {
+    "sm_90": {
+        "forward": Tile(32, 64, 8, 1),
+        "split keys": Tile(32, 64, 8, 1),
+        "queries of d_bias": Tile(64, 32, 8, 1),
+        "bias": Tile(16, 32, 8, 1),
+    }
+    | dict.fromkeys(("keys", "queries"), Tile(32, 32, 8, 1)),
+    "hip": dict.fromkeys(("forward", "keys", "queries", "queries of d_bias", "bias", "split keys"), Tile(16, 16, 4, 1)),
+}
+_WIDEST_DEFAULT = dict.fromkeys(("forward", "queries of d_bias", "split keys"), Tile(32, 32, 8, 1)) | {
+    "keys": Tile(16, 16, 4, 1),
+    "queries": Tile(16, 16, 4, 1),
+    "bias": Tile(16, 32, 8, 1),
+}
+# float32 inputs, with products of parts. Head dims 64 and 128 of "forward", "keys" and "queries" by time: NVIDIA H200, 2026-11-24, B = 2,
+# H = 16, S = 2048. The others are those that spill least, untimed, as all are on other GPUs, where they fit 99 KiB. A wide head is in pieces
+# of as many dims as a tile's last number.
+_FLOATS = {
+    "sm_90": {
+        "forward": ((32, Tile(64, 64, 4, 2)), (64, Tile(128, 64, 8, 2)), (128, Tile(128, 64, 8, 1, 64)), (256, Tile(32, 32, 8, 1, 64))),
+        "keys": ((32, Tile(32, 64, 4, 2)), (64, Tile(32, 64, 4, 1)), (128, Tile(32, 64, 4, 1, 64)), (256, Tile(32, 64, 8, 1, 64))),
+        "queries": ((32, Tile(64, 64, 4, 2)), (64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1, 64)), (256, Tile(16, 32, 8, 1, 64))),
+        "bias": ((32, Tile(64, 64, 4, 2)), (64, Tile(64, 32, 4, 2)), (128, Tile(128, 32, 8, 2, 32)), (256, Tile(16, 32, 8, 1, 64))),
+    },
+}
+_FLOATS_DEFAULT = {
+    "forward": ((64, Tile(64, 32, 4, 2)), (128, Tile(32, 32, 4, 2, 64)), (256, Tile(32, 32, 8, 1, 64))),
+    "keys": ((64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1, 64)), (256, Tile(16, 16, 4, 1, 64))),
+    "queries": ((32, Tile(64, 32, 4, 2)), (64, Tile(32, 32, 4, 2)), (128, Tile(32, 32, 8, 1, 64)), (256, Tile(16, 32, 8, 1, 64))),
+    "bias": ((32, Tile(64, 32, 4, 2)), (128, Tile(32, 32, 4, 2, 32)), (256, Tile(16, 32, 8, 1, 64))),
+}
+_FLOATS_ALWAYS = {"split keys": ((128, Tile(32, 32, 4, 1)), (256, Tile(32, 32, 8, 1)))}  # on every GPU
+_OF_QUERIES = {"queries of d_bias": "queries"}  # the tiles for one are those for the other
+# The same of other kernels, and of all whose products are not made of parts.
+_WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 16, 4, 1)))
+_WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # for "one tile", which spills where heads are wider
 _INTERPRETED = Tile(32, 32, 4, 1)
+_INTERPRETED_PIECES = dict.fromkeys(_FLOATS_DEFAULT, Tile(32, 32, 4, 1, 64))
 _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields of a problem, loaded by places of queries or keys
 
 
@@ -83,20 +122,30 @@ def pick(kernel: str, problem: Problem) -> Tile:
     # a mask takes registers, and so do dropout and a table
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
-        tile = Tile(64, tile.block_n, 4, tile.stages)
+        tile = tile._replace(block_m=64, warps=4)
     return tile
 
 
 def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
     """The tile of the first of `kinds` that the table has; the last is a kernel, which it has."""
     if family == "interpreter":
-        return _INTERPRETED
+        return _INTERPRETED_PIECES.get(kinds[-1], _INTERPRETED)
+    dim = max(block_dim(head_dim), block_dim(value_dim))
+    if dim > 256:
+        return _NOTHING_FITS if dtype == torch.float32 else _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS)
     table = _TABLE.get(family, _DEFAULT)
     rows = table[next(kind for kind in kinds if kind in table)]
     if dtype == torch.float32:
         rows = {"one tile": _WIDE_ONE_TILE, "whole rows": _NO_WHOLE_ROWS}.get(kinds[-1], _WIDE_FLOATS)
-    dim = max(block_dim(head_dim), block_dim(value_dim))
+        if _precision(family, dtype) != "ieee":
+            floats = _FLOATS_ALWAYS | _FLOATS.get(family, _FLOATS_DEFAULT)
+            rows = floats.get(_OF_QUERIES.get(kinds[-1], kinds[-1]), rows)
     return next(tile for largest, tile in rows if dim <= largest)
+
+
+def in_pieces(problem: Problem, tile: Tile) -> bool:
+    """Whether a tile has a head's dims in several pieces (:mod:`.pieces`)."""
+    return max(problem.query.shape[3], problem.value.shape[3]) > tile.dims
 
 
 def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
@@ -111,15 +160,20 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         VALUE_DIM=value_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=block_dim(head_dim),
-        BLOCK_DV=block_dim(value_dim),
-        EVEN_M=len_q % tile.block_m == 0,
-        EVEN_N=len_k % tile.block_n == 0,
+        BLOCK_D=min(block_dim(head_dim), tile.dims),
+        BLOCK_DV=min(block_dim(value_dim), tile.dims),
+        EVEN_M=problem.ends_q is None and len_q % tile.block_m == 0,
+        EVEN_N=problem.ends_q is None and len_k % tile.block_n == 0,
         INDEX=tl.int64 if _needs_wide_index(query, key, value, *(getattr(problem, name) for name in _RULING), *outputs) else tl.int32,
-        PRECISION=dot_precision(query.dtype),
+        PRECISION=_precision(device_family(query.device), query.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _precision(family: str, dtype: torch.dtype) -> str:
+    """That of products, for the compiler: AMD's splits no float32, nor does the interpreter, whose products are exact to float32 anyway."""
+    return "ieee" if family in ("hip", "interpreter") else dot_precision(dtype)
 
 
 @cache

@@ -23,8 +23,21 @@ from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
 from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, exponent_factor, load_vector, ruled
+from .addressing import copyable
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    allocate_pairs,
+    copy,
+    padded_dim,
+    place_of_keys,
+    place_of_queries,
+    stage_of,
+    tiled,
+)
+from .registers import Hiding, exponent_factor, load_pairs, load_vector, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -60,7 +73,10 @@ class Barriers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Everything that members of a program's tile share; they are those from `begin` to `end`."""
+    """Everything that members of a program's tile share; they are those from `begin` to `end`.
+
+    Of packed sequences they are in steps of `stride`, which else is None.
+    """
 
     tiles: Any
     barriers: Any
@@ -71,6 +87,7 @@ class Context(NamedTuple):
     col: Any
     begin: Any
     end: Any
+    stride: Any
 
 
 class Vectors(NamedTuple):
@@ -95,9 +112,9 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         q=tiled(problem.query, block_m, dim),
         k=tiled(problem.key, block_n, dim),
         v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.bias, block_m, block_n),
+        bias=tiled(copyable("bias", problem.bias), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, dim),
-        rules=rules_of(problem),
+        rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),
@@ -140,8 +157,14 @@ def _shared_gradient_kernel(
     begin = part_entry // slice_batch * members_per_part
     end = gl.minimum(begin + members_per_part, members)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
-    if not any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N):
+    seen = True
+    if rules.ends is None:  # else the window is each sequence's own
+        seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
+    if not seen:
         end = begin
+    stride = None
+    if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
+        begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
     tiles = Tiles(
@@ -149,7 +172,7 @@ def _shared_gradient_kernel(
         k=gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout),
         d_out=gl.allocate_shared_memory(d_out.dtype, [LATE_STAGES * 2, 1, 1, BLOCK_M, DIM], d_out.layout),
         v=gl.allocate_shared_memory(v.dtype, [LATE_STAGES, 1, 1, BLOCK_N, DIM], v.layout),
-        bias=gl.allocate_shared_memory(bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], bias.layout),
+        bias=allocate_pairs(rules.bias, 2, BLOCK_M, BLOCK_N),
     )
     barriers = Barriers(
         bias_full=allocate_barriers(1, 1),
@@ -159,16 +182,17 @@ def _shared_gradient_kernel(
         late_free=allocate_barriers(LATE_STAGES, 2),
     )
     fence_async_shared()
-    mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
-    for i in gl.static_range(2):
-        copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end)
+    if bias is not None:  # else consumers load it
+        mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
+        for i in gl.static_range(2):
+            copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride)
     vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
-            (_consume, (context, rules, vectors, parts, part_entry, 0, config)),
-            (_consume, (context, rules, vectors, parts, part_entry, 1, config)),
-            (_produce, (q, k, d_out, v, context, groups, config)),
+            (_consume, (context, rules, vectors, parts, part_entry, bias is None, 0, config)),
+            (_consume, (context, rules, vectors, parts, part_entry, bias is None, 1, config)),
+            (_produce, (q, k, d_out, v, context, rules, groups, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -176,42 +200,85 @@ def _shared_gradient_kernel(
 
 
 @gluon.jit
-def _produce(q, k, d_out, v, context, groups, config: gl.constexpr):
+def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
-    tiles, barriers, row, col = context.tiles, context.barriers, context.row, context.col
-    for member in range(context.begin, context.end):
-        seq = member_of(context.seq, member, context.sharing_heads, context.spread)
-        step = member - context.begin
-        stage, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-        full = barriers.full.index(stage)
-        mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
-        copy(k, [seq.batch, seq.head // groups, col, 0], full, tiles.k.index(stage))
-        copy(q, [seq.batch, seq.head, row, 0], full, tiles.q.index(2 * stage))
-        copy(q, [seq.batch, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
-        late, late_phase = stage_of(step, config.LATE_STAGES)
-        mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
-        late_full = barriers.late_full.index(late)
-        mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
-        copy(v, [seq.batch, seq.head // groups, col, 0], late_full, tiles.v.index(late))
-        copy(d_out, [seq.batch, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
-        copy(d_out, [seq.batch, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
+    if rules.ends is None:
+        for member in range(context.begin, context.end):
+            seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
+            _copy_member(q, k, d_out, v, context, seq, groups, member - context.begin, config)
+    else:
+        step, member = 0, context.begin
+        while member < context.end:
+            seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
+            if _has_tile(context, rules, seq):
+                _copy_member(q, k, d_out, v, context, seq, groups, step, config)
+                step += 1
+            member = _member_after(context, seq, member)
 
 
 @gluon.jit
-def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, config: gl.constexpr):
-    """BLOCK_M rows of the program's tile, the first or the second."""
+def _member_after(context, seq, member):
+    """The number of the member after a packed sequence's; that after all where no further one is long enough."""
+    return gl.where(context.row < seq.len_q, member + context.stride, context.end)
+
+
+@gluon.jit
+def _has_tile(context, rules, seq):
+    """Whether a packed sequence has a pair of the tile."""
+    row, col = context.row, context.col
+    seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
+    return (row < seq.len_q) & (col < seq.len_k) & seen
+
+
+@gluon.jit
+def _copy_member(q, k, d_out, v, context, seq, groups, step, config: gl.constexpr):
+    """Copy the tiles of a member, which is that of a step."""
+    tiles, barriers = context.tiles, context.barriers
+    entry, row = place_of_queries(seq, context.row)
+    col = place_of_keys(seq, context.col)[1]
+    stage, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+    full = barriers.full.index(stage)
+    mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
+    copy(k, [entry, seq.head // groups, col, 0], full, tiles.k.index(stage))
+    copy(q, [entry, seq.head, row, 0], full, tiles.q.index(2 * stage))
+    copy(q, [entry, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
+    late, late_phase = stage_of(step, config.LATE_STAGES)
+    mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
+    late_full = barriers.late_full.index(late)
+    mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
+    copy(v, [entry, seq.head // groups, col, 0], late_full, tiles.v.index(late))
+    copy(d_out, [entry, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
+    copy(d_out, [entry, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
+
+
+@gluon.jit
+def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+    """BLOCK_M rows of the program's tile, the first or the second; it LOADS the bias of them where that is not copied."""
     PAIRS: gl.constexpr = config.PAIRS
     seq, col = context.seq, context.col
     row = context.row + which * BLOCK_M
     total = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    mbarrier.wait(context.barriers.bias_full.index(0), 0)
-    if any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
+    if LOADS:
+        _load_bias(context, rules, row, which, PAIRS)
+    else:
+        mbarrier.wait(context.barriers.bias_full.index(0), 0)
+    if rules.ends is not None:
+        step, member = 0, context.begin
+        while member < context.end:
+            own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
+            if _has_tile(context, rules, own):
+                total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
+                step += 1
+            member = _member_after(context, own, member)
+    elif any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
-            total += _member(context, rules, vectors, row, member, which, config, EDGE=True)
+            own = member_of(None, seq, member, context.sharing_heads, context.spread)
+            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=True)
     else:
         for member in range(context.begin, context.end):
-            total += _member(context, rules, vectors, row, member, which, config, EDGE=False)
+            own = member_of(None, seq, member, context.sharing_heads, context.spread)
+            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=False)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
     pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
@@ -220,14 +287,22 @@ def _consume(context, rules, vectors, parts, part_entry, which: gl.constexpr, co
 
 
 @gluon.jit
-def _member(context, rules, vectors, row, member, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
-    """dS of the consumer's rows in one member."""
+def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
+    """Put the bias of the consumer's rows where copies would have put it."""
+    first = member_of(None, context.seq, 0, context.sharing_heads, context.spread)
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    bias = load_pairs(rules.bias, first, rows, cols, row, context.col, EDGE=True)
+    context.tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).store(bias)
+
+
+@gluon.jit
+def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """dS of the consumer's rows in one member, which is that of a step."""
     tiles, barriers = context.tiles, context.barriers
     DIM: gl.constexpr = config.DIM
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    seq = member_of(context.seq, member, context.sharing_heads, context.spread)
-    step = member - context.begin
     stage = step % config.STAGES
     late = step % config.LATE_STAGES
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
@@ -246,6 +321,8 @@ def _member(context, rules, vectors, row, member, which: gl.constexpr, config: g
     rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = context.col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     s = ruled(s, tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), Hiding(), rules, seq, rows, cols, EDGE)
+    if rules.ends is not None:  # a bias past the last query may be NaN
+        s = up_to(s, rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(barriers.late_free.index(late), count=1)

@@ -11,17 +11,20 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
+from ..base.layout import ALONE, first_row_in_blocks
 from ..base.leading import by_entry
 from ..base.tiles import block_dim
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
 LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
+ROOM = 232448 - 1536  # bytes of shared memory that tiles may take; barriers and what warps exchange take the others
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
+NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a panel's columns
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -39,8 +42,27 @@ def consumers_of(length: int, dim: int) -> int:
 
 
 def padded_dim(problem: Problem) -> int:
-    """What the head dims of query and value are padded to as they are copied, which is the same."""
-    return max(block_dim(x.shape[3]) for x in (problem.query, problem.value))
+    """What the head dims of query and value are both padded to, where neither is over 128."""
+    return max(NARROWEST, *(block_dim(x.shape[3]) for x in (problem.query, problem.value)))
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """What the head dims of query and of value are padded to as they are copied: the same up to 128; else each its own, 192 for queries too."""
+    dim = padded_dim(problem)
+    if dim <= 128:
+        return dim, dim
+    query_dim, value_dim = problem.query.shape[3], problem.value.shape[3]
+    return 192 if 128 < query_dim <= 192 else max(128, block_dim(query_dim)), max(128, block_dim(value_dim))
+
+
+def piece_of(dim: int) -> int:
+    """The dims of a tile of one copy: a tile of no power of 2 is kept as PANELs, each a tile of its own."""
+    return dim if dim & (dim - 1) == 0 else PANEL.value
+
+
+def panel_of(dim: int) -> int:
+    """The columns of one copy of listed blocks, which come by panels."""
+    return min(PANEL.value, dim)
 
 
 def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
@@ -53,8 +75,10 @@ def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
-def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor:
+def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """A bool mask of pairs, as `tiled`, in bytes."""
+    if mask is None:
+        return None
     mask = by_entry(mask)
     strides = [16 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return TensorDescriptor(mask.view(torch.uint8), list(mask.shape), [*strides[:3], 1], [1, 1, rows, cols], _MASK_LAYOUT)
@@ -78,6 +102,89 @@ def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)
     return made
+
+
+@gluon.constexpr_function
+def pieces_of(dim):
+    """How many tiles side by side hold tiles of so many dims (`piece_of`)."""
+    return 1 if dim & (dim - 1) == 0 else dim // PANEL.value
+
+
+@gluon.jit
+def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles that are copied by a descriptor: those of pieces follow each other."""
+    PIECES: gl.constexpr = pieces_of(COLS)
+    return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, COLS // PIECES], descriptor.layout)
+
+
+@gluon.jit
+def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Shared memory for so many tiles of a tensor of pairs (`layout.Strided`), as if they were to be copied."""
+    DTYPE: gl.constexpr = t.ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
+    return gl.allocate_shared_memory(DTYPE, [count, 1, 1, ROWS, COLS], LAYOUT)
+
+
+@gluon.jit
+def copy_tile(t, batch, head, row, full, tiles, number, DIM: gl.constexpr):
+    """Copy the rows of one tile, in pieces where there are some, and tell the barrier."""
+    PIECES: gl.constexpr = pieces_of(DIM)
+    for i in gl.static_range(PIECES):
+        copy(t, [batch, head, row, i * (DIM // PIECES)], full, tiles.index(number * PIECES + i))
+
+
+@gluon.jit
+def pieces(tiles, number, DIM: gl.constexpr):
+    """The pieces of one of some tiles, each as [rows, dims]; one where it is whole."""
+    PIECES: gl.constexpr = pieces_of(DIM)
+    found = ()
+    for i in gl.static_range(PIECES):
+        found += (tiles.index(number * PIECES + i).reshape([tiles.shape[3], DIM // PIECES]),)
+    return found
+
+
+@gluon.jit
+def product_under_way(rows, cols, s, use_acc: gl.constexpr):
+    """Products of rows and columns, each in pieces of the same dims, added to `s` if it is used; they are under way."""
+    for i in gl.static_range(len(rows)):
+        s = warpgroup_mma(rows[i], cols[i].permute((1, 0)), s, use_acc=use_acc or i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def waited(sums):
+    """Sums in pieces, once all products are done."""
+    if len(sums) == 1:
+        return (warpgroup_mma_wait(0, [sums[0]]),)
+    else:
+        return warpgroup_mma_wait(0, [sums[0], sums[1], sums[2]])
+
+
+@gluon.jit
+def place_of_queries(seq, row):
+    """(entry, row) of a query of a sequence as the copy engine counts. Past the end of a packed sequence are the queries of the next."""
+    if len(seq) == ALONE:
+        return seq.batch, row
+    else:
+        return 0, seq.begin_q + row
+
+
+@gluon.jit
+def place_of_keys(seq, col):
+    """The same of a key."""
+    if len(seq) == ALONE:
+        return seq.batch, col
+    else:
+        return 0, seq.begin_k + col
+
+
+@gluon.jit
+def place_of_terms(seq, row):
+    """The same of the terms of a query (`query_terms.Incoming`), whose sequences have whole blocks."""
+    if len(seq) == ALONE:
+        return seq.batch, row
+    else:
+        return 0, first_row_in_blocks(seq) + row
 
 
 @gluon.jit

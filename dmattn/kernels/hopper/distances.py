@@ -1,10 +1,9 @@
 """A bias by distance on Hopper (sm_90): its table spread out in global memory, and the numbers of a tile from there.
 
-A tile wholly beyond an end of the table takes one number, which goes into the terms of its queries: no instruction a pair. Others load a number
-for each pair. Lanes of a warp read places side by side, and the table stays in the first cache.
+All pairs of an outer tile (base/distances.py) take one number, which joins the maximum or lse of its queries: no instruction a pair. An inner
+tile loads numbers before its products, which are added to them, so that they take no registers beside those of scores; a load brings those of
+two pairs. Lanes of a warp read places side by side, and the table stays in the first cache.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,14 +21,6 @@ from ..base.rules import Rules, place_of_first
 
 PAD = gl.constexpr(256)  # copies of each end: at least the queries and keys of a tile
 BLOCK = 256
-
-
-class Numbers(NamedTuple):
-    """The numbers of a tile, in units of the products."""
-
-    pointer: Any  # to that of the first pair
-    apart: Any  # whether pairs are to load one each
-    number: Any  # that of all pairs, or 0 where they load their own
 
 
 def with_spread_table(problem: Problem, rules: Rules) -> Rules:
@@ -69,20 +60,46 @@ def _spread_kernel(table, spread, scale, heads, distances, BLOCK: tl.constexpr):
 
 
 @gluon.jit
-def numbers_of(rules, seq, row, col, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The :class:`Numbers` of a tile at a query and a key. A number of -inf, and NaN, are loaded by pairs, which may be hidden."""
-    last = rules.distances - 1
-    place = place_of_first(rules, seq, row, col)
+def end_numbers(rules, seq):
+    """The first and the last number of a sequence's table."""
     table = slice_pointer(rules.table, seq) + PAD
-    number = gl.load(table + gl.minimum(gl.maximum(place, 0), last))
-    apart = (place + BLOCK_N > 1) & (place - BLOCK_M < last - 1) | ((number > float("-inf")) == 0)
-    pointer = table + gl.minimum(gl.maximum(place, -BLOCK_N), last + BLOCK_M)
-    return Numbers(pointer, apart, gl.where(apart, 0.0, number))
+    return gl.load(table), gl.load(table + (rules.distances - 1))
 
 
 @gluon.jit
-def add_apart(s, numbers, rows, cols):
-    """Scores with the numbers that pairs load; `rows` and `cols` count from the first of the tile, and broadcast to it."""
-    if numbers.apart:
-        s += gl.load(numbers.pointer + (cols - rows))
-    return s
+def numbers_of_pairs(rules, seq, row, col, SHAPE: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr):
+    """The numbers of the pairs of a tile at a query and a key, for products to be added to.
+
+    A lane has pairs of two rows, 8 apart, in every 8 columns: the one row meets the numbers that the other has 8 columns further on, so that
+    a number is loaded for about two pairs.
+    """
+    place = gl.minimum(gl.maximum(place_of_first(rules, seq, row, col), -PAD // 2), rules.distances + PAD // 2)
+    down = gl.arange(0, SHAPE[0], gl.SliceLayout(1, PAIRS))[:, None] & ~8
+    across = gl.arange(0, SHAPE[1], gl.SliceLayout(0, PAIRS))[None, :] & 6
+    if KEYS_DOWN:
+        place += down - across
+    else:
+        place += across - down
+    REGISTERS: gl.constexpr = SHAPE[0] * SHAPE[1] // 128
+    pointers = slice_pointer(rules.table, seq) + PAD + place
+    return gl.inline_asm_elementwise(
+        _loads(REGISTERS, KEYS_DOWN), _operands(REGISTERS), [pointers], dtype=gl.float32, is_pure=False, pack=REGISTERS
+    )
+
+
+@gluon.constexpr_function
+def _operands(registers):
+    return ",".join(["=&f"] * registers + ["l"] * registers)
+
+
+@gluon.constexpr_function
+def _loads(registers, keys_down):
+    """A load of each number of a lane to the register of one pair, and a copy to that of the other: by 8 columns, by row, by column."""
+    lines = []
+    groups = registers // 4
+    for along in range(-1, groups):  # by how many groups of 8 columns a pair is further on than its row
+        for col in (0, 1):
+            places = [4 * group + 2 * row + col for group, row in ((along, 0), (along + 1, 1)) if 0 <= group < groups]
+            lines.append(f"ld.global.f32 ${places[0]}, [${registers}+{4 * (8 * along + col) * (-1 if keys_down else 1)}];")
+            lines += [f"mov.f32 ${place}, ${places[0]};" for place in places[1:]]
+    return " ".join(lines)

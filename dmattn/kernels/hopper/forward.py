@@ -1,11 +1,11 @@
-"""The forward pass on Hopper (sm_90) for head dims from 33 to 128, in Gluon: copies, matrix products and softmax overlap.
+"""The forward pass on Hopper (sm_90) for head dims from 17 to 256, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
 softmax the others multiply. Three consumers do so in turn, except beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
 https://arxiv.org/abs/2407.08608).
 
-Where blocks of queries have about the same work, there is one program for each processor. Its producer begins the next block while the
+Where there are more blocks of queries than processors, there is one program for each processor. Its producer begins the next block while the
 consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
@@ -25,6 +25,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
+from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -33,67 +34,86 @@ from .copies import (
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    allocate_tiles,
     consumers_of,
     copy,
-    padded_dim,
+    copy_tile,
+    padded_dims,
+    panel_of,
+    piece_of,
+    pieces,
+    place_of_queries,
     stage_of,
     sync_threads,
     tiled,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    blocks_ahead,
-    blocks_of,
+    ahead_of,
+    allocate_numbers,
     copy_blocks,
     copy_described,
-    first_blocks,
+    draw,
     key_walk,
     listed_keys,
     programs_of,
+    tell,
+    tell_end,
     tile_range,
+    told,
     visits_of,
+    visits_of_drawn,
     work_of,
 )
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
+# NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
+# under a mask of keys 1.07 and 1.64.
+NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 
 
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
-    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
+    bias: Any  # [1, 1, BLOCK_M, SUB], of pairs; None too where consumers load it
     intervals: Any  # [1, 1, 1, 2 * SUB]
     bias_columns: Any  # [1, 1, SUB, COLUMNS]
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq)."""
+    """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq).
+
+    A bias of pairs that the copy engine cannot address is loaded by the consumers.
+    """
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, dim = BLOCK_M.value, padded_dim(problem)
-    consumers = consumers_of(len_q, dim) if problem.zero is None else 2  # three have no registers for numbers of pairs beside scores
+    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
     pairs = problem.pair_bias is not None
-    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, KEYS)
+    bias = copyable("bias", problem.pair_bias)
+    loaded = pairs and bias is None
+    consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
+    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
+    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, turns = programs_of(problem, rules, consumers * block_m)
+    works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
     launch(
         _forward_kernel,
         programs,
-        q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.bias if pairs else None, block_m, sub),
+        q=tiled(problem.query, block_m, piece_of(dim)),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
+        bias=tiled(bias, block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
-        turns=turns,
+        drawn=drawn,
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -102,16 +122,24 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         len_q=len_q,
         len_k=len_k,
         VALUE_DIM=value_dim,
-        BLOCK_N=KEYS,
-        STAGES=STAGES,
+        BLOCK_N=keys,
+        STAGES=NARROW_STAGES if max(dim, dim_v) < PANEL.value else STAGES,
         DIM=dim,
+        DIM_V=dim_v,
         CONSUMERS=consumers,
         IN_TURN=consumers == 3 and not pairs,
-        EVEN_N=len_k % KEYS == 0,
-        BIAS_FIRST=pairs and scales_exactly(problem),
+        EVEN_N=problem.ends_q is None and len_k % keys == 0,
+        BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
+
+
+def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
+    """Keys of a tile: half as many of the narrowest heads, or where shared memory, or registers beside `out`, have no room for more."""
+    if max(dim, dim_v) < PANEL.value:
+        return KEYS // 2
+    return KEYS if max(dim, dim_v) <= 128 or (dim == 192 and dim_v == 128 and not pairs) else KEYS // 2
 
 
 def scales_exactly(problem: Problem) -> bool:
@@ -125,9 +153,9 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, turns, out, lse, heads, groups, works, len_q, len_k,
-    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr,
-    IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
+    q, k, v, bias, intervals, bias_columns, rules, drawn, out, lse, heads, groups, works, len_q, len_k,
+    VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
@@ -144,28 +172,39 @@ def _forward_kernel(
         BLOCKS=BLOCK_N // SUB,
         STAGES=STAGES,
         DIM=DIM,
+        DIM_V=DIM_V,
         VALUE_DIM=VALUE_DIM,
         IN_TURN=IN_TURN,
         EVEN_N=EVEN_N,
-        OF_PAIRS=bias is not None,
+        OF_PAIRS=rules.bias_rows is not None and rules.bias_cols is not None,
         BIAS_FIRST=BIAS_FIRST,
-        BACKWARDS=rules.lists is None and bias is None,
+        BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
-        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16]),
+        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16]),
     )
     tiles = Tiles(
-        q=_allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
-        k=_allocate_tiles(k, STAGES, BLOCK_N, DIM),
-        v=_allocate_tiles(v, STAGES, BLOCK_N, DIM),
-        bias=None if bias is None else _allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
-        intervals=None if intervals is None else _allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
-        bias_columns=None if bias_columns is None else _allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
+        q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
+        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=allocate_tiles(v, STAGES, BLOCK_N, DIM_V),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else allocate_tiles(intervals, STAGES * config.BLOCKS, 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * config.BLOCKS, SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
-    barriers = _make_barriers(config)
+    barriers = Barriers(  # made in place: up to Triton 3.6 a helper cannot return a None
+        q_full=allocate_barriers(1, 1),
+        q_free=allocate_barriers(1, CONSUMERS),
+        k_full=allocate_barriers(STAGES, 1),
+        k_free=allocate_barriers(STAGES, CONSUMERS),
+        v_full=allocate_barriers(STAGES, 1),
+        v_free=allocate_barriers(STAGES, CONSUMERS),
+        turns=allocate_barriers(CONSUMERS, 1) if IN_TURN else None,
+        numbers=allocate_numbers(),
+        votes=gl.allocate_shared_memory(gl.int8, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k, turns)
+    lengths = Lengths(works, heads, len_q, len_k, drawn)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
@@ -180,69 +219,54 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Shared memory for so many tiles that are copied by a descriptor, [count, 1, 1, ROWS, COLS]."""
-    return gl.allocate_shared_memory(descriptor.dtype, [count, 1, 1, ROWS, COLS], descriptor.layout)
-
-
-@gluon.jit
-def _make_barriers(config: gl.constexpr):
-    """The barriers of a program, and room for votes."""
-    return Barriers(
-        q_full=allocate_barriers(1, 1),
-        q_free=allocate_barriers(1, config.CONSUMERS),
-        k_full=allocate_barriers(config.STAGES, 1),
-        k_free=allocate_barriers(config.STAGES, config.CONSUMERS),
-        v_full=allocate_barriers(config.STAGES, 1),
-        v_free=allocate_barriers(config.STAGES, config.CONSUMERS),
-        turns=allocate_barriers(config.CONSUMERS, 1),
-        votes=gl.allocate_shared_memory(gl.int8, [config.CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-    )
-
-
-@gluon.jit
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
-    TILE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
+    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * sources.q.block_type.nbytes)
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
+        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * 2 * BLOCK_M * config.DIM)
+        entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], barriers.q_full.index(0), tiles.q.index(i))
+            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
                 starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
             else:
                 starts = following
+            upcoming = draw(upcoming, step + config.BLOCK_N >= walk.full_end, lengths)
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
-            mbarrier.expect(full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, full, tiles.k, stage)
+            mbarrier.expect(full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
+            copy_blocks(sources.k, seq, kv_head, starts, full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
             if rules.bits is not None:
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
-            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
+        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
+        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.QUERIES)
+        number, count = upcoming, count + 1
+    tell_end(number, visited, count, barriers, rules, lengths)
 
 
 @gluon.jit
@@ -262,20 +286,18 @@ def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: g
 def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, config.QUERIES)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, config.QUERIES)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, config.QUERIES)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, config.QUERIES)
-        ahead = blocks_ahead(number, ahead, lengths)
-        q_tile = tiles.q.index(which).reshape([BLOCK_M, config.DIM])  # [BLOCK_M, DIM]
-        context = Context(q_tile, tiles, barriers, rules, seq, row, walk)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
+        ends = None if rules.table is None else end_numbers(rules, seq)
+        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
         sums = _no_sums(turn, tiles.v.dtype, config)
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)  # without keys too: what is copied must arrive
+        mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:
-            _multiply(q_tile, rules.scale)
+            _multiply(context.q_pieces[0], rules.scale)
         if walk.begin < walk.full_end:
             sums = add_tiles(context, sums, which, config)
             mbarrier.arrive(barriers.q_free.index(0), count=1)
@@ -284,6 +306,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
             mbarrier.arrive(barriers.q_free.index(0), count=1)
         _store(context, sums, out, lse, which, config)
         turn = sums.turn
+        count += 1
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
 
 
 @gluon.jit
@@ -291,7 +315,7 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
     """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     return Sums(
-        acc=gl.full([BLOCK_M, config.DIM], 0.0, gl.float32, config.OUT),
+        acc=gl.full([BLOCK_M, config.DIM_V], 0.0, gl.float32, config.OUT),
         weights=rounded_pairs(zeros, DTYPE),
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),

@@ -13,10 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..base.distances import inner_steps, outer_places
+from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
 from ..base.window import open_keys
-from .copies import stage_of
-from .distances import add_apart, numbers_of
+from .copies import pieces, product_under_way, stage_of
+from .distances import numbers_of_pairs
 from .registers import (
     Hiding,
     all_within,
@@ -24,6 +26,7 @@ from .registers import (
     bias_vector,
     exponent_factor,
     lane_sums,
+    load_pairs,
     looked_at,
     mask_of,
     rounded_pairs,
@@ -47,7 +50,8 @@ class Config(NamedTuple):
     SUB: Any  # keys of a block, by which a tile is copied
     BLOCKS: Any  # of a tile
     STAGES: Any  # tiles of keys in shared memory
-    DIM: Any  # head dims of queries and values, padded
+    DIM: Any  # head dims of queries and keys, padded
+    DIM_V: Any  # those of values, padded
     VALUE_DIM: Any  # head dims of out
     IN_TURN: Any  # consumers multiply one after the other
     EVEN_N: Any  # no tile goes past the end of the keys
@@ -61,9 +65,9 @@ class Config(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where there is nothing of the kind."""
 
-    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM]
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2; as the next
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
     bias_columns: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
@@ -71,7 +75,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers between the producer and the consumers, and the votes of a consumer's threads.
+    """Barriers between the producer and the consumers, what the producer tells them, and the votes of a consumer's threads.
 
     The barriers of keys stand for the bias, intervals and bias columns of their tile too.
     """
@@ -82,26 +86,28 @@ class Barriers(NamedTuple):
     k_free: Any  # [STAGES, 1]
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
-    turns: Any  # [CONSUMERS, 1]: a consumer may multiply (IN_TURN)
+    turns: Any  # [CONSUMERS, 1]: a consumer may multiply; None unless IN_TURN
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
     votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 
 class Context(NamedTuple):
     """One block of queries, with the shared memory and rules for its tiles of keys."""
 
-    q_tile: Any  # [BLOCK_M, DIM]: those of the consumer
+    q_pieces: Any  # of [BLOCK_M, DIM]: those of the consumer
     tiles: Any
     barriers: Any
     rules: Any
     seq: Any
     row: Any  # the first query of the block, whose first BLOCK_M are those of consumer 0
     walk: Any
+    ends: Any  # of a table of distances (`end_numbers`), else None
 
 
 class Sums(NamedTuple):
     """Results of a consumer after some tiles of keys."""
 
-    acc: Any  # [BLOCK_M, DIM]: out without the values of the last tile, unnormalised
+    acc: Any  # [BLOCK_M, DIM_V]: out without the values of the last tile, unnormalised
     weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
@@ -136,7 +142,10 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    sums = _add_open_tiles(context, sums, open_begin, open_end, which, config)
+    if rules.table is None:
+        sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
+    else:
+        sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
     if HIDES_AFTER:
         for step in range(open_end, walk.full_end, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
@@ -168,18 +177,21 @@ def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _add_tile(
-    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr = False, AGAIN: gl.constexpr = False
-):
+    context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr,
+    FIRST: gl.constexpr = False, AGAIN: gl.constexpr = False, number=None,
+):  # fmt: skip
     """Sums with one tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added.
 
-    With AGAIN, after `_add_near_tile`, the values of the tile before were added already, and it is nobody's turn.
+    With AGAIN, after `_add_near_tile`, the values of the tile before were added already, and it is nobody's turn. A `number` of a table of
+    distances is that of all pairs; without it, each loads its own.
     """
     barriers, rules = context.barriers, context.rules
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     ADDS: gl.constexpr = not FIRST and not AGAIN
-    s, acc, number = _scores(context, sums, step, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
-    if rules.table is None:
+    s, acc = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
+    FAR: gl.constexpr = rules.bias is not None or rules.table is not None
+    if number is None:
         new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
     else:
         new_max = gl.maximum(sums.row_max, gl.max(s, 1) + number)
@@ -190,10 +202,10 @@ def _add_tile(
         if LOADED:
             new_max = looked_at(new_max)
         mbarrier.arrive(barriers.k_free.index(stage), count=1)
-    if rules.table is None:
-        p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=rules.bias is not None)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
+    if number is None:
+        p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=FAR)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
     else:
-        p = weights_at(s, new_max - number, exponent_factor(rules), FAR=True, OF_NONE=0.0)
+        p = weights_at(s, new_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=0.0)
         alpha = rescaling(sums.row_max, new_max, exponent_factor(rules))
     if ADDS:
         acc = warpgroup_mma_wait(0, [acc])
@@ -208,26 +220,47 @@ def _add_tile(
 
 
 @gluon.jit
-def _add_open_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
-    """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do."""
+def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """The same sums beside a table of distances: outer tiles of keys after the queries, inner ones, then outer ones of keys before."""
+    gl.static_assert(config.BACKWARDS)  # no mask is served beside a table, so there are no lists
+    rules, seq, walk = context.rules, context.seq, context.walk
+    first, last = context.ends
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
+    place = place_of_first(rules, seq, context.row + which * BLOCK_M, step_of(walk, 0, config))  # that of a step is lower by the step
+    inner_begin, inner_end = inner_steps(begin, end, place - high + 1, place - low, config.BLOCK_N)
+    number, outer_end = last, inner_begin
+    for _ in range(2):
+        sums = _add_open_tiles(context, sums, begin, outer_end, number, which, config)
+        for step in range(outer_end, inner_end, config.BLOCK_N):
+            sums = _add_tile(context, sums, step, which, config, EDGE=False)
+        number, begin, outer_end = first, inner_end, end
+    return sums
+
+
+@gluon.jit
+def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr):
+    """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do.
+
+    Beside a table of distances all pairs take one `number`, or without it each loads its own.
+    """
     step = begin
     while step < end:
         near = 1
         while (near != 0) & (step < end):
-            sums, near = _add_near_tile(context, sums, step, which, config)
+            sums, near = _add_near_tile(context, sums, step, number, which, config)
             step += near * config.BLOCK_N
         if step < end:
-            sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True)
+            sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True, number=number)
             step += config.BLOCK_N
             risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
             for after in range(step, risen, config.BLOCK_N):
-                sums = _add_tile(context, sums, after, which, config, EDGE=False)
+                sums = _add_tile(context, sums, after, which, config, EDGE=False, number=number)
             step = gl.maximum(step, risen)
     return sums
 
 
 @gluon.jit
-def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr):
+def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.constexpr):
     """(`_add_tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added, 0).
 
     The weights are not to be used then, and the stage is not given back. When it is, its bias was loaded: the threads' votes depend on it.
@@ -236,11 +269,12 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
-    s, acc, number = _scores(context, sums, step, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
-    if rules.table is None:
-        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=rules.bias is not None, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
+    s, acc = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    FAR: gl.constexpr = rules.bias is not None or rules.table is not None
+    if number is None:
+        p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
     else:
-        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=True, OF_NONE=LOWEST)
+        p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
@@ -257,10 +291,12 @@ def _add_near_tile(context, sums, step, which: gl.constexpr, config: gl.constexp
 
 
 @gluon.jit
-def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr):
-    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them, a number to add to all scores).
+def _scores(
+    context, sums, step, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr
+):  # fmt: skip
+    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them).
 
-    The number is 0 but for a tile beyond an end of a table of distances. At an EDGE scores have it, as hidden pairs must not.
+    Beside a table of distances scores lack the `number` that all pairs take, if there is one.
     """
     tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
     start = 0  # where there are intervals, nothing needs it
@@ -277,17 +313,23 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
         words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial)
         hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
-    if rules.table is not None:
-        numbers = numbers_of(rules, seq, row, start, BLOCK_M, config.BLOCK_N)
+    BY_PAIRS: gl.constexpr = rules.table is not None and number is None
+    if BY_PAIRS:
+        s = numbers_of_pairs(rules, seq, row, start, [BLOCK_M, config.BLOCK_N], config.PAIRS, KEYS_DOWN=False)  # [BLOCK_M, BLOCK_N]
+    else:
+        s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)
+    FROM_MEMORY: gl.constexpr = config.OF_PAIRS and tiles.bias is None
+    if FROM_MEMORY:
+        bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
-    s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     if config.BIAS_FIRST:
-        s = widened(_load_bias(tiles, stage, which, config))
+        if not FROM_MEMORY:
+            bias = _load_bias(tiles, stage, which, config)
+        s = widened(bias)
         bias = None
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
-    k_tile = tiles.k.index(stage).reshape([config.BLOCK_N, config.DIM])  # [BLOCK_N, DIM]
-    s = warpgroup_mma(context.q_tile, k_tile.permute((1, 0)), s, use_acc=config.BIAS_FIRST, is_async=True)
+    s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), s, config.BIAS_FIRST or BY_PAIRS)
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)
     acc = sums.acc
@@ -296,18 +338,11 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
     if IN_TURN:
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
     s = warpgroup_mma_wait(1 if ADDS else 0, [s])
-    if config.OF_PAIRS and not config.BIAS_FIRST:
+    if config.OF_PAIRS and not config.BIAS_FIRST and not FROM_MEMORY:
         bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    number = 0.0
-    if rules.table is not None:
-        s = add_apart(s, numbers, rows, cols)
-        if EDGE:
-            s = s + numbers.number
-        else:
-            number = numbers.number
     if EDGE and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
         if walk.partial != 0:
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
@@ -315,7 +350,7 @@ def _scores(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=False)
     else:
         s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
-    return s, acc, number
+    return s, acc
 
 
 @gluon.jit
@@ -324,7 +359,7 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
     v_tiles = context.tiles.v
     mbarrier.wait(context.barriers.v_full.index(stage), phase)
     weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT, 2))  # [BLOCK_M, BLOCK_N]
-    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM]), sums.acc, is_async=True)
+    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM_V]), sums.acc, is_async=True)
 
 
 @gluon.jit

@@ -1,13 +1,15 @@
-"""dK and dV on Hopper (sm_90) for head dims from 33 to 128, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
+"""dK and dV on Hopper (sm_90) for head dims from 17 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. While one consumer makes probabilities, the others multiply. Within one consumer no product outlives a tile,
 because ptxas would serialise all products here.
+
+Of head dims over 128 a program has registers for 64 keys: one consumer makes scores and dV, the other dP, dS and dK. Probabilities pass from
+one to the other by shared memory, so that each product is made once.
 """
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,34 +20,46 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, slice_pointer, strided
+from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
-from ..base.rules import rules_of
-from ..base.window import open_queries
+from ..base.rules import place_of_first, rules_of
+from ..base.window import next_step, open_queries
 from ..visits.walk import query_lists, query_range, query_step
+from .addressing import copyable
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
     LAUNCH_REGISTERS,
+    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    allocate_pairs,
+    allocate_tiles,
     consumers_of,
     copy,
-    padded_dim,
+    copy_tile,
+    padded_dims,
+    piece_of,
+    pieces,
+    place_of_keys,
+    place_of_queries,
     stage_of,
     tiled,
     tiled_mask,
 )
-from .distances import with_spread_table
+from .distances import end_numbers, with_spread_table
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
     PAIRS,
+    PROBABILITIES,
     Barriers,
     Context,
     Keys,
@@ -61,6 +75,7 @@ from .key_tile import (
     copy_terms,
     no_lane_sums,
     no_sums,
+    stages_of,
     store_d_bias,
     tiled_terms,
     turn_of,
@@ -68,7 +83,7 @@ from .key_tile import (
 )
 from .registers import store_tile, sums_of_lanes
 
-STAGES = gl.constexpr(2)  # tiles of queries, dO and bias in shared memory
+STAGES = 2  # tiles of queries, dO and bias in shared memory
 
 
 class Config(NamedTuple):
@@ -76,9 +91,13 @@ class Config(NamedTuple):
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # both padded
+    DIM: Any  # padded
+    DIM_V: Any  # padded
     CONSUMERS: Any
+    BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
+    STAGES: Any  # tiles of queries, dO and bias in shared memory
     EVEN_N: Any  # no program has keys past the end
+    COPIES_D_BIAS: Any  # dBias is stored by the copy engine
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
@@ -90,26 +109,33 @@ def key_gradients(
     key_sums: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, without intervals."""
-    batch, heads, len_q, head_dim = problem.query.shape
+    """As in portable/key_grad.py, without intervals.
+
+    A bias of pairs that the copy engine cannot address is loaded by the consumers, and such a dBias stored by them.
+    """
+    heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
-    consumers = consumers_of(len_k, dim) if problem.bias is None and open_walk else 2
-    lists = query_lists(problem, block_m, consumers * block_n)
-    if d_bias is not None and lists is not None:
-        d_bias.zero_()  # what no list names
+    consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
+    blocks = consumers if max(dim, dim_v) <= 128 else 1
+    packed = packed_blocks(problem, blocks * block_n, by_key=True)
+    lists = query_lists(problem, block_m, blocks * block_n, packed)
+    bias = copyable("bias", problem.pair_bias)
+    copies_d_bias = copyable("d_bias", d_bias) is not None
+    if d_bias is not None and (lists is not None or problem.ends_q is not None):
+        d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, consumers * block_n) * kv_heads * batch,
-        q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, block_n, dim),
-        v=tiled(problem.value, block_n, dim),
-        bias=tiled(problem.pair_bias, block_m, block_n),
-        mask=None if problem.pair_mask is None else tiled_mask(problem.pair_mask, block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim),
-        d_bias=tiled(d_bias, block_m, block_n),
-        rules=with_spread_table(problem, rules_of(problem, lists)),
+        count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
+        q=tiled(problem.query, block_m, piece_of(dim)),
+        k=tiled(problem.key, block_n, piece_of(dim)),
+        v=tiled(problem.value, block_n, dim_v),
+        bias=tiled(bias, block_m, block_n),
+        mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
+        d_out=tiled(incoming.d_out, block_m, dim_v),
+        d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
+        rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
@@ -121,8 +147,12 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
+        DIM_V=dim_v,
         CONSUMERS=consumers,
-        EVEN_N=len_k % (consumers * block_n) == 0,
+        BLOCKS=blocks,
+        STAGES=STAGES if blocks > 1 else stages_of(problem, d_bias),
+        EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
+        COPIES_D_BIAS=copies_d_bias,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
@@ -132,31 +162,36 @@ def key_gradients(
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_N: gl.constexpr,
-    BY_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCKS: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One program: CONSUMERS times BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and queries.
+    """One program: BLOCKS of BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
-    q, k, v, d_out, bias and mask (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias or mask is read
-    from rules.
+    q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
+    is read from rules.
     """
     follow()
-    block, kv_head, batch = place_keys(rules, len_k, heads // groups, CONSUMERS * BLOCK_N)
-    seq = Sequence(batch, kv_head * groups, len_q, len_k)
-    col = block * (CONSUMERS * BLOCK_N)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, CONSUMERS, EVEN_N, BY_GROUP)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, BLOCK_N, DIM], v.layout)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCKS * BLOCK_N)
+    seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    col = block * (BLOCKS * BLOCK_N)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
+    k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
+    v_tiles = allocate_tiles(v, BLOCKS, BLOCK_N, DIM_V)
+    q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
+    d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
     terms_tiles = allocate_terms(terms, STAGES)
-    bias_tiles, mask_tiles, d_bias_tiles = None, None, None
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if mask is not None:
-        mask_tiles = gl.allocate_shared_memory(mask.dtype, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], mask.layout)
+    bias_tiles = None if bias is None else allocate_tiles(bias, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
+    mask_tiles = None if mask is None else allocate_tiles(mask, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
+    d_bias_tiles = None
     if d_bias is not None:
-        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
+        if COPIES_D_BIAS:
+            d_bias_tiles = allocate_tiles(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+        else:
+            d_bias_tiles = allocate_pairs(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+    p_tile, p_barriers = None, None
+    if BLOCKS == 1:
+        p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
+        p_barriers = allocate_barriers(2, 1)
     bias_columns, key_ones = (None, None, None), None
     if rules.bias_by_key is not None:
         bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
@@ -170,15 +205,17 @@ def _key_gradients_kernel(
         q_full=allocate_barriers(STAGES, 1),
         d_out_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, CONSUMERS),
+        p=p_barriers,
     )
     fence_async_shared()
     kv_full = barriers.kv_full.index(0)
-    mbarrier.expect(kv_full, CONSUMERS * k.block_type.nbytes + CONSUMERS * v.block_type.nbytes)
-    for i in gl.static_range(CONSUMERS):
-        copy(k, [batch, kv_head, col + i * BLOCK_N, 0], kv_full, k_tiles.index(i))
-        copy(v, [batch, kv_head, col + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
+    mbarrier.expect(kv_full, BLOCKS * 2 * BLOCK_N * (DIM + DIM_V))
+    entry, first = place_of_keys(seq, col)
+    for i in gl.static_range(BLOCKS):
+        copy_tile(k, entry, kv_head, first + i * BLOCK_N, kv_full, k_tiles, i, DIM)
+        copy(v, [entry, kv_head, first + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
-    tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, mask=mask_tiles, d_bias=d_bias_tiles)
+    tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias_tiles, mask_tiles, d_bias_tiles, p_tile)
     ones = Ones(key_ones, score_ones, d_p_ones)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(
@@ -196,32 +233,34 @@ def _key_gradients_kernel(
 @gluon.jit
 def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.constexpr):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
-    CONSUMERS: gl.constexpr = config.CONSUMERS
-    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else CONSUMERS * sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = sources.q.block_type.nbytes + sources.terms.block_type.nbytes + BIAS_BYTES
+    BLOCKS: gl.constexpr = config.BLOCKS
+    STAGES: gl.constexpr = config.STAGES
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * config.DIM + sources.terms.block_type.nbytes + BIAS_BYTES
     D_OUT_BYTES: gl.constexpr = sources.d_out.block_type.nbytes
     step = 0
     for head in range(seq.head, seq.head + groups):
-        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, CONSUMERS * BLOCK_N)
+        this = under_head(seq, head)
+        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
         for position in range(begin, full_end, BLOCK_M):
-            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
+            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
             stage, phase = stage_of(step, STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             q_full = barriers.q_full.index(stage)
             mbarrier.expect(q_full, Q_BYTES)
-            copy(sources.q, [seq.batch, head, start, 0], q_full, tiles.q.index(stage))
-            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            entry, row = place_of_queries(this, start)
+            copy_tile(sources.q, entry, head, row, q_full, tiles.q, stage, config.DIM)
+            copy_terms(sources.terms, this, head, start, q_full, tiles.terms.index(stage))
             if sources.bias is not None:
-                copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage, CONSUMERS)
+                copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage, BLOCKS)
             if sources.mask is None:
                 mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
             elif position < end:
-                mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES + CONSUMERS * sources.mask.block_type.nbytes)
-                copy_pairs(sources.mask, rules.mask, this, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, CONSUMERS)
+                mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES + BLOCKS * sources.mask.block_type.nbytes)
+                copy_pairs(sources.mask, rules.mask, this, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, BLOCKS)
             else:
                 mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
-            copy(sources.d_out, [seq.batch, head, start, 0], barriers.d_out_full.index(stage), tiles.d_out.index(stage))
+            copy(sources.d_out, [entry, head, row, 0], barriers.d_out_full.index(stage), tiles.d_out.index(stage))
             step += 1
 
 
@@ -229,51 +268,77 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
 def _consume(
     tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
-    """The gradients of BLOCK_N of the program's keys, in place `which`."""
-    CONSUMERS: gl.constexpr = config.CONSUMERS
-    results = Results(d_k, d_v, key_sums, d_bias)
+    """The gradients of BLOCK_N of the program's keys, in place `which`; of one block the first consumer makes dV, the second all else."""
+    BLOCKS: gl.constexpr = config.BLOCKS
+    STAGES: gl.constexpr = config.STAGES
+    OF_SCORES: gl.constexpr = BLOCKS > 1 or which == 0
+    OF_D_SCORES: gl.constexpr = BLOCKS > 1 or which == 1
+    own: gl.constexpr = which if BLOCKS > 1 else 0
+    if not OF_SCORES:
+        d_v = None
+    if not OF_D_SCORES:
+        d_k, key_sums, d_bias = None, None, None
+    results = Results(d_k, d_v, key_sums, d_bias, by_pointers=None if config.COPIES_D_BIAS else 1)
     owner = Span(col, 0, None)
-    col += which * BLOCK_N
-    k_tile = tiles.k.index(which).reshape([BLOCK_N, config.DIM])
-    v_tile = tiles.v.index(which).reshape([BLOCK_N, config.DIM])
-    if CONSUMERS == 2 and are_columns(tiles.terms.dtype):
+    col += own * BLOCK_N
+    k_tile = pieces(tiles.k, own, config.DIM)
+    v_tile = tiles.v.index(own).reshape([BLOCK_N, config.DIM_V])
+    if config.CONSUMERS == 2 and are_columns(tiles.terms.dtype):
         FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
         ones = Ones(ones.keys, ones_in_registers(BLOCK_N, 0, FACTOR), ones_in_registers(BLOCK_N, 3, FACTOR))
-    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, which)
+    context = Context(k_tile, v_tile, tiles.bias_columns[own], ones, tiles, barriers, rules, results, col, own)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    sums = no_sums(config.DIM)
+    sums = no_sums(config.DIM, config.DIM_V, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
     step = 0
     for head in range(seq.head, seq.head + groups):
-        this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
+        this = under_head(seq, head)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums())
         keys = Keys(uniform_bias_of(rules, this))
-        if rules.bias_by_key is not None:
+        if OF_SCORES and rules.bias_by_key is not None:
             store_bias_columns(context.bias_columns, rules, this, col)
-        begin, end, full_end = query_range(rules, this, owner, BLOCK_M, CONSUMERS * BLOCK_N)
+        begin, end, full_end = query_range(rules, this, owner, BLOCK_M, BLOCKS * BLOCK_N)
         if rules.lists is None:
             open_begin, open_end = open_queries(rules.left, rules.right, this, col, begin, end, BLOCK_M, BLOCK_N)
             if rules.right is not None or not config.EVEN_N:
                 for start in range(begin, open_begin, BLOCK_M):
-                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=True)
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
                     step += 1
-            for start in range(open_begin, open_end, BLOCK_M):
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=False)
-                step += 1
-            if rules.left is not None:
+            if rules.ends is not None:  # the last rows of a block may be those of the next sequence
+                whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
+                open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
+            if rules.table is None:
+                for start in range(open_begin, open_end, BLOCK_M):
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                    step += 1
+            else:  # outer tiles of queries before the keys, which take the last number, inner ones, and outer ones after, which take the first
+                first, last = end_numbers(rules, this)
+                low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
+                place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
+                inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+                number, outer_begin, outer_end = last, open_begin, inner_begin
+                for _ in range(2):
+                    for start in range(outer_begin, outer_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
+                        step += 1
+                    for start in range(outer_end, inner_end, BLOCK_M):
+                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                        step += 1
+                    number, outer_begin, outer_end = first, inner_end, open_end
+            if rules.left is not None or rules.ends is not None:
                 for start in range(open_end, end, BLOCK_M):
-                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=True)
+                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
                     step += 1
         else:
             for position in range(begin, end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=True)
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
                 step += 1
             for position in range(end, full_end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, CONSUMERS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, which, CONSUMERS), start, EDGE=False)
+                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                 step += 1
-        if d_bias is not None and rules.lists is None:
+        if d_bias is not None and rules.lists is None and rules.ends is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
             for start in range(0, begin, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
@@ -283,12 +348,13 @@ def _consume(
             _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, PAIRS))
     if key_sums is not None and config.BY_GROUP:
         _store_sums(key_sums, seq, col, sums_of_lanes(sums.lanes, PAIRS))
-    if d_bias is not None:
+    if d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
     if d_k is not None:
-        store_tile(d_k, seq, col, seq.len_k, sums.dk * rules.scale, config.HEAD_DIM)
+        for i in gl.static_range(len(sums.dk)):
+            store_tile(d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
     if d_v is not None:
-        store_tile(d_v, seq, col, seq.len_k, sums.dv, config.VALUE_DIM)
+        store_tile(d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
 block of keys. Its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of one
-consumer's size also hold fewer pairs that no interval contains.
+consumer's size also hold fewer pairs that no interval contains. Of head dims over 128 both take every tile, as in hopper/key_grad.py.
 """
 
 from typing import Any, NamedTuple
@@ -21,17 +21,33 @@ from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
-from ..base.window import next_step, open_queries, queries_in_window
+from ..base.window import next_step
 from ..visits.intervals import block_bounds
-from .bias_columns import allocate_columns, ones_for_columns, store_bias_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
+from .attending_queries import attending_of, describe_block, is_dead
+from .bias_columns import allocate_columns, ones_for_columns
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    allocate_tiles,
+    copy,
+    copy_tile,
+    padded_dims,
+    piece_of,
+    pieces,
+    pieces_of,
+    stage_of,
+    tiled,
+)
 from .key_tile import (
     BLOCK_M,
     BLOCK_N,
     PAIRS,
+    PROBABILITIES,
     Barriers,
     Context,
-    Keys,
     Ones,
     Results,
     Sources,
@@ -44,14 +60,14 @@ from .key_tile import (
     copy_terms,
     no_lane_sums,
     no_sums,
+    stages_of,
     sums_layout,
     tiled_terms,
     turn_of,
-    uniform_bias_of,
 )
-from .registers import interval_of, places_of, store_tile, sums_of_lanes
+from .registers import places_of, store_tile, sums_of_lanes
 
-STAGES = gl.constexpr(4)  # tiles of queries, dO and bias in shared memory: half of them each consumer's
+STAGES = 4  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 
 
 class Config(NamedTuple):
@@ -59,7 +75,10 @@ class Config(NamedTuple):
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # both padded
+    DIM: Any  # padded
+    DIM_V: Any  # padded
+    STAGES: Any  # tiles of queries, dO and bias in shared memory
+    IN_TURNS: Any  # each consumer makes all sums of every second tile, or else some sums of every tile
     ALIKE: Any  # the heads of a group have the same intervals and bias of keys
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
@@ -70,24 +89,6 @@ class Exchange(NamedTuple):
     gradients: Any  # [2, 1] barriers for dK and dV, whose room is that of the tiles of queries
     key_sums: Any  # [2, 1] barriers for the sums over queries
     room: Any  # [BLOCK_N] float32 in shared memory, for the sums over queries
-
-
-class Attending(NamedTuple):
-    """Queries that attend a block of keys: from `begin`, a multiple of BLOCK_M, to `end`."""
-
-    begin: Any
-    end: Any
-    last_to_begin: Any  # the query from which on all keys are alive
-    first_to_end: Any  # the query from which on one of them is not
-
-
-class Steps(NamedTuple):
-    """Tiles of BLOCK_M queries from `begin` to `end`: those from `open_begin` to `open_end` hide no pair."""
-
-    begin: Any
-    end: Any
-    open_begin: Any
-    open_end: Any
 
 
 def key_gradients(
@@ -102,18 +103,18 @@ def key_gradients(
     """As in portable/key_grad.py, with intervals."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
     launch(
         _key_gradients_kernel,
         triton.cdiv(len_k, block_n) * kv_heads * batch,
-        q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, block_n, dim),
-        v=tiled(problem.value, block_n, dim),
+        q=tiled(problem.query, block_m, piece_of(dim)),
+        k=tiled(problem.key, block_n, piece_of(dim)),
+        v=tiled(problem.value, block_n, dim_v),
         bias=tiled(problem.pair_bias, block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim_v),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
@@ -129,6 +130,8 @@ def key_gradients(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
+        DIM_V=dim_v,
+        STAGES=STAGES if max(dim, dim_v) <= 128 else stages_of(problem, d_bias),
         ALIKE=alike,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
@@ -139,7 +142,8 @@ def key_gradients(
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, heads, groups, len_q, len_k,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
+    ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
@@ -156,25 +160,27 @@ def _key_gradients_kernel(
         d_v = _slice(d_v, seq)
     if order is not None:
         order = _slice(order, seq)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, ALIKE, BY_GROUP)
-    k_tile = gl.allocate_shared_memory(k.dtype, [1, 1, BLOCK_N, DIM], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [1, 1, BLOCK_N, DIM], v.layout)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, DIM], d_out.layout)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, STAGES, max(DIM, DIM_V) <= 128, ALIKE, BY_GROUP)
+    k_tile = allocate_tiles(k, 1, BLOCK_N, DIM)
+    v_tile = allocate_tiles(v, 1, BLOCK_N, DIM_V)
+    q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
+    d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
     terms_tiles = allocate_terms(terms, STAGES)
-    bias_tiles, d_bias_tiles = None, None
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if d_bias is not None:
-        d_bias_tiles = gl.allocate_shared_memory(d_bias.dtype, [2, 1, 1, BLOCK_M, BLOCK_N], d_bias.layout)
-    if _is_dead(rules, bounds, seq, groups, col):
+    bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
+    d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 2 if config.IN_TURNS else 1, BLOCK_M, BLOCK_N)
+    if is_dead(rules, bounds, seq, groups, col):
         _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
+        p_tile, p_barriers = None, None
+        if not config.IN_TURNS:
+            p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
+            p_barriers = allocate_barriers(2, 1)
         barriers = Barriers(
             kv_full=allocate_barriers(1, 1),
             q_full=allocate_barriers(STAGES, 1),
             d_out_full=allocate_barriers(STAGES, 1),
-            free=allocate_barriers(STAGES, 1),
+            free=allocate_barriers(STAGES, 1 if config.IN_TURNS else 2),
+            p=p_barriers,
         )
         gradients_given = allocate_barriers(2, 1)
         sums_given = allocate_barriers(2, 1)
@@ -189,11 +195,11 @@ def _key_gradients_kernel(
         room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         kv_full = barriers.kv_full.index(0)
-        mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
-        copy(k, [batch, kv_head, col, 0], kv_full, k_tile)
-        copy(v, [batch, kv_head, col, 0], kv_full, v_tile)
+        mbarrier.expect(kv_full, 2 * BLOCK_N * (DIM + DIM_V))
+        copy_tile(k, batch, kv_head, col, kv_full, k_tile, 0, DIM)
+        copy(v, [batch, kv_head, col, 0], kv_full, v_tile.index(0))
         sources = Sources(q, terms, d_out, bias=bias)
-        tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles)
+        tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles, p=p_tile)
         ones = Ones(key_ones, score_ones, d_p_ones)
         exchange = Exchange(gradients_given, sums_given, room)
         results = Results(d_k, d_v, key_sums, d_bias)
@@ -201,7 +207,7 @@ def _key_gradients_kernel(
             [
                 (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 0, config)),
                 (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, 1, config)),
-                (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col)),
+                (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -215,20 +221,11 @@ def _slice(t, seq):
 
 
 @gluon.jit
-def _is_dead(rules, bounds, seq, groups, col):
-    """Whether no query of any head attends a block of keys."""
-    live = False
-    for head in range(seq.head, seq.head + groups):
-        attending = _attending(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
-        live = live | (attending.begin < attending.end)
-    return not live
-
-
-@gluon.jit
 def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
-    SUMS: gl.constexpr = sums_layout(config.DIM)
-    zeros = gl.full([BLOCK_N, config.DIM], 0.0, gl.float32, SUMS)
+    WIDTH: gl.constexpr = max(config.DIM, config.DIM_V) if pieces_of(config.DIM) == 1 else 256
+    SUMS: gl.constexpr = sums_layout(WIDTH)
+    zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
     if d_k is not None:
         store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
     if d_v is not None:
@@ -264,21 +261,21 @@ def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.
 
 
 @gluon.jit
-def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col):
+def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: gl.constexpr):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = sources.q.block_type.nbytes + sources.terms.block_type.nbytes + BIAS_BYTES
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * config.DIM + sources.terms.block_type.nbytes + BIAS_BYTES
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
-        attending = _attending(rules, bounds, this, col)
+        attending = attending_of(rules, bounds, this, col)
         for start in range(attending.begin, attending.end, BLOCK_M):
-            stage, phase = stage_of(step, STAGES)
+            stage, phase = stage_of(step, config.STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             q_full = barriers.q_full.index(stage)
             mbarrier.expect(q_full, Q_BYTES)
-            copy(sources.q, [seq.batch, head, start, 0], q_full, tiles.q.index(stage))
-            copy_terms(sources.terms, seq.batch, head, start, q_full, tiles.terms.index(stage))
+            copy_tile(sources.q, seq.batch, head, start, q_full, tiles.q, stage, config.DIM)
+            copy_terms(sources.terms, seq, head, start, q_full, tiles.terms.index(stage))
             if sources.bias is not None:
                 copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
             d_out_full = barriers.d_out_full.index(stage)
@@ -291,71 +288,80 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col):
 def _consume(
     tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
-    """Gradients of the program's keys from every second tile of queries; the first consumer stores the sum of both consumers'."""
-    SUMS: gl.constexpr = sums_layout(config.DIM)
-    k_tile, v_tile = tiles.k.reshape([BLOCK_N, config.DIM]), tiles.v.reshape([BLOCK_N, config.DIM])
-    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, which)
+    """Gradients of the program's keys. IN_TURNS from every second tile of queries; the first consumer stores the sum of both consumers'."""
+    SUMS: gl.constexpr = sums_layout(config.DIM_V)
+    IN_TURNS: gl.constexpr = config.IN_TURNS
+    STAGES: gl.constexpr = config.STAGES
+    STEP: gl.constexpr = 2 * BLOCK_M if IN_TURNS else BLOCK_M
+    own: gl.constexpr = which if IN_TURNS else 0
+    if not IN_TURNS:
+        if which == 0:
+            results = Results(None, results.d_v, None, None)
+        else:
+            results = Results(results.d_k, None, results.key_sums, results.d_bias)
+    k_tile, v_tile = pieces(tiles.k, 0, config.DIM), tiles.v.index(0).reshape([BLOCK_N, config.DIM_V])
+    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
     of_group = 0
     if config.ALIKE:
-        of_group = _describe_block(context, bounds, seq)
+        of_group = describe_block(context, bounds, seq)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    sums = no_sums(config.DIM)
+    sums = no_sums(config.DIM, config.DIM_V, OF_KEYS=IN_TURNS or which == 1, OF_VALUES=IN_TURNS or which == 0)
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums())
-        keys, steps = of_group if config.ALIKE else _describe_block(context, bounds, this)
+        keys, steps = of_group if config.ALIKE else describe_block(context, bounds, this)
         begin, end = steps.begin, steps.end
-        mine = begin + ((before + which) % 2) * BLOCK_M
-        open_begin = next_step(mine, steps.open_begin, 2 * BLOCK_M)
-        open_end = gl.maximum(next_step(mine, steps.open_end, 2 * BLOCK_M), open_begin)
-        for start in range(mine, gl.minimum(open_begin, end), 2 * BLOCK_M):
+        mine = begin
+        if IN_TURNS:
+            mine = begin + ((before + which) % 2) * BLOCK_M
+        open_begin = next_step(mine, steps.open_begin, STEP)
+        open_end = gl.maximum(next_step(mine, steps.open_end, STEP), open_begin)
+        for start in range(mine, gl.minimum(open_begin, end), STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
             sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
-        for start in range(open_begin, gl.minimum(open_end, end), 2 * BLOCK_M):
+        for start in range(open_begin, gl.minimum(open_end, end), STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
             sums = add_tile(context, this, keys, sums, turn, start, EDGE=False)
-        for start in range(open_end, end, 2 * BLOCK_M):
+        for start in range(open_end, end, STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
             sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if results.key_sums is not None and not config.BY_GROUP:
-            _store_both_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
+            if IN_TURNS:
+                _store_both_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
+            else:
+                _store_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS))
     if results.key_sums is not None and config.BY_GROUP:
-        _store_both_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+        if IN_TURNS:
+            _store_both_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+        else:
+            _store_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS))
     if results.d_bias is not None:
         tma.store_wait(0)
-    given = _room_for_gradients(tiles, config.DIM)
-    if which == 0:
+    if not IN_TURNS:
+        if results.d_k is not None:
+            for i in gl.static_range(len(sums.dk)):
+                store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
+        if results.d_v is not None:
+            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM, order)
+    elif which == 0:
+        given = _room_for_gradients(tiles, config.DIM)
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
-            store_tile(results.d_k, seq, col, seq.len_k, (sums.dk + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+            store_tile(results.d_k, seq, col, seq.len_k, (sums.dk[0] + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
         if results.d_v is not None:
-            store_tile(results.d_v, seq, col, seq.len_k, sums.dv + given.index(1).load(SUMS), config.VALUE_DIM, order)
+            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0] + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
+        given = _room_for_gradients(tiles, config.DIM)
         mbarrier.wait(exchange.gradients.index(0), 0)
         if results.d_k is not None:
-            given.index(0).store(sums.dk)
+            given.index(0).store(sums.dk[0])
         if results.d_v is not None:
-            given.index(1).store(sums.dv)
+            given.index(1).store(sums.dv[0])
         mbarrier.arrive(exchange.gradients.index(1), count=1)
-
-
-@gluon.jit
-def _describe_block(context, bounds, seq):
-    """Store the bias columns of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
-    rules, col = context.rules, context.col
-    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
-    if rules.bias_by_key is not None:
-        store_bias_columns(context.bias_columns, rules, seq, col)
-    attending = _attending(rules, bounds, seq, col)
-    begin, end = attending.begin, attending.end
-    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
-    open_begin = gl.maximum(open_begin, next_step(begin, gl.minimum(attending.last_to_begin, seq.len_q), BLOCK_M))
-    open_end = gl.minimum(open_end, next_step(begin, attending.first_to_end - BLOCK_M + 1, BLOCK_M))
-    return Keys(uniform_bias_of(rules, seq), middle2, length), Steps(begin, end, open_begin, open_end)
 
 
 @gluon.jit
@@ -363,13 +369,3 @@ def _room_for_gradients(tiles, DIM: gl.constexpr):
     """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, DIM]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
-
-
-@gluon.jit
-def _attending(rules, bounds, seq, col):
-    """The :class:`Attending` of a block of keys; from the last to begin on all keys are alive."""
-    begin, end = queries_in_window(rules.left, rules.right, seq, col, BLOCK_N)
-    pointer = slice_pointer(bounds, seq) + gl.cast(col // BLOCK_N, gl.int64) * bounds.row
-    end = gl.maximum(gl.minimum(end, gl.load(pointer + 1)), 0)
-    begin = gl.minimum(gl.maximum(begin, gl.load(pointer)), end)
-    return Attending(begin // BLOCK_M * BLOCK_M, end, gl.load(pointer + 2), gl.load(pointer + 3))

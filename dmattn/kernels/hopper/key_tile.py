@@ -5,37 +5,41 @@ Scores stand with keys down, so that the sums over queries take them for their l
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.layout import copied_entry, slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
-from .copies import copy, stage_of, store, tiled_vectors
-from .distances import add_apart, numbers_of
-from .registers import Hiding, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, words_of
+from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
+from .distances import numbers_of_pairs
+from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.value, 16]))  # of [BLOCK_N, BLOCK_M] in registers: keys down
+PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM]; without the first axis where consumers share their keys
-    v: Any  # the same
+    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM], in pieces where DIM is no power of 2; one where consumers share their keys
+    v: Any  # the same of DIM_V
     bias_columns: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
-    q: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
+    q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], in pieces like keys
     terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
-    d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM]
-    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]; [STAGES, ...] where consumers share their keys
+    d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM_V]
+    bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
+    p: Any = None  # [BLOCK_N, BLOCK_M]: probabilities, of the consumer that makes dV for that which makes dK, if there are two such
 
 
 class Ones(NamedTuple):
@@ -53,6 +57,7 @@ class Barriers(NamedTuple):
     q_full: Any  # [STAGES, 1], of queries, terms and bias
     d_out_full: Any  # [STAGES, 1], of dO and mask
     free: Any  # [STAGES, 1], of all tiles of a stage
+    p: Any = None  # [2, 1]: there is room for probabilities; they are there
 
 
 class Sources(NamedTuple):
@@ -66,19 +71,20 @@ class Sources(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Tensors to be written: a tensor descriptor of dBias, Strided of all else; None where nobody asked for it."""
+    """Tensors to be written: Strided, but of dBias a tensor descriptor unless it is stored `by_pointers`; None where nobody asked for it."""
 
     d_k: Any
     d_v: Any
     key_sums: Any
     d_bias: Any
+    by_pointers: Any = None  # 1 where dBias is Strided
 
 
 class Context(NamedTuple):
     """A consumer's block of keys, the tiles that it meets, and the results that it makes."""
 
-    k: Any  # [BLOCK_N, DIM], in shared memory
-    v: Any  # [BLOCK_N, DIM], in shared memory
+    k: Any  # pieces of [BLOCK_N, DIM], in shared memory
+    v: Any  # [BLOCK_N, DIM_V], in shared memory
     bias_columns: Any  # [BLOCK_N, COLUMNS], in shared memory
     ones: Any  # :class:`Ones`
     tiles: Any  # :class:`Tiles`
@@ -86,7 +92,7 @@ class Context(NamedTuple):
     rules: Any
     results: Any  # :class:`Results`
     col: Any  # the first of the keys
-    which: Any  # the consumer's number, a constexpr
+    which: Any  # the consumer's number among those with other keys, a constexpr
 
 
 class Keys(NamedTuple):
@@ -98,19 +104,23 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running sums over queries in float32."""
+    """Running sums over queries in float32.
 
-    dk: Any  # [BLOCK_N, DIM], without the scale
-    dv: Any  # [BLOCK_N, DIM]
+    Of two consumers of the same keys one makes scores, probabilities and dV. It hands probabilities to the other, which makes dP, dS and dK.
+    """
+
+    dk: Any  # pieces of [BLOCK_N, DIM], without the scale; none of the first of such consumers
+    dv: Any  # one piece of [BLOCK_N, DIM_V]; none of the second
     lanes: Any  # [BLOCK_N, 4], of dS by lane (`lane_sums`)
 
 
 class Turn(NamedTuple):
-    """Where the tiles of a step stand in shared memory."""
+    """Where the tiles of a step stand in shared memory, and its number."""
 
     stage: Any  # which of those of queries, terms and dO
     phase: Any  # the parity of how often the stage was used before
     pairs: Any  # which of those of bias and mask
+    number: Any
 
 
 def tiled_terms(incoming: Incoming) -> TensorDescriptor:
@@ -118,6 +128,17 @@ def tiled_terms(incoming: Incoming) -> TensorDescriptor:
     if incoming.term_columns is None:
         return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
     return tiled_columns(incoming.term_columns, BLOCK_M.value)
+
+
+def stages_of(problem: Problem, d_bias: Tensor | None) -> int:
+    """How many stages there is room for where consumers share their keys."""
+    block_m, block_n, dims = BLOCK_M.value, BLOCK_N.value, sum(padded_dims(problem))
+    beside = 2 * block_n * (dims + block_m) + (0 if d_bias is None else block_m * block_n * d_bias.element_size())
+    beside += 6 * block_n * COLUMNS.value if problem.key_bias is not None else 0
+    stage = 2 * block_m * dims + 8 * block_m
+    stage += 2 * block_m * block_n if problem.pair_bias is not None else 0
+    stage += block_m * block_n if problem.pair_mask is not None else 0
+    return min((ROOM - beside) // stage, 3)
 
 
 @gluon.constexpr_function
@@ -136,12 +157,13 @@ def allocate_terms(terms, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_terms(terms, batch, head, start, full, terms_tile):
+def copy_terms(terms, seq, head, start, full, terms_tile):
     """Copy the terms of a tile of queries."""
+    entry, row = place_of_terms(seq, start)
     if are_columns(terms.dtype):
-        copy(terms, [batch, head, start, 0], full, terms_tile)
+        copy(terms, [entry, head, row, 0], full, terms_tile)
     else:
-        copy(terms, [batch, head, 0, start], full, terms_tile)
+        copy(terms, [entry, head, 0, row], full, terms_tile)
 
 
 @gluon.jit
@@ -166,11 +188,15 @@ def no_lane_sums():
 
 
 @gluon.jit
-def no_sums(DIM: gl.constexpr):
+def no_sums(DIM: gl.constexpr, DIM_V: gl.constexpr, OF_KEYS: gl.constexpr = True, OF_VALUES: gl.constexpr = True):
     """:class:`Sums` of nothing."""
-    SUMS: gl.constexpr = sums_layout(DIM)
-    dk = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
-    dv = gl.full([BLOCK_N, DIM], 0.0, gl.float32, SUMS)
+    PIECES: gl.constexpr = pieces_of(DIM)
+    dk, dv = (), ()
+    if OF_KEYS:
+        for _ in gl.static_range(PIECES):
+            dk += (gl.full([BLOCK_N, DIM // PIECES], 0.0, gl.float32, sums_layout(DIM // PIECES)),)
+    if OF_VALUES:
+        dv += (gl.full([BLOCK_N, DIM_V], 0.0, gl.float32, sums_layout(DIM_V)),)
     return Sums(dk, dv, no_lane_sums())
 
 
@@ -188,88 +214,132 @@ def _term_of(terms_tiles, number):
 def turn_of(step, STAGES: gl.constexpr, which: gl.constexpr = 0, CONSUMERS: gl.constexpr = 1):
     """The :class:`Turn` of a step; each of so many consumers has tiles of bias and mask of its own beside the others'."""
     stage, phase = stage_of(step, STAGES)
-    return Turn(stage, phase, stage * CONSUMERS + which)
+    return Turn(stage, phase, stage * CONSUMERS + which, step)
 
 
 @gluon.jit
-def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr):
-    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE."""
+def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=None):
+    """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE.
+
+    A `number` of a table of distances is that of all pairs; without it, each loads its own.
+    """
     tiles, ones, barriers, rules, results = context.tiles, context.ones, context.barriers, context.rules, context.results
-    DIM: gl.constexpr = context.k.shape[1]
-    FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(DIM), 2)
+    OF_SCORES: gl.constexpr = len(sums.dv) > 0
+    OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
+    DIM: gl.constexpr = context.k[0].shape[1] * len(context.k)
+    KEY_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.k[0].shape[1]), 2)
+    VALUE_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.v.shape[1]), 2)
     AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
     kept, words = 1, 0
-    if EDGE:
+    if EDGE and OF_SCORES:
         words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
-    if EDGE and (rules.mask_rows is None or rules.mask_cols is None):
+    if EDGE and OF_SCORES and (rules.mask_rows is None or rules.mask_cols is None):
         kept = mask_of(rules, seq, rows, cols, start, context.col)
-    if rules.table is not None:
-        numbers = numbers_of(rules, seq, start, context.col, BLOCK_M, BLOCK_N)
-    mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
-    # Loads that stand behind products are long in coming: these read all that shared memory gives.
-    bias = _bias_of(context, keys, seq, turn, start)  # [BLOCK_N, BLOCK_M], or broadcast to it
-    q_tile = tiles.q.index(turn.stage).reshape([BLOCK_M, DIM])
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
-    s = warpgroup_mma(context.k, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
-    if rules.bias_by_key is not None:
-        s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
-    if AS_COLUMNS:
+    BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
+    s = zero
+    if BY_PAIRS:
+        s = numbers_of_pairs(rules, seq, start, context.col, [BLOCK_N, BLOCK_M], PAIRS, KEYS_DOWN=True)  # [BLOCK_N, BLOCK_M]
+    mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
+    if OF_SCORES:
+        # Loads that stand behind products are long in coming: these read all that shared memory gives.
+        bias = _bias_of(context, keys, seq, turn, start, EDGE)  # [BLOCK_N, BLOCK_M], or broadcast to it
+    q_pieces = pieces(tiles.q, turn.stage, DIM)
+    if OF_SCORES:
+        s = product_under_way(context.k, q_pieces, s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
+        if rules.bias_by_key is not None:
+            s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
+    if AS_COLUMNS:  # of consumers that make all sums
         term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
         s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
-    d_out_tile = tiles.d_out.index(turn.stage).reshape([BLOCK_M, DIM])
-    d_p = warpgroup_mma(context.v, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
-    if AS_COLUMNS:
-        d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
-    if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
-        kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
-    divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
-    s = warpgroup_mma_wait(2 if AS_COLUMNS else 1, [s])  # dP, and what is added to it, go on
-    rows2, middle2 = 0, keys.middle2
-    if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
-        rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
-        middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
-    if rules.table is not None:
-        s = add_apart(s, numbers, rows, cols)
-        if EDGE:
-            s += numbers.number
+    d_out_tile = tiles.d_out.index(turn.stage).reshape([BLOCK_M, context.v.shape[1]])
+    if OF_D_SCORES:
+        d_p = warpgroup_mma(context.v, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
+        if AS_COLUMNS:
+            d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
+    if OF_SCORES:
+        if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
+            if tiles.mask is None:
+                kept = load_pairs(rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
+            else:
+                kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
+        divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
+        s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
+        rows2, middle2 = 0, keys.middle2
+        if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
+            rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
+            middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
+        if number is not None:
+            divisor_rows = divisor_rows - number * exponent_factor(rules)
+        s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
+        if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
+            s = up_to(s, start + rows, seq.len_q - 1)
+        exponents = s * exponent_factor(rules) - divisor_rows
+        OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
+        if AS_COLUMNS and OF_PAIRS and tiles.q.dtype.is_fp16():
+            exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
+        p = gl.exp2(exponents)
+    if tiles.p is not None:
+        phase = turn.number & 1
+        if OF_SCORES:
+            mbarrier.wait(barriers.p.index(0), phase ^ 1)
+            tiles.p.store(p.to(tiles.q.dtype))
+            mbarrier.arrive(barriers.p.index(1), count=1)
         else:
-            divisor_rows = divisor_rows - numbers.number * exponent_factor(rules)
-    s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
-    exponents = s * exponent_factor(rules) - divisor_rows
-    OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
-    if AS_COLUMNS and OF_PAIRS and tiles.q.dtype.is_fp16():
-        exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
-    p = gl.exp2(exponents)
+            mbarrier.wait(barriers.p.index(1), phase)
+            p = tiles.p.load(PAIRS).to(gl.float32)
     dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
-        dv = warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), FACTOR), d_out_tile, dv, is_async=True)
-    delta_rows = _term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
-    d_p = warpgroup_mma_wait(0 if results.d_v is None else 1, [d_p])
-    ds = p * (d_p - delta_rows)
-    if results.d_k is not None:
-        dk = warpgroup_mma(gl.convert_layout(ds.to(tiles.q.dtype), FACTOR), q_tile, dk, is_async=True)
-    if results.key_sums is not None:
-        lanes += lane_sums(ds)
-        if results.d_k is None:
-            lanes = looked_at(lanes)  # else no product waits for delta before its place is given back
-    if results.d_bias is not None:
-        store_d_bias(context, seq, start, ds)
-    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+        dv = (warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), VALUE_FACTOR), d_out_tile, dv[0], is_async=True),)
+    if OF_D_SCORES:
+        delta_rows = _term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
+        d_p = warpgroup_mma_wait(0 if results.d_v is None else 1, [d_p])
+        ds = p * (d_p - delta_rows)
+        if results.d_k is not None:
+            factor = gl.convert_layout(ds.to(tiles.q.dtype), KEY_FACTOR)
+            dk = ()
+            for i in gl.static_range(len(q_pieces)):
+                dk += (warpgroup_mma(factor, q_pieces[i], sums.dk[i], is_async=True),)
+        if results.key_sums is not None:
+            lanes += lane_sums(ds)
+            if results.d_k is None:
+                lanes = looked_at(lanes)  # else no product waits for delta before its place is given back
+        if results.d_bias is not None:
+            store_d_bias(context, seq, start, ds)
+        if tiles.p is not None:
+            mbarrier.arrive(barriers.p.index(0), count=1)
+    if not OF_SCORES:
+        dk = waited(dk)
+    elif not OF_D_SCORES:
+        dv = waited(dv)
+    else:
+        dk_whole, dv_whole = warpgroup_mma_wait(0, [dk[0], dv[0]])
+        dk, dv = (dk_whole,), (dv_whole,)
     mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return Sums(dk, dv, lanes)
 
 
 @gluon.jit
 def store_d_bias(context, seq, start, ds):
-    """dS of a tile, keys down, to its place in dBias, by way of shared memory."""
+    """dS of a tile, keys down, to its place in dBias by way of shared memory."""
     d_bias, d_bias_tile = context.results.d_bias, context.tiles.d_bias.index(context.which)
-    tma.store_wait(0)  # the copy engine has read what the tile held
-    d_bias_tile.reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).store(ds.to(d_bias.dtype))
-    fence_async_shared()
-    store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    rows_down = d_bias_tile.reshape([BLOCK_M, BLOCK_N])
+    if context.results.by_pointers is None:
+        tma.store_wait(0)  # the copy engine has read what the tile held
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        fence_async_shared()
+        store(d_bias, [seq.batch, seq.head, start, context.col], d_bias_tile)
+    else:
+        rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]  # [BLOCK_M, 1]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, BLOCK_N]
+        pointers = slice_pointer(d_bias, seq) + gl.cast(context.col, gl.int64) * d_bias.col
+        pointers = (pointers + (start + rows).to(gl.int64) * d_bias.row) + cols * d_bias.col
+        gl.store(pointers, rows_down.load(LAYOUT), mask=(rows < seq.len_q - start) & (cols < seq.len_k - context.col))
 
 
 @gluon.jit
@@ -282,11 +352,15 @@ def uniform_bias_of(rules, seq):
 
 
 @gluon.jit
-def _bias_of(context, keys, seq, turn, start):
+def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     rules = context.rules
     if rules.bias is None or rules.bias_rows is None:
         return keys.bias
+    elif rules.bias_cols is not None and context.tiles.bias is None:
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
+        return load_pairs(rules.bias, seq, rows, cols, start, context.col, EDGE)
     elif rules.bias_cols is not None:
         return context.tiles.bias.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
     else:

@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 33 to 128, in Gluon: the same as portable/query_grad.py without a dBias.
+"""dQ on Hopper (sm_90) for head dims from 17 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
 A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
 to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
@@ -10,205 +10,224 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
+from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import copied_entry, strided
+from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.query_terms import STORED_COLUMNS, Incoming, store_terms
-from ..base.softmax import divisor2
+from ..base.query_terms import Incoming
+from ..base.rules import place_of_first
 from ..base.window import open_keys
+from .addressing import copyable
 from .bias_columns import ones_for_columns
-from .copies import CONSUMER_REGISTERS, LAUNCH_REGISTERS, PANEL, PRODUCER_REGISTERS, allocate_barriers, copy, padded_dim, stage_of, tiled
-from .registers import Hiding, as_factor, bias_vector, exponent_factor, load_vector, mask_of, rounded_pairs, ruled, store_tile, words_of
+from .copies import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROOM,
+    allocate_barriers,
+    allocate_tiles,
+    copy,
+    copy_tile,
+    padded_dims,
+    panel_of,
+    piece_of,
+    pieces,
+    pieces_of,
+    place_of_queries,
+    stage_of,
+    tiled,
+    waited,
+)
+from .distances import end_numbers, with_spread_table
+from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
+from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    bias_columns_of,
-    blocks_ahead,
-    blocks_of,
+    ahead_of,
+    allocate_numbers,
     copy_blocks,
     copy_described,
-    first_blocks,
-    intervals_of,
+    draw,
     key_walk,
-    listed_key,
     listed_keys,
     programs_of,
+    tell,
+    tell_end,
     tile_range,
+    told,
     visits_of,
+    visits_of_drawn,
     work_of,
 )
 
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
-BLOCK_N = gl.constexpr(64)
-STAGES = gl.constexpr(3)  # tiles of keys, values and bias in shared memory
+TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # keys of a tile; tiles of keys, values and bias in shared memory
 
 
 class Config(NamedTuple):
     """Constexprs of a launch, and the layouts in registers that follow from them."""
 
     HEAD_DIM: Any
+    VALUE_DIM: Any
     DIM: Any  # padded
+    DIM_V: Any  # padded
+    BLOCK_N: Any  # keys of a tile
+    STAGES: Any  # tiles of keys, values and bias in shared memory
     SUB: Any  # keys of a block that a tile is made of
     EVEN_N: Any
+    BY_COPY: Any  # O is copied as if it were the first tile
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
-    SUMS: Any  # of [BLOCK_M, DIM]
+    SUMS: Any  # of [BLOCK_M, DIM], or a piece of it
 
 
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
     q: Any  # [1, 1, BLOCK_M, DIM]
-    k: Any  # [1, 1, SUB, PANEL]
+    k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs
     intervals: Any  # [1, 1, 1, 2 SUB]
     bias_columns: Any  # [1, 1, SUB, COLUMNS]
-    d_out: Any  # [1, 1, BLOCK_M, DIM]
-    out: Any  # [1, 1, BLOCK_M, DIM]
+    d_out: Any  # [1, 1, BLOCK_M, DIM_V]
+    out: Any  # [1, 1, BLOCK_M, DIM], if it is BY_COPY
 
 
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    q: Any  # [2, 1, 1, BLOCK_M, DIM]
-    d_out: Any  # [2, 1, 1, BLOCK_M, DIM]
+    q: Any  # [2, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2, as keys
+    d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
+    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
 
 
 class Barriers(NamedTuple):
-    """Barriers: full when a copy has come, free when both consumers have used it."""
+    """Barriers: full when a copy has come, free when both consumers have used it. And what the producer tells the consumers."""
 
     q_full: Any  # [1, 1], of queries and dO
     q_free: Any  # [1, 1]
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
+    numbers: Any  # [6, 1], int32 (`walk.tell`)
 
 
-class Vectors(NamedTuple):
-    """Vectors by query in memory (`layout.Strided`): two that are read, and two for the terms."""
-
-    lse: Any
-    d_lse: Any  # may be None
-    terms: Any
-    term_columns: Any  # may be None
-
-
-class Context(NamedTuple):
-    """Everything that tiles of keys of a block of queries share."""
-
-    tiles: Any
-    barriers: Any
-    rules: Any
-    seq: Any
-    row: Any  # the first query of both consumers
-    walk: Any
-    q_tile: Any  # [BLOCK_M, DIM], as the next in shared memory, of one consumer
-    d_out_tile: Any  # [BLOCK_M, DIM]
-    divisor_rows: Any  # [BLOCK_M], as the next float32
-    delta_rows: Any  # [BLOCK_M]
-
-
-class Sums(NamedTuple):
-    """State of a consumer between tiles."""
-
-    dq: Any  # [BLOCK_M, DIM] float32, without the last tile
-    ds: Any  # [BLOCK_M, BLOCK_N / 2] int32, dS of the last tile (`rounded_pairs`)
-    turn: Any  # tiles so far, of all blocks of queries
-
-
-def query_gradients(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor) -> None:
+def query_gradients(
+    problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor, end_sums: Tensor | None = None
+) -> None:
     """As in portable/query_grad.py without a dBias.
 
-    And `incoming.terms` are filled, as a program has what makes them at hand.
+    And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
+    the consumers.
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k = problem.key.shape[1:3]
-    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
+    block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
-    works, programs, turns = programs_of(problem, rules, 2 * block_m)
+    rules = with_spread_table(problem, rules)
+    works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
+    terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
         programs,
-        q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, sub, PANEL.value),
-        v=tiled(problem.value, sub, PANEL.value),
-        bias=tiled(problem.pair_bias, block_m, sub),
+        q=tiled(problem.query, block_m, piece_of(dim)),
+        k=tiled(problem.key, sub, panel_of(dim)),
+        v=tiled(problem.value, sub, panel_of(dim_v)),
+        bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
-        d_out=tiled(incoming.d_out, block_m, dim),
-        out=tiled(out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, dim_v),
+        out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
-        turns=turns,
+        drawn=drawn,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
-        terms=strided(incoming.terms, heads),
-        term_columns=strided(incoming.term_columns, heads),
+        terms=terms,
+        term_columns=term_columns,
         d_q=strided(d_query, heads),
+        end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
         heads=heads,
         groups=heads // kv_heads,
         works=works,
         len_q=len_q,
         len_k=len_k,
         HEAD_DIM=head_dim,
+        VALUE_DIM=problem.value.shape[3],
         DIM=dim,
-        EVEN_N=len_k % block_n == 0,
+        DIM_V=dim_v,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        EVEN_N=problem.ends_q is None and len_k % block_n == 0,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
 
 
+def tile_of(problem: Problem) -> tuple[int, int]:
+    """The first of TILES for which there is room."""
+    dims, pairs = sum(padded_dims(problem)), problem.pair_bias is not None
+    described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
+    beside = 4 * BLOCK_M.value * dims + (2 * BLOCK_M.value * COLUMNS.value if problem.key_bias is not None else 0)
+    of_key = 2 * dims + described + (4 * BLOCK_M.value if pairs else 0)
+    return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= ROOM)
+
+
 @gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, turns, lse, d_lse, terms, term_columns, d_q, heads, groups, works, len_q, len_k,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, EVEN_N: gl.constexpr,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, lse, d_lse, terms, term_columns, d_q, end_sums,
+    heads, groups, works, len_q, len_k,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
     """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
-    q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None. The terms go
-    to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
+    Of a table of distances it writes the sums at its ends, too, if they are wanted.
+
+    q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None; but out, of
+    wide heads, is read by pointers. The terms go to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    config: gl.constexpr = Config(HEAD_DIM, DIM, SUB, EVEN_N, PAIRS, SUMS)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [2, 1, 1, BLOCK_M, DIM], d_out.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout)
-    v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, DIM], v.layout)
-    bias_tiles, interval_tiles, column_tiles, ones = None, None, None, None
-    if bias is not None:
-        bias_tiles = gl.allocate_shared_memory(bias.dtype, [STAGES * 2, 1, 1, BLOCK_M, BLOCK_N], bias.layout)
-    if intervals is not None:
-        interval_tiles = gl.allocate_shared_memory(intervals.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, 1, 2 * SUB], intervals.layout)
-    if bias_columns is not None:
-        column_tiles = gl.allocate_shared_memory(bias_columns.dtype, [STAGES * (BLOCK_N // SUB), 1, 1, SUB, COLUMNS], bias_columns.layout)
-        ones = ones_for_columns(BLOCK_M)
-    tiles = Tiles(q_tiles, d_out_tiles, k_tiles, v_tiles, bias_tiles, interval_tiles, column_tiles, ones)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // pieces_of(DIM), 16])
+    config: gl.constexpr = Config(
+        HEAD_DIM, VALUE_DIM, DIM, DIM_V, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS, SUMS=SUMS
+    )
+    tiles = Tiles(
+        q=allocate_tiles(q, 2, BLOCK_M, DIM),
+        d_out=allocate_tiles(d_out, 2, BLOCK_M, DIM_V),
+        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        v=allocate_tiles(v, STAGES, BLOCK_N, DIM_V),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * 2, BLOCK_M, BLOCK_N),
+        intervals=None if intervals is None else allocate_tiles(intervals, STAGES * (BLOCK_N // SUB), 1, 2 * SUB),
+        bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * (BLOCK_N // SUB), SUB, COLUMNS),
+        ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
+    )
     barriers = Barriers(
         q_full=allocate_barriers(1, 1),
         q_free=allocate_barriers(1, 2),
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
+        numbers=allocate_numbers(),
     )
     fence_async_shared()
-    lengths = Lengths(works, heads, len_q, len_k, turns)
-    sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out)
-    vectors = Vectors(lse, d_lse, terms, term_columns)
+    lengths = Lengths(works, heads, len_q, len_k, drawn)
+    sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
+    vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
     gl.warp_specialize(
         [
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 0, config)),
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, 1, config)),
+            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 0, config)),
+            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 1, config)),
             (_produce, (sources, tiles, barriers, rules, lengths, groups, config)),
         ],
         [4, 1],
@@ -220,181 +239,155 @@ def _query_gradients_kernel(
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, dO and O, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as stages are free.
 
-    O comes as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
+    O comes, BY_COPY, as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
     """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     SUB: gl.constexpr = config.SUB
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    OUT_BYTES: gl.constexpr = sources.out.block_type.nbytes
-    QUERY_BYTES: gl.constexpr = 2 * sources.q.block_type.nbytes + 2 * sources.d_out.block_type.nbytes
-    TILE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
+    QUERY_BYTES: gl.constexpr = 4 * BLOCK_M * (config.DIM + config.DIM_V)
+    KEY_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
+    VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
     q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB)
-        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
-        stage, phase = stage_of(turn, STAGES)
-        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-        mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row, 0], barriers.k_full.index(stage), tiles.k.index(stage))
-        mbarrier.expect(barriers.v_full.index(stage), OUT_BYTES)
-        copy(sources.out, [seq.batch, seq.head, row + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
-        turn += 1
-        mbarrier.wait(barriers.q_free.index(0), (number // gl.num_programs(0) & 1) ^ 1)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
+        entry, first = place_of_queries(seq, row)
+        if config.BY_COPY:
+            stage, phase = stage_of(turn, STAGES)
+            mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+            mbarrier.expect(barriers.k_full.index(stage), sources.out.block_type.nbytes)
+            copy(sources.out, [entry, seq.head, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
+            mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
+            copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+            turn += 1
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
         mbarrier.expect(q_full, QUERY_BYTES)
         for i in gl.static_range(2):
-            copy(sources.q, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.q.index(i))
-            copy(sources.d_out, [seq.batch, seq.head, row + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
+            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
+            copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // groups
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+            upcoming = draw(upcoming, step + BLOCK_N >= walk.full_end, lengths)
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full, TILE_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
-            copy_blocks(sources.k, seq.batch, kv_head, starts, k_full, tiles.k, stage)
+            mbarrier.expect(k_full, KEY_BYTES + INTERVAL_BYTES + COLUMN_BYTES + BIAS_BYTES)
+            copy_blocks(sources.k, seq, kv_head, starts, k_full, tiles.k, stage, config.DIM)
             copy_described(sources, tiles, rules, seq, starts, k_full, stage, BLOCKS, SUB)
             if sources.bias is not None:  # whose columns are one block
                 entry = copied_entry(rules.bias, seq.batch)
                 head = seq.head // rules.bias.group
                 for i in gl.static_range(2):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))
-            mbarrier.expect(barriers.v_full.index(stage), TILE_BYTES)
-            copy_blocks(sources.v, seq.batch, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage)
+            mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
+            copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
+        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
+        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, 2 * BLOCK_M)
+        number, count = upcoming, count + 1
+    tell_end(number, visited, count, barriers, rules, lengths)
 
 
 @gluon.jit
-def _consume(tiles, barriers, rules, lengths, vectors, d_q, which: gl.constexpr, config: gl.constexpr):
+def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.constexpr, config: gl.constexpr):
     """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
-    DIM: gl.constexpr = config.DIM
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    STAGES: gl.constexpr = config.STAGES
     turn = 0  # tiles so far
-    ahead = first_blocks(lengths)
-    visited = visits_of(blocks_of(gl.program_id(0), ahead, lengths)[0], rules, lengths, 2 * BLOCK_M)
-    for number in range(gl.program_id(0), lengths.works, gl.num_programs(0)):
-        block, after = blocks_of(number, ahead, lengths)
-        seq, row = work_of(block, rules, lengths, 2 * BLOCK_M)
+    number, count = gl.program_id(0), 0
+    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    while number < lengths.works:
+        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB)
-        visited = visits_of(after, rules, lengths, 2 * BLOCK_M)
-        ahead = blocks_ahead(number, ahead, lengths)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         own_row = row + which * BLOCK_M
-        d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, DIM])
-        mbarrier.wait(barriers.q_full.index(0), number // gl.num_programs(0) & 1)
+        d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
+        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        out_tile = None
         stage, phase = stage_of(turn, STAGES)
-        mbarrier.wait(barriers.k_full.index(stage), phase)
-        mbarrier.wait(barriers.v_full.index(stage), phase)
-        out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, DIM])
-        divisor_rows, delta_rows = _terms(vectors, rules.scale, out_tile, d_out_tile, seq, own_row, config)  # [BLOCK_M] each
-        mbarrier.arrive(barriers.free.index(stage), count=1)
-        turn += 1
-        q_tile = tiles.q.index(which).reshape([BLOCK_M, DIM])
-        context = Context(tiles, barriers, rules, seq, row, walk, q_tile, d_out_tile, divisor_rows, delta_rows)
-        dq = gl.full([BLOCK_M, DIM], 0.0, gl.float32, config.SUMS)
+        if config.BY_COPY:
+            mbarrier.wait(barriers.k_full.index(stage), phase)
+            mbarrier.wait(barriers.v_full.index(stage), phase)
+            out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, config.DIM])
+        divisor_rows, delta_rows = terms_of(vectors, rules.scale, out_tile, d_out_tile, seq, own_row, config)  # [BLOCK_M] each
+        if config.BY_COPY:
+            mbarrier.arrive(barriers.free.index(stage), count=1)
+            turn += 1
+        q_pieces = pieces(tiles.q, which, config.DIM)
+        context = Context(tiles, barriers, rules, seq, row, walk, q_pieces, d_out_tile, divisor_rows, delta_rows)
+        dq = ()
+        for _ in gl.static_range(len(q_pieces)):
+            dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
-        sums = Sums(dq, ds, turn)
+        no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
+        sums = Sums(dq, ds, turn, ends=() if end_sums is None else (no_lanes, no_lanes))
         if walk.begin < walk.full_end:
             after = walk.begin + BLOCK_N
-            sums = _add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
+            sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
-                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
-                for step in range(open_begin, open_end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                        sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                if rules.table is None:
+                    for step in range(open_begin, open_end, BLOCK_N):
+                        sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                else:
+                    sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
                 if rules.right is not None or not config.EVEN_N:
                     for step in range(open_end, walk.end, BLOCK_N):
-                        sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                        sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
             else:
                 for step in range(after, walk.end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
+                    sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
                 for step in range(walk.end, walk.full_end, BLOCK_N):
-                    sums = _add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+                    sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
             turn = sums.turn
             mbarrier.arrive(barriers.q_free.index(0), count=1)
             last = (turn - 1) % STAGES
-            dq = _added(sums, tiles, last, config)
-            dq = warpgroup_mma_wait(0, [dq])
+            dq = waited(added(sums, tiles, last, config))
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        store_tile(d_q, seq, own_row, seq.len_q, dq * rules.scale, config.HEAD_DIM)
+        for i in gl.static_range(len(dq)):
+            store_tile(d_q, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
+        if end_sums is not None:
+            for end in gl.static_range(2):
+                _store_sums(end_sums[end], seq, own_row, sums_of_lanes(sums.ends[end], config.PAIRS))
+        count += 1
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
 
 
 @gluon.jit
-def _terms(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr):
-    """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
-    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
-    delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)
-    delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
-    if vectors.d_lse is not None:
-        of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
-        delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
-    if row < seq.len_q:
-        places = (vectors.terms, vectors.term_columns, scale)
-        columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))
-        store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)
-    return divisor2(lse_rows), delta_rows
+def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """Sums with the tiles of some steps beside a table: outer ones of keys before the queries, inner ones, then outer ones of keys after."""
+    rules, seq = context.rules, context.seq
+    first, last = end_numbers(rules, seq)
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)
+    place = place_of_first(rules, seq, context.row + which * BLOCK_M, 0)  # that of a key is higher by its number
+    inner_begin, inner_end = inner_steps(begin, end, low + 1 - place, high - place, config.BLOCK_N)
+    number, outer_end = first, inner_begin
+    for after in range(2):
+        for step in range(begin, outer_end, config.BLOCK_N):
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False, number=number, at_first=after == 0)
+        for step in range(outer_end, inner_end, config.BLOCK_N):
+            sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
+        number, begin, outer_end = last, inner_end, end
+    return sums
 
 
 @gluon.jit
-def _added(sums, tiles, stage, config: gl.constexpr):
-    """dQ with the last tile, whose keys are in a stage, under way."""
-    ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, config.SUMS, 2))
-    return warpgroup_mma(ds, tiles.k.index(stage).reshape([BLOCK_N, config.DIM]), sums.dq, is_async=True)
-
-
-@gluon.jit
-def _add_tile(context, sums, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, FIRST: gl.constexpr):
-    """The :class:`Sums` after one tile of keys: its dS is made while the tile before, if it is not the FIRST, is added to dQ with its own."""
-    tiles, barriers, rules, seq = context.tiles, context.barriers, context.rules, context.seq
-    DIM: gl.constexpr = config.DIM
-    PAIRS: gl.constexpr = config.PAIRS
-    start = 0  # where there are intervals, nothing needs it
-    if rules.first is None:
-        start = listed_key(rules, seq, context.row, step, 0, context.walk, 2 * BLOCK_M, config.SUB)
-    row = context.row + which * BLOCK_M
-    stage, phase = stage_of(sums.turn, STAGES)
-    before = (sums.turn - 1) % STAGES
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_M, 1]
-    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    hiding = Hiding()
-    if EDGE:
-        words = words_of(rules, seq, row, start, BLOCK_N, KEYS_DOWN=False, partial=context.walk.partial)
-        hiding = Hiding(mask_of(rules, seq, rows, cols, row, start), words=words)
-    zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    mbarrier.wait(barriers.k_full.index(stage), phase)
-    k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
-    s = warpgroup_mma(context.q_tile, k_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
-    if rules.bias_by_key is not None:
-        s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(barriers.v_full.index(stage), phase)
-    v_tile = tiles.v.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
-    d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
-    dq = sums.dq
-    if not FIRST:
-        dq = _added(sums, tiles, before, config)
-    if rules.bias_rows is not None and rules.bias_cols is not None:
-        bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    else:
-        bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
-    if EDGE and rules.first is not None:
-        middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
-        hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    s = warpgroup_mma_wait(1 if FIRST else 2, [s])
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
-    p = gl.exp2(s * exponent_factor(rules) - context.divisor_rows[:, None])
-    d_p = warpgroup_mma_wait(0 if FIRST else 1, [d_p])
-    d_s = p * (d_p - context.delta_rows[:, None])
-    if not FIRST:
-        dq = warpgroup_mma_wait(0, [dq])
-        mbarrier.arrive(barriers.free.index(before), count=1)
-    return Sums(dq, rounded_pairs(d_s, tiles.k.dtype), sums.turn + 1)
+def _store_sums(t, seq, row, sums):
+    """Sums by query of a consumer."""
+    rows = row + gl.arange(0, BLOCK_M, sums.type.layout)
+    gl.store(slice_pointer(t, seq) + rows.to(gl.int64) * t.row, sums, mask=rows < seq.len_q)

@@ -45,6 +45,25 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
+def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
+    """A tile of a tensor of pairs (`layout.Strided`) at a query and a key, from memory wherever it lies there.
+
+    `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
+    EDGE reaches, it is 0; past that of the queries it is the last one's.
+    """
+    rows = gl.minimum(row + rows, gl.maximum(seq.len_q, 1) - 1).to(gl.int64)
+    pointers = slice_pointer(t, seq) + gl.cast(col, gl.int64) * t.col
+    if rows.shape[1] == 1:  # what is added last differs by register alone, and is part of the instructions that load
+        pointers = (pointers + rows * t.row) + cols * t.col
+    else:
+        pointers = (pointers + cols * t.col) + rows * t.row
+    if EDGE:
+        return gl.load(pointers, mask=cols < seq.len_k - col, other=0)
+    else:
+        return gl.load(pointers)
+
+
+@gluon.jit
 def mask_of(rules, seq, rows, cols, row, col):
     """Which pairs the mask keeps of a tile at a query and a key, not 0 where kept; 1 without one.
 
@@ -182,7 +201,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
         if rules.right is not None:
             s = up_to(s, cols, gl.minimum(last_key(rules.right, seq, rows), seq.len_k - 1))
-        elif rules.first is None and (rules.mask is None or rules.mask_cols is None):
+        elif rules.first is None and (rules.mask is None or rules.mask_cols is None or rules.ends is not None):
             s = up_to(s, cols, seq.len_k - 1)
         if rules.left is not None:
             s = up_to(s, first_key(rules.left, seq, rows), cols)
@@ -285,14 +304,14 @@ def sums_of_lanes(sums, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None):
+def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None, FIRST: gl.constexpr = 0):
     """A tile of sums to its rows of a tensor, of so many in all, and so wide: lanes exchange columns, so that each may store 16 bytes at once.
 
-    Where there is an `order`, rows are counted in it (:func:`places_of`).
+    Where there is an `order`, rows are counted in it (:func:`places_of`). The tile's columns are those of the tensor from the FIRST on.
     """
     LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    cols = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     places = rows.to(gl.int64)
     if order is not None:
         places = places_of(order, seq, rows, length)

@@ -194,7 +194,7 @@ def produce(sources, tiles, barriers, rules, seq, sharing, row, config: gl.const
             if member % GROUP == 0:
                 mbarrier.wait(barriers.free.index(stage), phase ^ 1)
                 mbarrier.expect(full, BYTES)
-            this = member_of(seq, member, sharing.heads, sharing.spread)
+            this = member_of(None, seq, member, sharing.heads, sharing.spread)
             if BLOCKS == 2 and member == 0:
                 for i in gl.static_range(2):
                     copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, start], full, tiles.bias.index(turn % config.BIAS_TILES * 2 + i))

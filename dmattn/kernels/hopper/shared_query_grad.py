@@ -245,7 +245,7 @@ def _consume(tiles, barriers, given, rules, seq, sharing, row, d_bias, d_q, whic
         if rules.left is not None or rules.right is not None:
             _store_zeros(d_bias, tiles.bias.index(which), seq, row, begin, begin + turn * BLOCK_N, PAIRS)
     for i in gl.static_range(OWN):
-        this = member_of(seq, own_member(i, which, BLOCKS), sharing.heads, sharing.spread)
+        this = member_of(None, seq, own_member(i, which, BLOCKS), sharing.heads, sharing.spread)
         store_tile(d_q, this, row, seq.len_q, state.dqs[i] * rules.scale, config.HEAD_DIM)
 
 

@@ -5,36 +5,37 @@ What a tile has to know of its keys (intervals, a bias of keys) is copied with t
 
 from typing import Any, NamedTuple
 
-import triton
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
-from ..base.layout import Sequence, Span, copied_entry
+from ..base.layout import Span, copied_entry, sequence
+from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
-from ..visits.rounds import even_rounds
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
-from .copies import PANEL, copy, tiled_vectors
+from .copies import PANEL, copy, place_of_keys, tiled_vectors
 
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
 
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys, and the order of the blocks."""
+    """How many blocks of queries there are in all, heads, queries and keys, and a pointer to how many were drawn."""
 
     works: Any
     heads: Any
     len_q: Any
     len_k: Any
-    turns: Any = None  # which block each turn takes (visits/rounds.py); where there is none, that of its own number
+    drawn: Any = None  # None where a program takes every so many-th block (`even_work`), or there is one for each
 
 
 class Walk(NamedTuple):
@@ -51,25 +52,25 @@ class Walk(NamedTuple):
 
 
 def even_work(problem: Problem) -> bool:
-    """Whether a program for each processor may take every so many-th block of queries, for all have about the same work.
+    """Whether blocks of queries have about the same work.
 
     Under a dynamic mask most queries keep as many keys; a bias of keys is its sign. Other intervals may be a causal mask's.
     """
     if problem.first is not None:
         return problem.key_bias is not None
+    if problem.ends_q is not None:
+        return False  # sequences differ in their lengths
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def programs_of(problem: Problem, rules: Rules, block_m: int) -> tuple[int, int, Tensor | None]:
-    """(blocks of queries, programs that take them, and for each turn which of them) of a walk by these rules.
+def programs_of(problem: Problem, block_m: int, packed: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """(blocks of queries, programs that take them, and a count of those they draw, unless blocks have about the same work).
 
-    Under a block mask lists are all that differs from even work, so that blocks are dealt out by them.
+    `packed` is the list of blocks of packed sequences.
     """
-    batch, heads, len_q = problem.query.shape[:3]
-    works, most = triton.cdiv(len_q, block_m) * heads * batch, processors(problem.query.device)
-    if problem.bits is not None and rules.lists is not None and works > most:
-        return works, most, even_rounds(rules, works, most, (heads, len_q, problem.key.shape[2]), block_m)
-    return works, min(works, most) if even_work(problem) else works, None
+    works, most = count_blocks(problem, packed, block_m) * problem.query.shape[1], processors(problem.query.device)
+    draws = works > most and not even_work(problem)
+    return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
@@ -80,10 +81,11 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
     """
     if problem.first is None:
         sub = block_n
-        rules = rules_of(problem, key_lists(problem, block_m, block_n))
+        packed = packed_blocks(problem, block_m)
+        rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed)
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
-        sub = KEYS_TOGETHER if problem.key_bias is not None else PANEL.value
+        sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n)
         lists, intervals, bias_columns = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_columns(bias_columns, sub), sub
@@ -93,40 +95,88 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
 def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
     """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
     block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
-    return Sequence(batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
+    return sequence(rules.ends, batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
 
 
 @gluon.jit
-def first_blocks(lengths):
-    """The numbers of the blocks of queries that a program takes in its first two turns (`blocks_of`)."""
-    if lengths.turns is None:
-        return 0, 0
+def allocate_numbers():
+    """Room for what a producer tells its consumers of the next block of queries (`tell`), twice in turns."""
+    return gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def ahead_of(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
+    """(the number of a program's next block of queries, `visits_of` it); the same as it is where blocks are drawn, which says it later."""
+    if lengths.drawn is None:
+        after = number + gl.num_programs(0)
+        return after, visits_of(after, rules, lengths, BLOCK_M)
     else:
-        return _block_of(gl.program_id(0), lengths), _block_of(gl.program_id(0) + gl.num_programs(0), lengths)
+        return number, visited
 
 
 @gluon.jit
-def blocks_of(turn, ahead, lengths):
-    """The numbers of the blocks of queries of a turn and of the next; `ahead` is what was found of them before."""
-    if lengths.turns is None:
-        return turn, turn + gl.num_programs(0)
+def draw(after, now, lengths):
+    """The number of the next block; where blocks are drawn, it is drawn `now` or stays.
+
+    A producer draws before it copies the last tile of a block: early enough for nothing to wait for the number, and late enough for programs
+    with short blocks to take more of them.
+    """
+    if lengths.drawn is None:
+        return after
     else:
-        return ahead
+        if now:
+            after = gl.atomic_add(lengths.drawn, 1, sem="relaxed") + gl.num_programs(0)
+        return after
 
 
 @gluon.jit
-def blocks_ahead(turn, ahead, lengths):
-    """What is to be found of the turn after this one: two turns ahead, for nothing to wait for it."""
-    if lengths.turns is None:
-        return ahead
+def visits_of_drawn(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
+    """`visits_of` a block that was drawn; `visited`, which has them, where none are."""
+    if lengths.drawn is None:
+        return visited
     else:
-        return ahead[1], _block_of(turn + 2 * gl.num_programs(0), lengths)
+        return visits_of(number, rules, lengths, BLOCK_M)
 
 
 @gluon.jit
-def _block_of(turn, lengths):
-    """The number of the block of a turn; of the last one for a turn beyond."""
-    return gl.load(lengths.turns + gl.minimum(turn, lengths.works - 1))
+def tell(number, visited, count, numbers, rules, lengths):
+    """Put what a producer knows of its `count`-th block where `told` finds it. The barrier of the block's queries is to follow."""
+    if lengths.drawn is not None:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        place = 3 * (count & 1)
+        numbers.index(place).store(gl.full([1], number, gl.int32, LAYOUT))
+        if rules.lists is not None:
+            numbers.index(place + 1).store(gl.full([1], visited[0], gl.int32, LAYOUT))
+            numbers.index(place + 2).store(gl.full([1], visited[1], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def tell_end(number, visited, count, barriers, rules, lengths):
+    """Tell a number beyond the last block, with the barriers of queries that do not come."""
+    if lengths.drawn is not None:
+        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
+        tell(number, visited, count, barriers.numbers, rules, lengths)
+        mbarrier.arrive(barriers.q_full.index(0), count=1)
+
+
+@gluon.jit
+def told(number, visited, count, barriers, rules, lengths):
+    """(the number of a program's `count`-th block, `visits_of` it) as its consumers know them, once it has queries or there is none."""
+    if lengths.drawn is None:
+        return number, visited
+    else:
+        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        place = 3 * (count & 1)
+        if rules.lists is None:
+            return _number_at(barriers.numbers, place), visited
+        else:
+            return _number_at(barriers.numbers, place), (_number_at(barriers.numbers, place + 1), _number_at(barriers.numbers, place + 2))
+
+
+@gluon.jit
+def _number_at(numbers, place):
+    """One of the numbers. The maximum of one element makes a scalar of it."""
+    return gl.max(numbers.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -181,15 +231,17 @@ def listed_keys(rules, seq, row, step, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def copy_blocks(t, batch, head, starts, full, tiles, stage):
-    """Copy a tile that is made of blocks to its stage of `tiles`, and tell the barrier."""
+def copy_blocks(t, seq, head, starts, full, tiles, stage, DIM: gl.constexpr):
+    """Copy a tile of keys that is made of blocks to its stage of `tiles`, and tell the barrier."""
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
-    PANELS: gl.constexpr = tiles.shape[4] // PANEL
-    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * PANELS * BLOCKS, 1, 1, SUB, PANEL], t.layout)
+    WIDTH: gl.constexpr = t.block_shape[3]  # a panel, or all of fewer columns
+    PANELS: gl.constexpr = DIM // WIDTH
+    chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // WIDTH) * BLOCKS, 1, 1, SUB, WIDTH], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):
-            copy(t, [batch, head, starts[block], panel * PANEL], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
+            entry, col = place_of_keys(seq, starts[block])
+            copy(t, [entry, head, col, panel * WIDTH], full, chunks.index((stage * PANELS + panel) * BLOCKS + block))
 
 
 @gluon.jit

@@ -19,12 +19,13 @@ from torch import Tensor
 from ...broadcast import sum_to
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, strided
+from ..base.layout import Sequence, Span, SpanFromBefore, sequence, strided
 from ..base.leading import spread_of
 from ..base.overlap import follow
-from ..base.place import member_of
+from ..base.packed_blocks import packed_blocks
+from ..base.place import listed_block, member_of
 from ..base.query_terms import Incoming
-from ..base.rules import load_bias2, place_of_first, rules_of
+from ..base.rules import Rules, load_bias2, place_of_first, rules_of
 from ..base.tiles import Tile, launch_options, pick
 from .bias_grad import add_member
 
@@ -44,6 +45,8 @@ class Bands(NamedTuple):
         assert problem.bias is not None
         assert problem.zero is not None
         len_q, len_k, length, zero = problem.query.shape[2], problem.key.shape[2], problem.bias.shape[3], problem.zero
+        if problem.ends_q is not None:
+            return cls._of_packed(problem, block_m, block_n)
         origin = zero - (len_k - len_q)
         blocks_m, blocks_n = triton.cdiv(len_q, block_m), triton.cdiv(len_k, block_n)
         lowest = max(2 - block_n, origin - (blocks_m - 1) * block_m)
@@ -54,6 +57,19 @@ class Bands(NamedTuple):
             highest = min(highest, zero + problem.right + block_m - 1)
         first = origin + triton.cdiv(lowest - origin, block_n) * block_n
         tiles = min(blocks_m, triton.cdiv(blocks_n * block_n, block_m))
+        return cls(first, max(0, (highest - first) // block_n + 1) if length > 2 and tiles else 0, tiles)
+
+    @classmethod
+    def _of_packed(cls, problem: Problem, block_m: int, block_n: int) -> Bands:
+        """Those of sequences of any lengths up to the longest, in which tiles begin at any key, or before the first."""
+        assert problem.bias is not None
+        assert problem.zero is not None
+        len_q, len_k, length, zero = problem.query.shape[2], problem.key.shape[2], problem.bias.shape[3], problem.zero
+        left = len_k - 1 if problem.left is None else min(problem.left, len_k - 1)
+        right = len_q - 1 if problem.right is None else min(problem.right, len_q - 1)
+        first = max(2 - block_n, zero - left - block_n + 1)
+        highest = min(length - 3 + block_m, zero + right + block_m - 1)
+        tiles = min(triton.cdiv(len_q, block_m), triton.cdiv(len_k + block_n - 1, block_m))
         return cls(first, max(0, (highest - first) // block_n + 1) if length > 2 and tiles else 0, tiles)
 
 
@@ -90,6 +106,9 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
     (batch, heads), (slice_batch, slice_heads) = problem.query.shape[:2], slices_of
     slices = slice_batch * slice_heads
     members = batch * heads // slices
+    packed = packed_blocks(problem, tile.block_m) if slice_batch == 1 else None
+    if packed is not None:  # as if they were one batch entry
+        members, bands = heads // slice_heads, bands._replace(tiles=packed.shape[0])
     longest = bands.tiles * members
     steps = triton.cdiv(longest, min(longest, max(1, PROGRAMS // (bands.count * slices))))
     parts = torch.empty(
@@ -101,12 +120,12 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, states=problem.states if problem.is_masked else None),
+        rules=_rules_of(problem, packed),
         incoming=incoming.strided(heads),
         parts=parts,
         sharing=(slice_batch, heads // slice_heads, members),
         spread=spread_of(problem.bias),
-        bands=(bands.first_place, bands.count, steps),
+        bands=(bands.first_place, bands.count, steps, None if problem.ends_q is None else bands.tiles),
         **launch_options(problem, tile, incoming.d_out),
     )
     sums = torch.empty((slices, bands.count * tile.block_n + tile.block_m), dtype=torch.float32, device=problem.query.device)
@@ -124,6 +143,12 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
     return sums.view(slice_batch, slice_heads, -1)
 
 
+def _rules_of(problem: Problem, packed: Tensor | None) -> Rules:
+    if problem.ends_q is not None:
+        return rules_of(problem, unaligned=1, packed_blocks=packed)  # with states of blocks that begin elsewhere
+    return rules_of(problem, states=problem.states if problem.is_masked else None)
+
+
 @triton.jit
 def _bands_kernel(
     q, k, v, rules, incoming, parts, sharing, spread, bands, heads, len_q, len_k,
@@ -132,14 +157,15 @@ def _bands_kernel(
 ):  # fmt: skip
     """One program: dS of one part of a band, added tile on tile, then along diagonals to BLOCK_M + BLOCK_N numbers of parts.
 
-    The steps of a band are its tiles in one of the members, (batch, head) that share the slice of the table, then those in the next. A part is
-    so many steps; those past the end of a short band store zeros. Grid of one axis: bands fastest, then parts, heads of slices, batch
-    entries of slices.
+    The steps of a band are its tiles in one of the members, (batch, head) that share the slice of the table, then those in the next. Tiles of
+    packed sequences may begin at keys before the first. Where these share the table, the steps are their listed blocks of queries under one
+    head, then the next; else as many whatever the lengths. A part is so many steps; those past the end of a short band store zeros. Grid of
+    one axis: bands fastest, then parts, heads of slices, batch entries of slices.
     """
     follow()
     d_out, lse, delta = incoming
     _slice_batch, sharing_heads, members = sharing
-    first_place, count, steps = bands
+    first_place, count, steps, most_tiles = bands
     program = tl.program_id(0)
     slice_heads = heads // sharing_heads
     splits = tl.num_programs(0) // (count * slice_heads * _slice_batch)
@@ -147,22 +173,43 @@ def _bands_kernel(
     part = program // count % splits
     number = program // count // splits
     of_slice = Sequence(number // slice_heads, number % slice_heads, len_q, len_k)
-    shift = first_place + band * BLOCK_N - place_of_first(rules, of_slice, 0, 0)  # from the first query of a tile to its first key
+    first_seq = member_of(rules.ends, of_slice, 0, sharing_heads, spread)
+    shift = first_place + band * BLOCK_N - place_of_first(rules, first_seq, 0, 0)  # from the first query of a tile to its first key
     first_row = tl.cdiv(tl.maximum(-shift, 0), BLOCK_M) * BLOCK_M
-    tiles = tl.cdiv(tl.maximum(tl.minimum(len_q, len_k - shift) - first_row, 0), BLOCK_M)
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
+    if rules.ends is None:
+        tiles = tl.cdiv(tl.maximum(tl.minimum(len_q, len_k - shift) - first_row, 0), BLOCK_M)
+    else:
+        tiles = most_tiles  # of which a sequence may have fewer
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    PIECES: tl.constexpr = ((HEAD_DIM - 1) // BLOCK_D + 1, (VALUE_DIM - 1) // BLOCK_DV + 1)
     row_index, col_index = tl.arange(0, BLOCK_M).to(INDEX), tl.arange(0, BLOCK_N).to(INDEX)
     tensors = (q, k, v, d_out, lse, delta)
     first_rows, first_cols = Span(first_row, row_index, None), Span(first_row + shift, col_index, None)
-    bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), first_rows, first_cols, KEYS_DOWN=False)  # every tile's
+    bias2 = load_bias2(rules, first_seq, first_rows, first_cols, KEYS_DOWN=False)  # every tile's
     total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     for step in tl.range(part * steps, tl.minimum(part * steps + steps, tiles * members)):
-        seq = member_of(of_slice, step // tiles, sharing_heads, spread)
-        row = first_row + step % tiles * BLOCK_M
-        rows = Span(row, row_index, None if EVEN_M else len_q)
-        cols = Span(row + shift, col_index, None if EVEN_N else len_k)
-        total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PRECISION=PRECISION)
+        if rules.packed_blocks is None:
+            seq = member_of(rules.ends, of_slice, step // tiles, sharing_heads, spread)
+        else:
+            block, batch = listed_block(rules.packed_blocks, step % tiles)
+            seq = sequence(rules.ends, batch, of_slice.head * sharing_heads + step // tiles, len_q, len_k)
+        if rules.ends is None:
+            row = first_row + step % tiles * BLOCK_M
+            rows = Span(row, row_index, None if EVEN_M else len_q)
+            cols = Span(row + shift, col_index, None if EVEN_N else len_k)
+            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
+        else:
+            own_shift = first_place + band * BLOCK_N - place_of_first(rules, seq, 0, 0)
+            if rules.packed_blocks is None:
+                own_first = tl.cdiv(tl.maximum(1 - BLOCK_N - own_shift, 0), BLOCK_M) * BLOCK_M
+                row = own_first + step % tiles * BLOCK_M
+            else:
+                row = block * BLOCK_M
+            col = row + own_shift
+            if (row < seq.len_q) & (col < seq.len_k) & (col > -BLOCK_N):
+                rows, cols = Span(row, row_index, seq.len_q), SpanFromBefore(col, col_index, seq.len_k, 0)
+                total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
     store_diagonals(parts + tl.cast((number * splits + part) * count + band, tl.int64) * (BLOCK_M + BLOCK_N), total)
 
 

@@ -7,8 +7,10 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.dropout import kept_factor
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
+from ..base.layout import Span, sequence, store_rows, strided
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
+from ..base.pieces import load_pieces, over_rows, store_pieces, zero_pieces
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
 from ..base.softmax import softmax_finish, softmax_start, softmax_step
@@ -18,15 +20,16 @@ from ..visits.walk import key_lists, key_range, key_step
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a canonical problem (`dmattn.problem.Problem`), with its `states` if masked."""
-    batch, heads, len_q, _ = problem.query.shape
+    heads = problem.query.shape[1]
     tile = pick("forward", problem)
+    blocks = packed_blocks(problem, tile.block_m)
     launch(
         _forward_kernel,
-        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        count_blocks(problem, blocks, tile.block_m) * heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, key_lists(problem, *tile[:2])),
+        rules=rules_of(problem, key_lists(problem, *tile[:2], blocks), packed_blocks=blocks),
         out=strided(out, heads),
         lse=strided(lse, heads),
         **launch_options(problem, tile, out),
@@ -42,40 +45,43 @@ def _forward_kernel(
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
     follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+    seq = sequence(rules.ends, batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
     row_max, row_sum = softmax_start(BLOCK_M)
-    acc = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    acc = zero_pieces(BLOCK_M, BLOCK_DV, (VALUE_DIM - 1) // BLOCK_DV + 1)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         acc, row_max, row_sum = _add_tile(
-            q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
+            q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
         )
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             acc, row_max, row_sum = _add_tile(
-                q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
+                q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
             )
-    acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, seq)
-    store_tile(out, seq, rows, value_dims, acc)
+    out_tiles = ()
+    for piece in tl.static_range(len(acc)):
+        out_tile, lse_rows = softmax_finish(acc[piece], row_max, row_sum, rules, seq)
+        out_tiles = out_tiles + (out_tile,)  # noqa: RUF005
+    store_pieces(out, seq, rows, value_dims, out_tiles)
     store_rows(lse, seq, rows, lse_rows)
 
 
 @triton.jit
-def _add_tile(q_tile, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr):
+def _add_tile(q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of keys added to (acc, row_max, row_sum)."""
-    k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION)
+    k_tiles = load_pieces(k, seq, cols, dims, len(q_tiles))  # [BLOCK_N, BLOCK_D]
+    s, _ = scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION)
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
     if rules.seed is not None:
         p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
-    v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    v_tiles = load_pieces(v, seq, cols, value_dims, len(acc))  # [BLOCK_N, BLOCK_DV]
+    acc = over_rows(p, v_tiles, acc, PRECISION, alpha[:, None])
     return acc, row_max, row_sum

@@ -7,13 +7,15 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
+from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
-from ..base.tiles import launch_options, pick
+from ..base.tiles import in_pieces, launch_options, pick
 from ..visits.walk import query_lists, query_range, query_step
 
 
@@ -33,26 +35,35 @@ def key_gradients(
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    batch, len_k = problem.key.shape[0], problem.key.shape[2]
     tile = pick("keys", problem)
-    lists = query_lists(problem, *tile[:2])
-    if d_bias is not None and (lists is not None or problem.first is not None):
-        d_bias.zero_()  # what no list names, or lies outside the intervals
-    sums = vectors_of(key_sums)
-    launch(
-        _key_gradients_kernel,
-        triton.cdiv(len_k, tile.block_n) * kv_heads * batch,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
-        rules=rules_of(problem, lists),
-        incoming=incoming.strided(heads),
-        wanted=tuple(strided(x, heads) for x in (d_key, d_value, sums, d_bias)),
-        order=strided(order, heads),
-        groups=heads // kv_heads,
-        BY_GROUP=by_group(problem, key_sums),
-        **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
-    )
+    blocks = packed_blocks(problem, tile.block_n, by_key=True)
+    lists = query_lists(problem, *tile[:2], blocks)
+    if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
+        d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
+    wanted = (d_key, d_value, vectors_of(key_sums), d_bias)
+    for group in _apart(wanted) if in_pieces(problem, tile) else (wanted,):
+        if all(x is None for x in group):
+            continue
+        launch(
+            _key_gradients_kernel,
+            count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads,
+            q=strided(problem.query, heads),
+            k=strided(problem.key, heads),
+            v=strided(problem.value, heads),
+            rules=rules_of(problem, lists, packed_blocks=blocks),
+            incoming=incoming.strided(heads),
+            wanted=tuple(strided(x, heads) for x in group),
+            order=strided(order, heads),
+            groups=heads // kv_heads,
+            BY_GROUP=by_group(problem, key_sums),
+            **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
+        )
+
+
+def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], ...]:
+    """What is wanted in two launches: dV, and all else. Sums for both dK and dV would not fit the registers beside products in pieces."""
+    d_key, d_value, sums, d_bias = wanted
+    return (None, d_value, None, None), (d_key, None, sums, d_bias)
 
 
 @triton.jit
@@ -68,40 +79,42 @@ def _key_gradients_kernel(
     follow()
     block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    first_seq = Sequence(batch, kv_head * groups, len_q, len_k)
-    k_tile = load_tile(k, first_seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-    v_tile = load_tile(v, first_seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    first_seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    if rules.ends is not None:
+        cols = Span(cols.start, cols.index, first_seq.len_k)
+    k_tiles = load_pieces(k, first_seq, cols, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_N, BLOCK_D]
+    v_tiles = load_pieces(v, first_seq, cols, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_N, BLOCK_DV]
     places = cols
     if order is not None:
         places = Span(0, load_rows(order, first_seq, cols, LARGEST).to(tl.int64), LARGEST)
-    dk = tl.full([BLOCK_N, BLOCK_D], 0.0, tl.float32)
-    dv = tl.full([BLOCK_N, BLOCK_DV], 0.0, tl.float32)
+    dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
+    dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
     d_k, d_v, key_sums, d_bias = wanted
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
     sums = tl.full([BLOCK_N], 0.0, tl.float32)
     for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
-        seq = Sequence(batch, head, len_q, len_k)
+        seq = under_head(first_seq, head)
         if not BY_GROUP:
             sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         for step in tl.range(begin, end, BLOCK_M):
             start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
-            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
             dk, dv, sums = _add_tile(
-                incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
+                incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
             )
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
                 start = query_step(rules, seq, cols, step, end, full_end, BLOCK_M, BLOCK_N)
-                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
+                rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
                 dk, dv, sums = _add_tile(
-                    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
+                    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
                 )
-        if rules.lists is None and rules.first is None:
+        if rules.lists is None and rules.first is None and rules.ends is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -113,31 +126,31 @@ def _key_gradients_kernel(
     if key_sums is not None and BY_GROUP:
         store_rows(key_sums, first_seq, places, sums)
     if d_k is not None:
-        store_tile(d_k, first_seq, places, dims, dk * rules.scale)
+        store_pieces(d_k, first_seq, places, dims, times(dk, rules.scale))
     if d_v is not None:
-        store_tile(d_v, first_seq, places, value_dims, dv)
+        store_pieces(d_v, first_seq, places, value_dims, dv)
 
 
 @triton.jit
 def _add_tile(
-    incoming, k_tile, v_tile, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
+    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
     q, d_out, lse, delta = incoming
     d_k, d_v, key_sums, d_bias = wanted
-    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
-    d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    q_tiles = load_pieces(q, seq, rows, dims, len(k_tiles))  # [BLOCK_M, BLOCK_D]
+    d_out_tiles = load_pieces(d_out, seq, rows, value_dims, len(v_tiles))  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     delta_rows = load_rows(delta, seq, rows, 0.0)
     p, ds, tanh = score_gradient(
-        q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=True, PRECISION=PRECISION
+        q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=True, PRECISION=PRECISION
     )
     if d_v is not None:
-        dv = tl.dot(p.to(d_out_tile.dtype), d_out_tile, dv, input_precision=PRECISION)
+        dv = over_rows(p, load_again(d_out_tiles, d_out, seq, rows, value_dims), dv, PRECISION)
     if key_sums is not None:
         sums += tl.sum(ds, 1)
     if d_bias is not None:
-        store_tile(d_bias, seq, rows, cols, tl.trans(ds))
+        store_pairs(d_bias, seq, rows, cols, tl.trans(ds))
     if d_k is not None:
-        dk = tl.dot(through_softcap(ds, tanh, rules).to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+        dk = over_rows(through_softcap(ds, tanh, rules), load_again(q_tiles, q, seq, rows, dims), dk, PRECISION)
     return dk, dv, sums

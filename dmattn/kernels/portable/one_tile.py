@@ -110,9 +110,9 @@ def _one_tile_gradients_kernel(
     of_slice = Sequence(entry, slice_head, len_q, len_k)
     bias2 = None
     if HELD:
-        bias2 = load_bias2(rules, member_of(of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)
+        bias2 = load_bias2(rules, member_of(None, of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)
     for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
-        seq = member_of(of_slice, member, sharing_heads, spread)
+        seq = member_of(None, of_slice, member, sharing_heads, spread)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
@@ -121,8 +121,9 @@ def _one_tile_gradients_kernel(
         places = cols
         if order is not None:
             places = Span(0, load_rows(order, seq, cols, LARGEST).to(tl.int64), LARGEST)
+        factors = ((q_tile,), (k_tile,), (v_tile,), (d_out_tile,))
         p, weights, d_p, tanh = probabilities(
-            q_tile, k_tile, v_tile, d_out_tile, lse_rows, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
+            *factors, lse_rows, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
         )
         if d_v is not None:
             store_tile(d_v, seq, places, value_dims, _over_queries(weights, d_out_tile, PRECISION))

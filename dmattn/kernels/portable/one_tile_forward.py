@@ -65,7 +65,7 @@ def _one_tile_forward_kernel(
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        s, _tanh = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
+        s, _tanh = scores((q_tile,), (k_tile,), rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
         row_max, row_sum = softmax_start(BLOCK_M)
         p, _alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         if rules.seed is not None:

@@ -5,14 +5,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, store_zeros, strided
+from ..base.layout import Span, load_pairs, load_rows, sequence, store_pairs, store_rows, store_zeros, strided
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
+from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import place_queries
 from ..base.query_terms import Incoming
-from ..base.rules import add_at_ends, rules_of, through_softcap
-from ..base.softmax import score_gradient
+from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_of_first, rules_of, through_softcap
+from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
+from ..base.window import next_step
 from ..visits.walk import key_lists, key_range, key_step
 
 
@@ -24,19 +28,20 @@ def query_gradients(
     `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the last, if another.
     With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
-    batch, heads, len_q, _ = problem.query.shape
+    heads = problem.query.shape[1]
     tile = pick("queries of d_bias" if stored else "queries", problem)
-    lists = key_lists(problem, *tile[:2])
-    if d_bias is not None and lists is not None and not stored:
-        d_bias.zero_()  # the blocks of keys that no list names
+    blocks = packed_blocks(problem, tile.block_m)
+    lists = key_lists(problem, *tile[:2], blocks)
+    if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
+        d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
-        triton.cdiv(len_q, tile.block_m) * heads * batch,
+        count_blocks(problem, blocks, tile.block_m) * heads,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, lists),
+        rules=rules_of(problem, lists, packed_blocks=blocks),
         d_out=d_out,
         lse=lse,
         delta=delta,
@@ -60,23 +65,76 @@ def _query_gradients_kernel(
     """
     follow()
     block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
-    seq = Sequence(batch, head, len_q, len_k)
-    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else len_q)
-    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
-    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
-    d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
+    seq = sequence(rules.ends, batch, head, len_q, len_k)
+    rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
+    dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
+    value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
+    q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
+    d_out_tiles = load_pieces(d_out, seq, rows, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_M, BLOCK_DV]
     stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
-    dq = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
     tensors = (k, v, d_q, d_bias, end_sums)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
+    if rules.table is not None and rules.lists is None and not STORED:
+        # Outer tiles, of keys before the queries and after, whose pairs have one number for their bias; then inner ones.
+        first2, last2 = load_ends2(rules, seq)
+        low, high = outer_places(rules.distances, first2, last2, BLOCK_M, BLOCK_N)
+        place = place_of_first(rules, seq, rows.start, 0)
+        end = next_step(begin, end, BLOCK_N)
+        inner_begin, inner_end = inner_steps(begin, end, low + 1 - place, high - place, BLOCK_N)
+        lowered2 = -divisor2(stats[0])
+        lanes = (tl.full([BLOCK_M, LANES], 0.0, tl.float32), tl.full([BLOCK_M, LANES], 0.0, tl.float32))
+        for step in tl.range(begin, end - (inner_end - inner_begin), BLOCK_N):
+            before = step < inner_begin
+            start = step + tl.where(before, 0, inner_end - inner_begin)
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
+            dq, lanes = _add_tile(
+                q_tiles,
+                d_out_tiles,
+                (None, stats[1]),
+                tensors,
+                rules,
+                seq,
+                dq,
+                lanes,
+                rows,
+                cols,
+                dims,
+                value_dims,
+                EDGE=True,
+                STORED=False,
+                PRECISION=PRECISION,
+                before=before,
+                bias2=(lowered2 + tl.where(before, first2, last2))[:, None],
+            )
+        ends = (tl.sum(lanes[0], 1), tl.sum(lanes[1], 1))
+        for start in tl.range(inner_begin, inner_end, BLOCK_N):
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
+            dq, ends = _add_tile(
+                q_tiles,
+                d_out_tiles,
+                stats,
+                tensors,
+                rules,
+                seq,
+                dq,
+                ends,
+                rows,
+                cols,
+                dims,
+                value_dims,
+                EDGE=True,
+                STORED=False,
+                PRECISION=PRECISION,
+            )
+        end = begin
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(
-            q_tile,
-            d_out_tile,
+            q_tiles,
+            d_out_tiles,
             stats,
             tensors,
             rules,
@@ -96,8 +154,8 @@ def _query_gradients_kernel(
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             dq, ends = _add_tile(
-                q_tile,
-                d_out_tile,
+                q_tiles,
+                d_out_tiles,
                 stats,
                 tensors,
                 rules,
@@ -112,7 +170,7 @@ def _query_gradients_kernel(
                 STORED=STORED,
                 PRECISION=PRECISION,
             )
-    if rules.lists is None and not STORED:
+    if rules.lists is None and rules.ends is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
             store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -120,7 +178,7 @@ def _query_gradients_kernel(
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
             store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
     if d_q is not None:
-        store_tile(d_q, seq, rows, dims, dq * rules.scale)
+        store_pieces(d_q, seq, rows, dims, times(dq, rules.scale))
     if end_sums is not None:
         store_rows(end_sums[0], seq, rows, ends[0])
         store_rows(end_sums[1], seq, rows, ends[1])
@@ -128,24 +186,30 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _add_tile(
-    q_tile, d_out_tile, stats, tensors, rules, seq, dq, ends, rows, cols, dims, value_dims,
-    EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+    q_tiles, d_out_tiles, stats, tensors, rules, seq, dq, ends, rows, cols, dims, value_dims,
+    EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr, before=None, bias2=None,
 ):  # fmt: skip
-    """One tile of keys added to (dq, ends), each only if it is wanted: dS, stored if dBias is wanted or read where it is STORED already."""
+    """One tile of keys added to (dq, ends), each only if it is wanted: dS, stored if dBias is wanted or read where it is STORED already.
+
+    In an outer tile beside a table of distances, of keys `before` the queries or after, `ends` are by lane, and `bias2` is less lse, which
+    `stats` lack.
+    """
     k, v, d_q, d_bias, end_sums = tensors
-    k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
+    k_tiles = load_pieces(k, seq, cols, dims, len(q_tiles))  # [BLOCK_N, BLOCK_D]
     if STORED:
-        dq = tl.dot(load_tile(d_bias, seq, rows, cols).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = over_rows(load_pairs(d_bias, seq, rows, cols), k_tiles, dq, PRECISION)
     else:
         lse_rows, delta_rows = stats
-        v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
-        _, ds, tanh = score_gradient(
-            q_tile, k_tile, v_tile, d_out_tile, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION
-        )
+        v_tiles = load_pieces(v, seq, cols, value_dims, len(d_out_tiles))  # [BLOCK_N, BLOCK_DV]
+        scored = (q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols)
+        _, ds, tanh = score_gradient(*scored, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
         if d_bias is not None:
-            store_tile(d_bias, seq, rows, cols, ds)
+            store_pairs(d_bias, seq, rows, cols, ds)
         if d_q is not None:
-            dq = tl.dot(through_softcap(ds, tanh, rules).to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+            dq = over_rows(through_softcap(ds, tanh, rules), load_again(k_tiles, k, seq, cols, dims), dq, PRECISION)
         if end_sums is not None:
-            ends = add_at_ends(ds, ends, rules, seq, rows, cols)
+            if before is None:
+                ends = add_at_ends(ds, ends, rules, seq, rows, cols)
+            else:
+                ends = add_at_one_end(ds, ends, before)
     return dq, ends

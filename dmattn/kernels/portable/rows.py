@@ -93,7 +93,7 @@ def _row_gradients_kernel(
             addend = by_query(-divisor2(load_rows(lse, seq, rows, float("-inf"))), KEYS_DOWN=True)
             if rules.bias is not None:
                 addend += load_bias2(rules, seq, rows, cols, KEYS_DOWN=True)
-            s, _ = scores(q_tiles[block], k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=True, PRECISION=PRECISION, bias2=addend)
+            s, _ = scores((q_tiles[block],), (k_tile,), rules, seq, rows, cols, EDGE=True, KEYS_DOWN=True, PRECISION=PRECISION, bias2=addend)
             p = tl.exp2(s)  # [BLOCK_N, BLOCK_M]
             d_p = tl.dot(v_tile, tl.trans(d_out_tiles[block]), input_precision=PRECISION)
             ds = p * (d_p - by_query(load_rows(delta, seq, rows, 0.0), KEYS_DOWN=True))

@@ -5,9 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
+from ..base.described import Packed
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, store_tile, strided, strided_by_head
+from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
+from ..base.packed_blocks import count_blocks, packed_blocks
+from ..base.place import listed_block
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from ..base.softmax import sink2_of
@@ -18,28 +22,34 @@ PROGRAMS_PER_PROCESSOR = 2
 
 
 def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
-    """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse)."""
-    divisor, delta = incoming.terms[..., : incoming.lse.shape[2]].unbind(2)
+    """(B, H, Sq): of the sink's score in the row of each query, which is -p * delta with p = exp(sink - lse).
+
+    Of packed sequences (1, H, Sq in whole blocks), see `layout.first_row_in_blocks`.
+    """
+    terms = incoming.terms if isinstance(incoming.lse, Packed) else incoming.terms[..., : incoming.lse.shape[2]]
+    divisor, delta = terms.unbind(2)
     return torch.exp2((sinks[:, None].float() * LOG2E.value) - divisor) * -delta
 
 
-def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
+def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
     """Fill `d_sinks` (H,) with the sums of these over all queries of a head."""
-    batch, heads, len_q = incoming.lse.shape
-    blocks = triton.cdiv(len_q, QUERIES)
-    sharing = Sharing.of_blocks(heads, batch * blocks, PROGRAMS_PER_PROCESSOR, d_sinks.device)
+    heads, len_q = incoming.lse.shape[1:]
+    packed = packed_blocks(problem, QUERIES)
+    sharing = Sharing.of_blocks(heads, count_blocks(problem, packed, QUERIES), PROGRAMS_PER_PROCESSOR, d_sinks.device)
     total = d_sinks[None, :, None, None]
     parts = sharing.parts(total)
     launch(
         _sink_gradients_kernel,
         heads * sharing.splits,
         sinks=strided_by_head(sinks),
-        divisor=strided(incoming.terms[:, :, 0], heads),
-        delta=strided(incoming.terms[:, :, 1], heads),
+        divisor=strided(incoming.term(0), heads),
+        delta=strided(incoming.term(1), heads),
+        ends=ends_of(problem),
+        packed_blocks=packed,
         parts=strided(parts, heads),
         sharing=sharing.argument,
         heads=heads,
-        blocks=blocks,
+        blocks=triton.cdiv(len_q, QUERIES),
         len_q=len_q,
         BLOCK=QUERIES,
         num_warps=4,
@@ -49,7 +59,7 @@ def sink_gradients(sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
 
 
 @triton.jit
-def _sink_gradients_kernel(sinks, divisor, delta, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+def _sink_gradients_kernel(sinks, divisor, delta, ends, packed_blocks, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
     """One program: the sum of -p * delta over its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
@@ -62,8 +72,12 @@ def _sink_gradients_kernel(sinks, divisor, delta, parts, sharing, heads, blocks,
     sink2 = sink2_of(sinks, Sequence(0, head, len_q, 0))
     total = tl.full([BLOCK], 0.0, tl.float32)
     for member in tl.range(begin, tl.minimum(begin + members_per_part, members)):
-        seq = Sequence(member // blocks, head, len_q, 0)
-        rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), len_q)
+        if packed_blocks is None:
+            block, batch = member % blocks, member // blocks
+        else:
+            block, batch = listed_block(packed_blocks, member)
+        seq = sequence(ends, batch, head, len_q, 0)
+        rows = Span(block * BLOCK, tl.arange(0, BLOCK).to(tl.int64), seq.len_q)
         p = tl.exp2(sink2 - load_rows(divisor, seq, rows, float("inf")))
         total -= p * load_rows(delta, seq, rows, 0.0)
     one = Span(0, tl.arange(0, 1), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided, strided_by_head
+from ..base.layout import Sequence, Span, ends_of, load_rows, load_tile, sequence, store_rows, store_tile, strided, strided_by_head, under_head
 from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
 from ..base.softmax import join_sink, sink2_of, softmax_finish, softmax_start, softmax_step
@@ -76,7 +76,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     batch, heads, len_q, value_dim = out.shape
     tile, queries, programs, splits = plan_of(problem)
     parts, lse_parts, sinks = out, lse, problem.sinks
-    if splits > 1:
+    are_merged = splits > 1 or problem.ends_q is not None  # as parts are by batch entry, and results of packed sequences are not
+    if are_merged:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
         lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
         problem = problem._replace(sinks=None)  # which join their sum
@@ -100,11 +101,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         BIAS_BY_HEAD=_by_head(problem.bias, problem),
         **options,
     )
-    if splits > 1:
-        _merge_splits(parts, lse_parts, sinks, out, lse, splits)
+    if are_merged:
+        _merge_splits(problem, parts, lse_parts, sinks, out, lse, splits)
 
 
-def _merge_splits(parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, splits: int) -> None:
+def _merge_splits(
+    problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, splits: int
+) -> None:  # fmt: skip
     """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
     batch, heads, len_q, value_dim = out.shape
     dims = min(MERGED_DIMS, block_dim(value_dim))
@@ -114,6 +117,7 @@ def _merge_splits(parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: T
         parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
         lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
         sinks=strided_by_head(sinks),
+        ends=ends_of(problem),
         out=strided(out, heads),
         lse=strided(lse, heads),
         heads=heads,
@@ -161,10 +165,10 @@ def _split_kernel(
     query = row // GROUP
     if QUERIES * GROUP < BLOCK_M:
         query = tl.where(row < QUERIES * GROUP, query, len_q)  # a row too many is a query past the end
-    rows = Span(program % blocks * QUERIES, query.to(INDEX), len_q)
-    seq = Sequence(batch, first_head, len_q, len_k)
+    seq = sequence(rules.ends, batch, first_head, len_q, len_k)
+    rows = Span(program % blocks * QUERIES, query.to(INDEX), seq.len_q)
     head = first_head + row % GROUP
-    by_row = Sequence(batch, head[:, None], len_q, len_k)  # a head for each row: of tiles, not of vectors
+    by_row = under_head(seq, head[:, None])  # a head for each row: of tiles, not of vectors
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
     q_tile = load_tile(q, by_row, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -176,9 +180,9 @@ def _split_kernel(
     split_end = begin + steps * (split + 1) // splits * BLOCK_N
     for step in tl.range(split_begin, split_end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, QUERIES, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
+        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-        s = _scores(q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
+        s = _scores((q_tile,), (k_tile,), rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
@@ -190,7 +194,7 @@ def _split_kernel(
 
 @triton.jit
 def _scores(
-    q_tile, k_tile, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
+    q_tiles, k_tiles, rules, seq, by_row, rows, cols, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Those of one tile times LOG2E: mask and bias are read by the head of each row where they differ within the group, else once."""
     bias2 = None
@@ -199,15 +203,15 @@ def _scores(
     elif rules.bias is not None or rules.table is not None:
         bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN=False, BY_ROW=True)
     if MASK_BY_HEAD:
-        s, _ = scores(q_tile, k_tile, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
+        s, _ = scores(q_tiles, k_tiles, rules, by_row, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     else:
-        s, _ = scores(q_tile, k_tile, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
+        s, _ = scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     return s
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    parts, lse_parts, sinks, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    parts, lse_parts, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from those of its `splits` parts.
 
@@ -219,9 +223,9 @@ def _merge_splits_kernel(
     blocks = tl.cdiv(value_dim, BLOCK_DV)
     row = program // blocks
     of_parts = Sequence(row // (heads * len_q), row % (heads * len_q), 0, 0)
-    seq = Sequence(of_parts.batch, of_parts.head // len_q, len_q, 0)
+    seq = sequence(ends, of_parts.batch, of_parts.head // len_q, len_q, 0)
     each = Span(0, tl.arange(0, BLOCK_SPLITS), splits)
-    one = Span(row % len_q, tl.arange(0, 1), len_q)
+    one = Span(row % len_q, tl.arange(0, 1), seq.len_q)
     dims = Span(program % blocks * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
     lse2 = load_rows(lse_parts, of_parts, each, float("-inf")) * LOG2E  # [BLOCK_SPLITS]
     largest = tl.max(lse2, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import states as states_of_a_mask
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, inside, load_tile, slice_pointer, strided
+from ..base.layout import Sequence, Span, ends_of, inside, load_tile, sequence, slice_pointer, strided
 from ..base.leading import by_entry, with_entries
 from ..base.overlap import follow
 from ..base.place import place
@@ -63,27 +63,32 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
     return mask, 1
 
 
-def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Any:
+def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False, packed: Tensor | None = None) -> Any:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-    They are made from the states in `problem`. The window counts too.
+    They are made from the states in `problem`. The window counts too, and of packed sequences the lengths, which no two need to share. Of these
+    the blocks in the list `packed` have lists (`packed_blocks`).
     """
     states = by_entry(problem.states)
     batch, heads = states.shape[:2]
+    if problem.ends_q is not None:
+        batch = problem.query.shape[0]
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     owned, walked = (len_k, len_q) if by_key else (len_q, len_k)
     own, walk = (block_n, block_m) if by_key else (block_m, block_n)
-    owners = triton.cdiv(owned, own)
+    owners = triton.cdiv(owned, own) + (packed is not None)  # with that of the entries that are left over
     lists = empty_lists(states, batch, heads, owners, triton.cdiv(walked, walk))
     if not states.numel():
         return with_entries(lists.zero_(), problem.states)
     launch(
         _mask_lists_kernel,
-        batch * heads * owners,
+        heads * (batch * owners if packed is None else packed.shape[0]),
         states=strided(states.mT if by_key else states, heads),
         lists=strided(lists, heads),
         left=problem.left,
         right=problem.right,
+        ends=ends_of(problem),
+        packed_blocks=packed,
         heads=heads,
         len_q=len_q,
         len_k=len_k,
@@ -144,21 +149,23 @@ def _scan_kernel(
 
 @triton.jit
 def _mask_lists_kernel(
-    states, lists, left, right, heads, len_q, len_k, OWN: tl.constexpr, WALK: tl.constexpr, BY_KEY: tl.constexpr
+    states, lists, left, right, ends, packed_blocks, heads, len_q, len_k, OWN: tl.constexpr, WALK: tl.constexpr, BY_KEY: tl.constexpr
 ):  # fmt: skip
     """One program: the list of one block of OWN queries, of keys with BY_KEY, of one (batch, head). The rows of `states` are those of OWN."""
     follow()
+    block, head, batch = place(len_k if BY_KEY else len_q, heads, OWN, packed_blocks)
+    seq = sequence(ends, batch, head, len_q, len_k)
     if BY_KEY:
-        owned, walked = len_k, len_q
+        owned, walked = seq.len_k, seq.len_q
     else:
-        owned, walked = len_q, len_k
-    block, head, batch = place(owned, heads, OWN)
-    seq = Sequence(batch, head, len_q, len_k)
+        owned, walked = seq.len_q, seq.len_k  # a list has room for the sequence's own blocks, as those who read it count
     owner = Span(block * OWN, 0, owned)
     if BY_KEY:
         begin, end = queries_in_window(left, right, seq, owner.start, OWN)
     else:
         begin, end = keys_in_window(left, right, seq, owner.start, OWN)
+    if ends is not None:
+        end = tl.where(owner.start < owned, end, 0)
     pointer = list_pointer(lists, seq, owner, OWN)
     progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):
@@ -176,5 +183,7 @@ def _mask_lists_kernel(
             every = all_in_window(left, right, seq, number * WALK, owner.start, WALK, OWN)
         else:
             every = all_in_window(left, right, seq, owner.start, number * WALK, OWN, WALK)
+        if ends is not None and BY_KEY:
+            every = every & ((number + 1) * WALK <= seq.len_q)  # whose last block has rows of the next sequence
         progress = append(pointer, room(walked, WALK), progress, number, (state & ATTENDED) != 0, every & ((state & HIDDEN) == 0))
     close(pointer, progress)

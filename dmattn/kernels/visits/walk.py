@@ -8,6 +8,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...problem import Problem
 from ..base.layout import load_rows
@@ -18,21 +19,24 @@ from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
 
 
-def key_lists(problem: Problem, block_m: int, block_n: int) -> Any:
-    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block."""
+def key_lists(problem: Problem, block_m: int, block_n: int, packed: Tensor | None = None) -> Any:
+    """For every block of queries the list of the blocks of keys to visit; None without mask and intervals, or where there is but one block.
+
+    Of packed sequences, for every block in their list (`packed_blocks`).
+    """
     if problem.key.shape[2] <= block_n:
         return None
     if problem.is_masked:
-        return mask_lists(problem, block_m, block_n)
+        return mask_lists(problem, block_m, block_n, packed=packed)
     return None if problem.first is None else interval_lists(problem, block_m, block_n)
 
 
-def query_lists(problem: Problem, block_m: int, block_n: int) -> Any:
+def query_lists(problem: Problem, block_m: int, block_n: int, packed: Tensor | None = None) -> Any:
     """For every block of keys the list of the blocks of queries to visit; None without a mask, as one interval of a key is a range anyway."""
     if problem.query.shape[2] <= block_m:
         return None
     if problem.is_masked:
-        return mask_lists(problem, block_m, block_n, by_key=True)
+        return mask_lists(problem, block_m, block_n, by_key=True, packed=packed)
     return None if problem.also_first is None else query_interval_lists(problem, block_m, block_n)
 
 
@@ -41,6 +45,8 @@ def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, full_end) of the loops over keys, in steps of BLOCK_N."""
     if rules.lists is None:
         begin, end = keys_in_window(rules.left, rules.right, seq, rows.start, BLOCK_M)
+        if rules.ends is not None:
+            end = tl.where(rows.start < seq.len_q, end, 0)  # a block past the end walks nothing
         return begin // BLOCK_N * BLOCK_N, end, end
     else:
         partial, full = visits(rules.lists, seq, rows, BLOCK_M)
@@ -74,6 +80,8 @@ def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
                 to_last = tl.maximum(to_last, tl.max(tl.where(first < last, last, 0)))
             end = tl.maximum(tl.minimum(end, to_last), 0)
             begin = tl.minimum(tl.maximum(begin, from_first), end)
+        if rules.ends is not None:
+            end = tl.where(cols.start < seq.len_k, end, 0)
         return begin // BLOCK_M * BLOCK_M, end, end
     else:
         partial, full = visits(rules.lists, seq, cols, BLOCK_N)

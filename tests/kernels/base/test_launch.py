@@ -1,8 +1,10 @@
-"""The assembler that Hopper's kernels are compiled with is set for one thread at a time, and put back."""
+"""The assembler that Hopper's kernels are compiled with is set while a thread needs it, and put back."""
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from dmattn.execution.backend import interpreting
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels.base import assembler as assemblers  # noqa: E402
 from dmattn.kernels.base import launch  # noqa: E402
 
 
@@ -23,7 +26,7 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip("needs a Triton with two assemblers")
     path = tools.ptxas_blackwell.path
     assert Path(path).is_file()
-    monkeypatch.setattr(launch, "_assembler", lambda device: path)
+    monkeypatch.setattr(assemblers, "assembler", lambda family: path)
     return path
 
 
@@ -69,12 +72,30 @@ def test_threads_do_not_take_it_from_each_other(assembler: str) -> None:
     assert triton.knobs.nvidia.ptxas.path == before
 
 
-def test_only_hopper_with_an_old_assembler_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_first_at_once_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second would else take what the first has set for Triton's own choice, and no threads after it set any."""
+    asked, together = [], threading.Barrier(8, timeout=60)
+
+    @functools.cache
+    def choice(family: str) -> None:
+        asked.append(family)
+        time.sleep(0.05)
+
+    def work() -> None:
+        together.wait()
+        assemblers.assembler("sm_90")
+
+    monkeypatch.setattr(assemblers, "_choice", choice)
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert asked == ["sm_90"]
+
+
+def test_only_hopper_with_an_old_assembler_needs_it() -> None:
     for family, needed in (("sm_80", False), ("sm_90", True), ("sm_100", False), ("hip", False)):
-        monkeypatch.setattr(launch, "device_family", lambda device, family=family: family)
-        launch._assembler.cache_clear()
         tools = triton.knobs.nvidia
         old = [int(number) for number in tools.ptxas.version.split(".")] < [12, 9]
-        found = launch._assembler(torch.device("cuda", 0))
-        assert (found is not None) == (needed and old and hasattr(tools, "ptxas_blackwell")), family
-    launch._assembler.cache_clear()
+        assert (assemblers.assembler(family) is not None) == (needed and old and hasattr(tools, "ptxas_blackwell")), family

@@ -71,6 +71,18 @@ def test_takes(given: dict) -> None:
     assert serves("Hopper: d_bias", one) == (one.bias is None or one.bias.shape[2] > 1)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (136, 40), (64, 256)])
+@pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
+def test_takes_wide_heads_but_for_a_shared_bias_alone(head_dim: int, value_dim: int, bias: Tensor | None) -> None:
+    one = problem(head_dim, value=tensor(2, 2, LENGTH, value_dim), bias=bias)
+    out = tensor(2, 4, LENGTH, value_dim)
+    assert serves("Hopper", one, out)
+    assert serves("Hopper: d_query", one, out)
+    assert serves("Hopper: d_key, d_value", one, out)
+    assert not serves("Hopper: d_bias", one, out)
+    assert not serves("Hopper: d_query, d_bias", one, out)
+
+
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
 @pytest.mark.parametrize(
     "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
@@ -84,6 +96,26 @@ def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) ->
     assert not serves("Hopper: d_bias", one)
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32),
+        tensor(1, 4, LENGTH, LENGTH + 4)[..., :LENGTH],
+        tensor(1, 4, LENGTH, LENGTH).mT,
+        tensor(1, 4, LENGTH, LENGTH + 8)[..., 4 : LENGTH + 4],
+        tensor(1, 4, LENGTH, 1).expand(2, 4, LENGTH, LENGTH),
+    ],
+    ids=["float32", "rows-unaligned", "transposed", "begins-unaligned", "expanded"],
+)
+def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_intervals(bias: Tensor) -> None:
+    one, within = problem(bias=bias), problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH))
+    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
+        assert not serves(row, one)
+        assert serves(f"{row}, pairs loaded", one)
+        assert not serves(f"{row}, pairs loaded", within)
+    assert serves("Hopper: d_bias, pairs loaded", one) == (bias.dtype != torch.float32)
+
+
 def test_takes_intervals_but_for_a_shared_bias() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
     assert serves("Hopper", one)
@@ -93,10 +125,11 @@ def test_takes_intervals_but_for_a_shared_bias() -> None:
     assert not serves("Hopper: d_bias", one)
 
 
-def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys_down() -> None:
+def test_a_mask_that_the_copy_engine_cannot_address_is_loaded_where_it_stands_keys_down() -> None:
     one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
     assert serves("Hopper", one)
     assert not serves("Hopper: d_key, d_value", one)
+    assert serves("Hopper: d_key, d_value, pairs loaded", one)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +139,6 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys
         dict(softcap=5.0),
         dict(dropout_p=0.1),
         dict(head_dim=32),
-        dict(head_dim=256),
         dict(value=tensor(2, 2, LENGTH, 32)),
         dict(length=64),
         dict(bias=tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32)),
@@ -117,7 +149,7 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_left_where_it_stands_keys
         dict(query=tensor(2, 4, LENGTH, 132)[..., :128]),
     ],
     ids=[
-        "float32", "softcap", "dropout", "narrow", "wide", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
+        "float32", "softcap", "dropout", "narrow", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
         "bias-transposed", "bias-begins-unaligned", "expanded-key", "rows-unaligned",
     ],
 )  # fmt: skip
@@ -140,15 +172,29 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
-    assert not serves("Hopper", one)
+    assert serves("Hopper", one)
     assert not serves("Hopper: d_query", one)
     long = problem(head_dim=64, length=2048)
     assert serves("Hopper", long)
-    assert not serves("Hopper", long._replace(right=0))
-    assert not serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
+    assert serves("Hopper", long._replace(right=0))
+    assert serves("Hopper", long._replace(right=0, left=1023))
+    assert not serves("Hopper", long._replace(right=0, left=1022))
+    assert not serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+    assert not serves("Hopper: d_query", long)
+    assert serves("Hopper: d_query", long._replace(right=0))
+    assert not serves("Hopper: d_query", one._replace(right=0))
+    assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
     assert serves("Hopper: d_key, d_value", one)
+
+
+def test_packed_sequences_without_a_key_are_not_taken() -> None:
+    ends = torch.tensor((0, 100, 200))
+    packed = problem(query=tensor(1, 4, 200, 128), key=tensor(1, 2, 200, 128), value=tensor(1, 2, 200, 128))
+    packed = packed._replace(bias=tensor(2, 4, 128, 128), ends_q=ends, ends_k=ends, longest_q=128, longest_k=128)
+    assert serves("Hopper", packed)
+    assert not serves("Hopper", packed._replace(key=tensor(1, 2, 0, 128), value=tensor(1, 2, 0, 128), ends_k=0 * ends))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
 from dmattn.kernels.hopper.resident import key_grad as hopper_resident_key_grad
+from dmattn.kernels.hopper.resident import line as hopper_resident_line
 from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
 from dmattn.kernels.traits import Traits
 
@@ -131,12 +132,12 @@ def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
 
 @pytest.mark.parametrize(("blocks", "members", "programs"), [(24, 256, 132), (1, 1, 1), (3, 7, 5), (5, 3, 15), (2, 100, 132), (132, 8, 132)])
 def test_pieces_of_a_block_are_counted(blocks: int, members: int, programs: int) -> None:
-    start = hopper_resident_query_grad.FILLING.value
+    start = hopper_resident_line.FILLING.value
     span = start + members
     size, longer = divmod(blocks * span, programs)
     owners = [program for program in range(programs) for _ in range(size + (program < longer))]
     most = max(len(set(owners[block * span + start : (block + 1) * span])) for block in range(blocks))
-    assert hopper_resident_query_grad._parts_of(blocks, members, programs) == most
+    assert hopper_resident_line.most_parts(blocks, members, programs) == most
 
 
 def test_parts_lie_in_memory_that_is_large_enough_and_dense() -> None:

@@ -74,7 +74,7 @@ def slice_of(number, entries):
 @gluon.jit
 def sequence_of(part, member):
     """The sequence of one of the members that share the slice of a :class:`Part`."""
-    return member_of(Sequence(part.entry, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads, part.spread)
+    return member_of(None, Sequence(part.entry, part.bias_head, part.len_q, part.len_k), member, part.sharing_heads, part.spread)
 
 
 @gluon.jit

@@ -1,9 +1,8 @@
 """dQ, and the gradient of a bias that many (batch, head) share, on Hopper (sm_90) of narrow heads with few keys, in Gluon.
 
-All the work, blocks of queries times the members that share their bias, is one line. It is cut into as many equal pieces as there are
-processors, and a program takes a piece. Of each block of queries that it crosses, it keeps the bias in shared memory and the gradient of the
-bias in its consumers' registers, a part of the keys each. It walks its members, which a producer copies ahead of it, and stores its sum as a
-part of dBias. The first consumer sums dQ over all consumers.
+A program takes a piece of the line of work (line.py). Of each block of queries that it crosses, it keeps the bias in shared memory and the
+gradient of the bias in its consumers' registers, a part of the keys each. It walks its members, which a producer copies ahead of it, and stores
+its sum as a part of dBias. The first consumer sums dQ over all consumers.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +36,11 @@ from ..copies import (
     tiled,
 )
 from ..registers import as_factor, by_rows, by_threads, order_of, rounded_pairs
-from .bias import DIM, KEYS, allocate_bias, bias_of, keep_bias, slice_of, store_sums
+from .bias import DIM, KEYS, allocate_bias, bias_of, keep_bias, store_sums
+from .line import FILLING, Line, members_in_piece, most_parts, own_piece, piece_at, slice_at
 
 BLOCK_M = gl.constexpr(64)  # queries of a program
 CHUNK = gl.constexpr(32)  # of the KEYS of a consumer, whose scores are in registers at once
-FILLING = gl.constexpr(3)  # members whose time it takes to fill the bias of a block
 STAGES = gl.constexpr(2)  # members in shared memory
 
 
@@ -52,19 +51,6 @@ class Config(NamedTuple):
     DIM: Any
     PAIRS: Any  # the layout of a chunk of the scores
     SUMS: Any  # and of dQ
-
-
-class Line(NamedTuple):
-    """The line of all the work, blocks of queries times their members, and the lengths of a sequence."""
-
-    part_count: Any  # of each block's gradient of the bias
-    block_count: Any
-    entries: Any  # of the bias (`slice_of`)
-    sharing_heads: Any  # how many share a head of the bias
-    spread: Any  # which batch entries share a slice (`member_of`)
-    members: Any  # how many share a block
-    len_q: Any
-    len_k: Any
 
 
 class Tiles(NamedTuple):
@@ -120,7 +106,7 @@ def query_gradients(
     consumers = 3 if len_k > 2 * KEYS.value else 2
     programs = min(processors(problem.query.device), blocks * members)
     spread = spread_of(problem.bias)
-    sharing = Sharing(entries, bias_heads, heads // bias_heads, members, _parts_of(blocks, members, programs))
+    sharing = Sharing(entries, bias_heads, heads // bias_heads, members, most_parts(blocks, members, programs))
     parts = None if d_bias is None else _borrowed(sharing.splits, d_bias, spare)
     launch(
         _resident_query_gradients_kernel,
@@ -150,17 +136,6 @@ def query_gradients(
         sharing.sum_parts(parts, d_bias)
 
 
-def _parts_of(blocks: int, members: int, programs: int) -> int:
-    """How many programs have a piece of one block, at most."""
-    span = FILLING.value + members
-    size, longer = divmod(blocks * span, programs)
-
-    def piece_at(place: int) -> int:
-        return place // (size + 1) if place < longer * (size + 1) else longer + (place - longer * (size + 1)) // size
-
-    return max(piece_at((block + 1) * span - 1) - piece_at(block * span + FILLING.value) + 1 for block in range(blocks))
-
-
 def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> Tensor:
     """So many times `d_bias` in float32, in the memory of one of the spare tensors if that is dense and has room; the tensor itself if one."""
     if count == 1:
@@ -180,7 +155,7 @@ def _resident_query_gradients_kernel(
     q, k, v, d_out, terms, bias, rules, d_q, parts, part_count, block_count, entries, sharing_heads, spread, members, len_q, len_k,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: a piece of the work, from a grid of one axis. Blocks are counted by queries fastest, then heads of the bias."""
+    """One program: a piece of the work, from a grid of one axis."""
     follow()
     config: gl.constexpr = Config(
         CONSUMERS=CONSUMERS,
@@ -234,53 +209,19 @@ def _make_barriers(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _piece(line):
-    """[begin, end) of the program's piece of the line; the first pieces may have one place more than the others."""
-    total = line.block_count * (FILLING + line.members)
-    size = total // gl.num_programs(0)
-    longer = total % gl.num_programs(0)
-    program = gl.program_id(0)
-    begin = program * size + gl.minimum(program, longer)
-    return begin, begin + size + gl.where(program < longer, 1, 0)
-
-
-@gluon.jit
-def _slice_at(number, line):
-    """The slice of the bias with that number."""
-    entry, bias_head = slice_of(number, line.entries)
-    return Sequence(entry, bias_head, line.len_q, line.len_k)
-
-
-@gluon.jit
-def _members_of(block, begin, end, members):
-    """[first, last) of the members of a block that are in a piece; the first places of a block are for its start."""
-    zeroth = block * (FILLING + members) + FILLING
-    return gl.maximum(begin - zeroth, 0), gl.minimum(end - zeroth, members)
-
-
-@gluon.jit
-def _piece_at(place, line):
-    """Whose piece a place on the line is in."""
-    total = line.block_count * (FILLING + line.members)
-    size = total // gl.num_programs(0)
-    longer = total % gl.num_programs(0)
-    return gl.where(place < longer * (size + 1), place // (size + 1), longer + (place - longer * (size + 1)) // size)
-
-
-@gluon.jit
 def _produce(q, k, v, d_out, tiles, barriers, line, config: gl.constexpr):
     """Copy each member to shared memory, as far ahead as there are free stages."""
     CONSUMERS: gl.constexpr = config.CONSUMERS
     BYTES: gl.constexpr = q.block_type.nbytes + d_out.block_type.nbytes + CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes)
     blocks = gl.cdiv(line.len_q, BLOCK_M)
-    begin, end = _piece(line)
+    begin, end = own_piece(line)
     span = FILLING + line.members
     turn = 0
     for block in range(begin // span, gl.cdiv(end - FILLING, span)):
         row = block % blocks * BLOCK_M
-        first, last = _members_of(block, begin, end, line.members)
+        first, last = members_in_piece(block, begin, end, line.members)
         for member in range(first, last):
-            seq = member_of(_slice_at(block // blocks, line), member, line.sharing_heads, line.spread)
+            seq = member_of(None, slice_at(block // blocks, line), member, line.sharing_heads, line.spread)
             stage, parity = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), parity ^ 1)
             full = barriers.full.index(stage)
@@ -301,15 +242,15 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     zeros = (gl.full([BLOCK_M, CHUNK], 0.0, gl.float32, PAIRS),) * CHUNKS
     blocks = gl.cdiv(line.len_q, BLOCK_M)
-    begin, end = _piece(line)
+    begin, end = own_piece(line)
     span = FILLING + line.members
     turn = 0
     parity = 0
     for block in range(begin // span, gl.cdiv(end - FILLING, span)):
         row = block % blocks * BLOCK_M
-        seq = _slice_at(block // blocks, line)
-        first, last = _members_of(block, begin, end, line.members)
-        slice_seq = member_of(seq, 0, line.sharing_heads, line.spread)
+        seq = slice_at(block // blocks, line)
+        first, last = members_in_piece(block, begin, end, line.members)
+        slice_seq = member_of(None, seq, 0, line.sharing_heads, line.spread)
         col = which * KEYS
         bias_full = barriers.bias_full.index(which)
         kept = keep_bias(
@@ -318,18 +259,18 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         parity ^= 1
         context = Context(tiles, kept, barriers, rules, rules.scale * LOG2E, row)
         totals = zeros  # dS of the members so far, [BLOCK_M, CHUNK] each
-        vectors = _terms(terms, member_of(seq, first, line.sharing_heads, line.spread), row, rows)
+        vectors = _terms(terms, member_of(None, seq, first, line.sharing_heads, line.spread), row, rows)
         for member in range(first, last):
             further = gl.minimum(member + 1, last - 1)  # whose terms are asked for a member ahead
-            next_vectors = _terms(terms, member_of(seq, further, line.sharing_heads, line.spread), row, rows)
+            next_vectors = _terms(terms, member_of(None, seq, further, line.sharing_heads, line.spread), row, rows)
             dq, totals = _member(context, vectors, totals, turn, which, config)
             vectors = next_vectors
             if d_q is not None:
-                _give(dq, context, d_q, member_of(seq, member, line.sharing_heads, line.spread), turn, which, config)
+                _give(dq, context, d_q, member_of(None, seq, member, line.sharing_heads, line.spread), turn, which, config)
             mbarrier.arrive(barriers.free.index(turn % STAGES), count=1)
             turn += 1
         if parts is not None:
-            part = gl.program_id(0) - _piece_at(block * span + FILLING, line)
+            part = gl.program_id(0) - piece_at(block * span + FILLING, line)
             _store(parts, part, line.entries, seq, row, col, totals, PAIRS)
             if last == line.members:  # the last piece of a block writes the parts that it does not have
                 for unused in range(part + 1, line.part_count):

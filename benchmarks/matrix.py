@@ -1,0 +1,245 @@
+"""Whether the speed holds where nobody tuned: many problems as real models have them, each beside the fastest of all peers.
+``python benchmarks/matrix.py --help``; the rows are those of benchmarks/matrix_rows.py.
+
+Each row runs in a process of its own (benchmarks/workers.py), with all its contenders. First all rows compile their kernels, `--jobs` processes
+at a time; then they are measured one after another, each alone on the GPU. Times are medians by CUDA events with a cold L2 cache. A contender
+that is not installed, refuses or fails is recorded with its reason. One whose results are far from ours is recorded with the difference, and
+is no peer.
+
+`--against` compares two versions of the package instead: see benchmarks/against.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import against, harness
+from benchmarks.contenders import OURS, PEERS
+from benchmarks.matrix_rows import MATRIX
+from benchmarks.workers import Record, Settings, ask, prepared_rows
+from benchmarks.workloads import PASSES, Workload
+from dmattn.report import show_table
+
+DEFAULT_PEERS = ("flex", "sdpa", "sdpa_cudnn", "cudnn", "fa4", "fa4_deterministic", "trifast", "protenix", "openfold3")
+WRONG = {"forward": 0.05, "backward": 0.2}  # of the norm of ours: dtypes and orders of sums differ by less, other masks by more
+MEASURE_SECONDS = 120.0  # of one row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the rows asked for; the exit code is 0 when ours ran on all, the same each time."""
+    options = _options(arguments)
+    if options.plot is not None:
+        result = harness.read_json(options.json)
+        show(result)
+        plot(result, options.plot)
+        return 0
+    device = harness.device_for(options.device, options.tiny)
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    where = {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}
+    settings = Settings(str(device), dtype, options.tiny, options.peers)
+    print(harness.describe(where), flush=True)
+    deadline = time.monotonic() + options.seconds
+    if options.against is not None:
+        target = options.json or harness.result_file("matrix_against", device)
+        return against.run(options.against, options.rows, settings, where, target, options.jobs, deadline)
+    target = options.json or harness.result_file("matrix", device)
+    result: Record = {"environment": where, "rows": [], "means": {}, "first_calls": {}}
+    if options.add:
+        kept = harness.read_json(target, "--add")
+        if kept["environment"]["sources"] != where["sources"]:
+            harness.refuse(f"--add: expected a result of the sources at hand, received one of commit {kept['environment']['commit']}")
+        again = {workload.name for workload in options.rows}
+        result["rows"] = [entry for entry in kept["rows"] if entry["work"] not in again]
+        result["first_calls"] = kept["first_calls"]
+
+    def save() -> None:
+        result["means"] = means(result["rows"])
+        result["seconds"] = options.seconds - (deadline - time.monotonic())
+        if target is not None:
+            harness.write_json(target, result)
+
+    for workload, worker, prepared in prepared_rows(options.rows, [settings], options.jobs, deadline):
+        result["first_calls"][workload.name] = prepared[0]
+        answer = ask(worker[0], {"do": "measure"}, min(MEASURE_SECONDS, deadline - time.monotonic()))
+        result["rows"] += entries(workload, dtype, answer)
+        save()
+    show(result)
+    if target is not None:
+        print(target)
+    return 0 if result["rows"] and all(entry.get("repeatable", False) for entry in result["rows"]) else 1
+
+
+def entries(workload: Workload, dtype: str, answer: Record) -> list[Record]:
+    """What the result file records of a row: an entry for each pass."""
+    found = answer.get("contenders", {})
+    made = []
+    for step in workload.passes:
+        contenders = {name: _contender(record, step) for name, record in found.items()}
+        ours = contenders.pop(OURS, {"error": answer.get("error", "not run")})
+        right = {name: x["median_ms"] for name, x in contenders.items() if "median_ms" in x and not x["wrong"]}
+        best = min(right, key=right.__getitem__, default=None)
+        entry = {
+            "work": workload.name,
+            "pass": step,
+            "ours_ms": ours.get("median_ms"),
+            "best_peer": best,
+            "peer_ms": None if best is None else right[best],
+            "repeatable": ours.get("repeatable", False),
+            "shape": workload.shape,
+            "kind": workload.kind,
+            "biased": workload.biased,
+            "distribution": workload.distribution,
+            "dtype": workload.dtype or dtype,
+            "contenders": {OURS: ours, **contenders},
+        }
+        made.append(entry)
+    return made
+
+
+def _contender(record: Record, step: str) -> Record:
+    """One pass of one contender: its time, how far its results are from ours, and whether that is too far; or why it has none."""
+    if step not in record:
+        return {"error": next((x["error"] for x in record.values() if isinstance(x, dict) and "error" in x), "not run")}
+    if "error" in record[step]:
+        return record[step]
+    differences = record.get("difference", [])
+    differences = differences[:1] if step == "forward" else differences[1:]
+    wrong = not differences or not all(x is None or x <= WRONG[step] for x in differences)
+    return {**record[step], "difference": differences, "wrong": wrong}
+
+
+def ratio(entry: Record) -> float | None:
+    """Speed of ours, that of the fastest peer being 1."""
+    return None if entry["ours_ms"] is None or entry["peer_ms"] is None else entry["peer_ms"] / entry["ours_ms"]
+
+
+def means(rows: Sequence[Record]) -> Record:
+    """Geometric means of :func:`ratio`, and how many of them are at least 1, by groups of rows."""
+    groups: dict[str, Callable[[Record], bool]] = {
+        "forward": lambda entry: entry["pass"] == "forward",
+        "backward": lambda entry: entry["pass"] == "backward",
+        "all": lambda entry: True,
+        "biased": lambda entry: entry["biased"],
+    }
+    found = {}
+    for name, belongs in groups.items():
+        ratios = [x for x in map(ratio, filter(belongs, rows)) if x is not None]
+        if ratios:
+            found[name] = {"mean": geometric_mean(ratios), "won": sum(x >= 1 for x in ratios), "of": len(ratios)}
+    return found
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """That of positive numbers."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def show(result: Record) -> None:
+    """Print what kept contenders from running, each row's passes beside its best peer, and the means."""
+    reasons: dict[str, list[str]] = {}
+    for entry in result["rows"]:
+        for name, found in entry["contenders"].items():
+            wrong = (
+                f"far from ours, by {max((x for x in found['difference'] if x is not None), default=math.nan):.2g}"
+                if found.get("wrong")
+                else None
+            )
+            said = found.get("error", None if name == OURS else wrong)
+            if said is not None and not said.startswith("ValueError: refused"):
+                places = reasons.setdefault(f"{name}: {said}", [])
+                places += [entry["work"]] * (entry["work"] not in places)
+    for reason, places in reasons.items():
+        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+        print(f"{reason}: {', '.join(places[:4])}{more}")
+    by_row: dict[str, dict[str, Record]] = {}
+    for entry in result["rows"]:
+        by_row.setdefault(entry["work"], {})[entry["pass"]] = entry
+    lines = [[name, *(cell for step in PASSES for cell in _cells(passes.get(step)))] for name, passes in by_row.items()]
+    columns = [cell for step in PASSES for cell in (step, "best peer", "its ms", "ratio")]
+    show_table(("row", *columns), lines, f"Median ms, {result['environment']['dtype']} where a row says nothing else")
+    for name, found in result["means"].items():
+        print(f"{name}: geometric mean {found['mean']:.3f}, {found['won']} of {found['of']} at least 1")
+
+
+def _cells(entry: Record | None) -> list[str]:
+    """A pass in the table; a time whose bits did not repeat is marked."""
+    if entry is None:
+        return ["", "", "", ""]
+    speed, ours = ratio(entry), entry["ours_ms"]
+    return [
+        "-" if ours is None else f"{ours:.3f}" + ("" if entry["repeatable"] else " DIFFERS"),
+        entry["best_peer"] or "-",
+        "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f}",
+        "-" if speed is None else f"{speed:.2f}",
+    ]
+
+
+def plot(result: Record, target: Path) -> None:
+    """Draw the ratio of each row, sorted, a panel for each pass: blue where ours is faster, orange where a peer is."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = {step: [(ratio(x), x) for x in result["rows"] if x["pass"] == step and ratio(x) is not None] for step in PASSES}
+    rows = max(map(len, drawn.values()))
+    figure, panels = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.17 * rows), layout="constrained")
+    for axes, (step, pairs) in zip(panels, drawn.items(), strict=True):
+        for place, (speed, entry) in enumerate(sorted(pairs, key=lambda pair: pair[0])):
+            axes.barh(place, speed - 1, 0.8, left=1, color="C0" if speed >= 1 else "C1")
+            text = f" {speed:.2f}, {entry['best_peer']} " if speed >= 1 else f" {entry['best_peer']}, {speed:.2f} "
+            axes.text(speed, place, text, va="center", ha="left" if speed >= 1 else "right", fontsize=6)
+        axes.set_yticks(range(len(pairs)), [entry["work"] for _, entry in sorted(pairs, key=lambda pair: pair[0])], fontsize=7)
+        axes.axvline(1.0, color="grey", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        mean = result["means"].get(step, {}).get("mean")
+        axes.set(title=step + ("" if mean is None else f", geometric mean {mean:.2f}"), xlabel="speed, fastest peer = 1 (right is faster)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.25, y=0.005)
+    where = result["environment"]
+    figure.suptitle(f"Attention on one {where['device']}, torch {where['versions']['torch']}, commit {where['commit'][:7]}")
+    harness.save_figure(figure, target)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [workload.name for workload in MATRIX]
+    parser = argparse.ArgumentParser(description="Speed of dmattn beside the fastest of its peers, on many problems of real models.")
+    parser.add_argument("--rows", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}; by default all")
+    parser.add_argument(
+        "--kind", metavar="PATTERN", help="only rows whose name or kind, as in 'd128, gqa, causal', has this regular expression"
+    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=DEFAULT_PEERS, metavar="NAME", help=f"of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--against", metavar="COMMIT", help="measure ours alone, beside the package of a commit, of a result file's, or in a folder"
+    )
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile at once; by default %(default)s")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time for the whole run; rows that it leaves out are recorded so")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
+    parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
+    parser.add_argument("--add", action="store_true", help="keep what the result file has of other rows; it must be of the same sources")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/matrix_<GPU>.json, and none on a CPU")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs: expected at least 1, received {options.jobs}")
+    rows = [row for row in MATRIX if options.rows is None or row.name in options.rows]
+    if options.kind is not None:
+        rows = [row for row in rows if re.search(options.kind, f"{row.name}: {row.kind}")]
+    if not rows:
+        parser.error(f"--kind: expected a part of a row's name or kind, received {options.kind}")
+    options.rows = rows
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

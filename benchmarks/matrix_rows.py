@@ -1,0 +1,115 @@
+"""The rows of the matrix: problems as real models have them, in kinds rather than in tuned shapes. Tensors lie in memory as (B, S, H, D).
+
+A name tells the model or the kind, what stands beside it, and the length where that matters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.distributions import DISTRIBUTIONS
+from benchmarks.workloads import WORKLOADS, Workload
+
+_OF_SPEED = {workload.name: workload for workload in WORKLOADS}
+_NAMED = (
+    "plain_d128",
+    "plain_d128_causal",
+    "plain_d64",
+    "bias1h_d64",
+    "bias1h_d128",
+    "biasbh_d128",
+    "biasbh_d128_causal",
+    "biaskey_gqa_causal",
+    "t5_window",
+    "evoformer_row",
+    "distances_d64",
+    "t5_relative",
+    "blockmask_10pct_prepared",
+    "gpt_oss_window",
+    "gpt_oss_window_sinks",
+    "longformer_16k",
+    "decode_128k",
+)
+_ROWS = (
+    *(_OF_SPEED[name] for name in _NAMED),
+    # language models, causal
+    Workload("plain_d64_causal", 4, 32, 32, 4096, 4096, 64, causal=True),
+    Workload("llama1b_16k", 1, 32, 8, 16384, 16384, 64, causal=True),
+    Workload("llama1b_2k", 4, 32, 8, 2048, 2048, 64, causal=True),
+    Workload("llama8b_512", 16, 32, 8, 512, 512, 128, causal=True),
+    Workload("llama8b_8k_fp16", 1, 32, 8, 8192, 8192, 128, causal=True, dtype="fp16"),
+    Workload("plain_d128_16k", 1, 16, 16, 16384, 16384, 128),
+    Workload("plain_d128_16k_causal", 1, 16, 16, 16384, 16384, 128, causal=True),
+    Workload("one_group_64k", 1, 4, 1, 65536, 65536, 128, causal=True),
+    Workload("mistral_window_128k", 1, 8, 2, 131072, 131072, 128, causal=True, window=4096),
+    Workload("phi2_d80", 2, 32, 32, 2048, 2048, 80, causal=True),
+    Workload("phi3_d96_window", 2, 32, 32, 4096, 4096, 96, causal=True, window=2048),
+    Workload("causal_d112", 2, 16, 16, 2048, 2048, 112, causal=True),
+    Workload("gemma3_d256", 1, 8, 4, 8192, 8192, 256, causal=True),
+    Workload("gemma3_d256_window", 1, 8, 4, 8192, 8192, 256, causal=True, window=1024),
+    Workload("gemma2_softcap", 1, 32, 16, 4096, 4096, 128, causal=True, softcap=50.0),
+    Workload("mla_192_128", 1, 16, 16, 4096, 4096, 192, value_dim=128, causal=True),
+    Workload("causal_1001", 8, 16, 16, 1001, 1001, 64, causal=True),
+    Workload("packed_documents_8k", 1, 32, 8, 8192, 8192, 128, causal=True, documents=12),
+    Workload("sinks_causal_4k", 1, 64, 8, 4096, 4096, 64, causal=True, sinks=True),
+    Workload("prefix_chunk_2k_of_32k", 1, 32, 8, 2048, 32768, 128, causal=True),
+    # encoders, vision, images
+    Workload("bert_512_pad", 32, 12, 12, 512, 512, 64, padded=True),
+    Workload("bert_128_pad", 64, 12, 12, 128, 128, 64, padded=True),
+    Workload("modernbert_8k_window", 1, 12, 12, 8192, 8192, 64, window=128),
+    Workload("modernbert_8k_documents", 1, 12, 12, 8192, 8192, 64, documents=16),
+    Workload("vit_197", 128, 12, 12, 197, 197, 64),
+    Workload("siglip_729_d72", 32, 16, 16, 729, 729, 72),
+    Workload("vit_huge_257_d80", 64, 16, 16, 257, 257, 80),
+    Workload("plain_d32_1023", 8, 16, 16, 1023, 1023, 32),
+    Workload("sd_d40", 4, 8, 8, 4096, 4096, 40),
+    Workload("sd_d160_256", 16, 8, 8, 256, 256, 160),
+    Workload("sdxl_cross_77", 8, 20, 20, 1024, 77, 64),
+    Workload("whisper_cross_1500", 8, 20, 20, 448, 1500, 64),
+    Workload("perceiver_cross_50k", 2, 8, 8, 512, 50176, 128),
+    Workload("fp32_d64", 2, 16, 16, 2048, 2048, 64, dtype="fp32"),
+    Workload("fp32_d128_causal", 1, 16, 16, 2048, 2048, 128, causal=True, dtype="fp32"),
+    # a bias of pairs
+    Workload("t5_odd_1000", 8, 12, 12, 1000, 1000, 64, bias="1hqk"),
+    Workload("t5_odd_1001", 8, 12, 12, 1001, 1001, 64, bias="1hqk"),
+    Workload("t5_1024", 8, 12, 12, 1024, 1024, 64, bias="1hqk"),
+    Workload("t5_512_pad", 16, 12, 12, 512, 512, 64, bias="1hqk", padded=True),
+    Workload("swin_49", 4096, 12, 12, 49, 49, 32, bias="1hqk"),
+    Workload("triangle_256", 256, 4, 4, 256, 256, 32, bias="1hqk"),
+    Workload("tri_att_384", 384, 4, 4, 384, 384, 32, bias="1hqk", padded=True),
+    Workload("triangle_768", 768, 4, 4, 768, 768, 32, bias="1hqk"),
+    Workload("tri_att_768", 768, 4, 4, 768, 768, 32, bias="1hqk", padded=True),
+    Workload("pairformer_single_d24", 8, 16, 16, 768, 768, 24, bias="bhqk", padded=True),
+    Workload("bias_heads_share_d64", 4, 16, 16, 2048, 2048, 64, bias="b1qk"),
+    Workload("bias_all_share_d96", 8, 8, 8, 2048, 2048, 96, bias="11qk"),
+    Workload("bias_gqa_causal", 2, 16, 4, 2048, 2048, 128, bias="bgqk", causal=True),
+    Workload("bias_window_causal", 2, 16, 16, 4096, 4096, 128, bias="1hqk", causal=True, window=512),
+    Workload("bias_documents", 2, 16, 16, 4096, 4096, 64, bias="1hqk", documents=8),
+    Workload("bias_softcap", 2, 16, 16, 2048, 2048, 128, bias="1hqk", softcap=30.0),
+    Workload("bias_cross", 8, 12, 12, 512, 1500, 64, bias="1hqk"),
+    Workload("bias_d80_729", 16, 16, 16, 729, 729, 80, bias="1hqk"),
+    Workload("bias_d256", 1, 8, 8, 4096, 4096, 256, bias="bhqk"),
+    Workload("bias_192_128", 1, 16, 16, 2048, 2048, 192, value_dim=128, bias="bhqk", causal=True),
+    Workload("bias_fp16", 4, 16, 16, 2048, 2048, 64, bias="1hqk", dtype="fp16"),
+    Workload("bias_fp32", 1, 8, 8, 2048, 2048, 64, bias="1hqk", dtype="fp32"),
+    # other biases
+    Workload("bias_key_d64", 4, 16, 16, 4096, 4096, 64, bias="bh1k"),
+    Workload("bias_key_shared_1001", 8, 12, 12, 1001, 1001, 64, bias="b11k"),
+    Workload("bias_query_d64", 4, 16, 16, 4096, 4096, 64, bias="bhq1"),
+    Workload("alibi_causal", 2, 32, 32, 2048, 2048, 128, alibi=True, causal=True),
+    Workload("t5_relative_causal", 4, 16, 16, 2048, 2048, 64, table=257, causal=True),
+    Workload("t5_relative_d128_window", 2, 16, 16, 4096, 4096, 128, table=257, window=1024),
+    Workload("t5_relative_pad_1000", 8, 12, 12, 1000, 1000, 64, table=257, padded=True),
+    Workload("factors_d64", 2, 16, 16, 4096, 4096, 64, factors=16),
+    # decoding
+    Workload("decode_4k_b64", 64, 32, 8, 1, 4096, 128, inference=True),
+    Workload("decode_32k_b8", 8, 32, 8, 1, 32768, 128, inference=True),
+    Workload("decode_1k_b16_d64", 16, 32, 8, 1, 1024, 64, inference=True),
+    Workload("decode_8_queries_8k", 8, 32, 8, 8, 8192, 128, causal=True, inference=True),
+    Workload("decode_4_queries_d256", 4, 8, 4, 4, 16384, 256, causal=True, inference=True),
+    Workload("decode_bias_b32_pad", 32, 16, 16, 1, 2048, 64, bias="1hqk", padded=True, inference=True),
+    # plain_d128 again, with other inputs
+    *(replace(_OF_SPEED["plain_d128"], name=f"plain_d128_{name}", distribution=name) for name in DISTRIBUTIONS),
+    Workload("llama1b_2k_trained", 4, 32, 8, 2048, 2048, 64, causal=True, distribution="trained"),
+)
+MATRIX = tuple(replace(workload, sequence_first=True) for workload in _ROWS)

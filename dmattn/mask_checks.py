@@ -1,0 +1,70 @@
+"""What the constructors of an :class:`dmattn.IntervalMask` refuse: lengths, sides of a window, bool tensors, integers by row."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from .arguments import kind
+from .unions import expect_none, read
+
+
+def check_lengths(constructor: str, **lengths: int) -> None:
+    for name, length in lengths.items():
+        if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
+        if length < 0:
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
+
+
+def checked_sides(constructor: str, left: int | None, right: int | None, unbounded: int) -> tuple[int | None, int | None]:
+    """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
+    for name, size in (("left", left), ("right", right)):
+        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
+            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
+        if size is not None and size < 0:
+            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
+    return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
+
+
+def check_bool(name: str, x: Any, true: str) -> None:
+    """Raise unless `x` is a bool tensor, which is True for what is said."""
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        hint = f"; {name.rpartition(' ')[2]}.bool() if nonzero means {true}" if isinstance(x, Tensor) else ""
+        raise TypeError(f"IntervalMask.{name}: expected a bool tensor, received {what(x)}{hint}")
+
+
+def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
+    """Raise unless there is an integer for each batch row."""
+    if not is_integer(numbers_of_rows):
+        raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {what(numbers_of_rows)}")
+    if numbers_of_rows.ndim != 1:
+        raise ValueError(f"IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
+
+
+def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
+    """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
+    if not is_integer(lengths):
+        raise TypeError(f"{name}: expected an integer tensor, received {what(lengths)}")
+    if lengths.ndim != 1 or lengths.shape[0] < 2:
+        raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
+
+
+def refuse_several(several: Tensor, message: str) -> None:
+    """Raise where the condition holds of a row: now, if elements can be read."""
+    seen = read(several)
+    if seen is None:
+        expect_none(several, message)
+    elif seen[0]:
+        raise ValueError(f"{message}{f' in row {tuple(several.nonzero()[0].tolist())}' if several.ndim else ''}")
+
+
+def is_integer(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
+def what(value: object) -> str:
+    return f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)

@@ -1,0 +1,37 @@
+"""Which tiles a problem's products get."""
+
+import pytest
+import torch
+
+from dmattn.kernels.base import tiles
+from dmattn.kernels.base.tiles import Tile, find
+
+DIMS = (16, 32, 64, 96, 128, 192, 256)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Take float32 products for those of a name."""
+
+    def ask(name):
+        monkeypatch.setattr(tiles, "dot_precision", lambda dtype: name if dtype == torch.float32 else "ieee")
+
+    return ask
+
+
+@pytest.mark.parametrize("kernel", ["forward", "keys", "queries", "queries of d_bias", "bias"])
+@pytest.mark.parametrize("family", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_float32_tiles_are_those_of_its_products(asked, kernel, family):
+    """Wide heads are in pieces where products are made of parts, and else whole, as 16-bit inputs have them."""
+    for dim in DIMS:
+        asked("bf16x6")
+        tile = find((kernel,), family, torch.float32, dim, dim)
+        assert dim <= 64 or tile.dims < dim, (dim, tile)
+        asked("ieee")
+        assert find((kernel,), family, torch.float32, dim, dim).dims >= dim
+        assert find((kernel,), family, torch.bfloat16, dim, dim).dims >= dim
+
+
+def test_float32_products_are_not_split_on_amd(asked):
+    asked("bf16x6")
+    assert find(("keys",), "hip", torch.float32, 64, 64) == Tile(32, 32, 4, 1)
