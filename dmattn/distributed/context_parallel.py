@@ -215,9 +215,7 @@ def _prepared(
 ) -> _Call:
     """Raises as the public function does."""
     check_order(order)
-    if strategy not in (RING, HEADS):
-        received = repr(strategy) if isinstance(strategy, str) else kind(strategy)
-        raise (ValueError if isinstance(strategy, str) else TypeError)(f"dmattn: strategy: expected {RING!r} or {HEADS!r}, received {received}")
+    check_strategy(strategy)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         ranks.check_device(name, tensor.device)
@@ -283,6 +281,13 @@ def _prepared(
         plain.right,
         setting,
     )
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise unless it is one."""
+    if strategy not in (RING, HEADS):
+        received = repr(strategy) if isinstance(strategy, str) else kind(strategy)
+        raise (ValueError if isinstance(strategy, str) else TypeError)(f"dmattn: strategy: expected {RING!r} or {HEADS!r}, received {received}")
 
 
 def check_shares(name: str, x: Tensor, order: str, size: int) -> None:
