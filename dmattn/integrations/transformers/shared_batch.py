@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids",
 _PADDING = ("attention_mask", "decoder_attention_mask")  # (B, S)
 _OF_ALL = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 _UNSUPPORTED = ("past_key_values", "encoder_outputs", "use_cache", "logits_to_keep", "output_router_logits")
+_STRETCHING = frozenset({"dynamic", "longrope"})  # rotary embeddings that go by the largest place that they are given
 _IGNORED = -100  # the label that no loss counts
 
 
@@ -42,14 +43,20 @@ class SharedModel:
     """A model, from when ranks begin to share its sequences until :meth:`end`. Its configurations are to be set to `name`."""
 
     def __init__(self, model: nn.Module, sharing: Sharing, name: str) -> None:
-        kinds = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
-        if not isinstance(model, PreTrainedModel) or kinds.isdisjoint((*_DECODERS, *_ENCODER_DECODERS)):
+        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        kinds = {kind.__name__ for kind in type(models[0]).__mro__ if kind.__module__.startswith("transformers.models.")}
+        if kinds.isdisjoint((*_DECODERS, *_ENCODER_DECODERS)):
             expected = f"a model whose sequences ranks can share: {', '.join((*_DECODERS, *_ENCODER_DECODERS))}"
-            raise ValueError(f"dmattn: model: expected {expected}, received {type(model).__name__}")
-        self.sharing, self.name = sharing, name
-        self._configs: list[PreTrainedConfig] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+            raise ValueError(f"dmattn: model: expected {expected}, received {type(models[0]).__name__}")
+        stretching = _STRETCHING.intersection(_rope_types(getattr(models[0].config, "rope_parameters", None)))
+        if stretching:
+            expected = "rotary embeddings that do not depend on the length, of which a rank has its share"
+            raise ValueError(f"dmattn: model: expected {expected}, received rope_type {sorted(stretching)[0]!r}")
+        self.sharing, self.name, self._inner = sharing, name, models[0]  # inside what wraps it, as adapters do
+        self._configs: list[PreTrainedConfig] = [each.config for each in models]
         self._decodes_alone = kinds.isdisjoint(_ENCODER_DECODERS)
-        self._parameters = inspect.signature(model.forward).parameters
+        self._positional = tuple(inspect.signature(model.forward).parameters)
+        self._parameters = inspect.signature(models[0].forward).parameters
         self._weight: Tensor | None = None
         AttentionInterface.register(name, sharing.attend)
         AttentionMaskInterface.register(name, sharing.make_mask)
@@ -68,11 +75,11 @@ class SharedModel:
         forget_name(self.name)
 
     @left_out_of_graphs("it waits for other processes")
-    def _before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of this rank."""
 
         def prepare() -> tuple[dict[str, Any], Mapping[str, object]]:
-            batch = {name: x for name, x in (dict(zip(self._parameters, args, strict=False)) | kwargs).items() if x is not None}
+            batch = {name: x for name, x in (dict(zip(self._positional, args, strict=False)) | kwargs).items() if x is not None}
             self._check(batch)
             return batch, {name: _seen(x) for name, x in sorted(batch.items())}
 
@@ -81,7 +88,7 @@ class SharedModel:
             batch["use_cache"] = False
         labels = batch.pop("labels", None)
         if labels is not None:
-            self._share_labels(model, batch, labels)
+            self._share_labels(batch, labels)
         for name in _PADDING:
             if name in batch and bool((batch[name] != 0).all()):
                 del batch[name]
@@ -93,7 +100,7 @@ class SharedModel:
         return (), batch
 
     @left_out_of_graphs("it waits for other processes")
-    def _after(self, model: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """The output with the loss of all ranks, which each of them has."""
         self.sharing.is_in_a_call = False
         loss = output.loss if isinstance(output, ModelOutput) and "loss" in output else None
@@ -103,7 +110,7 @@ class SharedModel:
             output.loss = unshard(loss[None], 0, group=self.sharing.ranks.group, order=CONTIGUOUS).sum()
         return output
 
-    def _share_labels(self, model: Any, batch: dict[str, Any], labels: Tensor) -> None:
+    def _share_labels(self, batch: dict[str, Any], labels: Tensor) -> None:
         """Labels of this rank's tokens, shifted while all are here, such that the shares of the loss sum to it."""
         if self._decodes_alone:
             shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -111,7 +118,7 @@ class SharedModel:
             batch["labels"] = batch["shift_labels"] = self._share(shifted)
             return
         if "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
-            batch["decoder_input_ids"] = model._shift_right(labels)
+            batch["decoder_input_ids"] = self._inner._shift_right(labels)
         batch["labels"] = self._share(labels)
         self._weight = (batch["labels"] != _IGNORED).sum() / (labels != _IGNORED).sum()
 
@@ -156,6 +163,15 @@ class SharedModel:
                 "places that rise by one, or cu_seq_lens_q and cu_seq_lens_k beside those of packed documents, where ranks share a sequence"
             )
             raise ValueError(f"dmattn: position_ids: expected {expected}, received others")
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Those of a configuration, which has parameters for all layers or for each type of them."""
+    for name, value in parameters.items() if isinstance(parameters, dict) else ():
+        if isinstance(value, dict):
+            yield from _rope_types(value)
+        elif name == "rope_type":
+            yield value
 
 
 def _seen(x: Any) -> str:

@@ -126,6 +126,9 @@ def _switch(model: nn.Module, group: Any, order: str, strategy: str) -> _Before:
         received = f"{type(model).__name__} with {found}; patch() serves {served}"
         raise ValueError(f"dmattn: model: expected a model with layers that use Transformers' attention interface, received {received}")
     register()
+    others = [attention for attention, _, state in layers if state != "routed"]
+    if group is not None and others:
+        raise ValueError(f"dmattn: model: expected layers that all use Transformers' attention interface, beside a group, received {others[0]}")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     shared = None if group is None else SharedModel(model, Sharing(group, order, strategy), f"{NAME}_shared_{next(_numbers)}")
     name = NAME if shared is None else shared.name
