@@ -96,7 +96,7 @@ def context_parallel_attention(
 
     **strategy "heads".** One exchange gives each rank the whole sequence of H / P heads, another gives results back. P divides H and Hk.
     What a rank has of a mask or bias for H or Hk heads is exchanged likewise. One with a single head is gathered: rows of it then take P times
-    their memory on each rank.
+    their memory on each rank. One row with columns of all keys is a row for each query there, as that of another rank may be another.
 
     Args:
         query: (..., H, Sq / P, D), this rank's share; dtypes, devices and leading axes as in :func:`dmattn.attention`. Differentiable.
@@ -107,7 +107,7 @@ def context_parallel_attention(
 
             - (..., Sq / P or 1, Sk or 1): rows of this rank's queries, or one for all of them, with columns of all keys, ascending, or one
               for all;
-            - (..., 1, Sk / P): of this rank's keys, for the queries of all ranks. Beside strategy "heads" what is of keys is given so.
+            - (..., 1, Sk / P): of this rank's keys, for the queries of all ranks.
 
             Or an :class:`dmattn.IntervalMask` of the whole sequence, in places of the whole sequence of queries, the same on all ranks.
         bias: float, of the same shapes. Differentiable: a bias of this rank's keys gets the gradient over the queries of all ranks, any other
@@ -241,7 +241,7 @@ def _prepared(
         """A mask or bias with all axes, and whether it travels."""
         if x is None:
             return None, False
-        travels = isinstance(x, Tensor) and _travels(name, x, shares, lengths, ranks.size, strategy)
+        travels = isinstance(x, Tensor) and _travels(name, x, shares, lengths, ranks.size)
         keys, values = (key, value) if travels else (all_keys, all_values)
         given: dict[str, Any] = dict(mask=None, bias=None) | {name: x} | arguments
         return getattr(Problem.canonical(query, keys, values, **given), name), travels
@@ -302,7 +302,7 @@ def _as_long_as_all(x: Tensor, size: int) -> Tensor:
     return x[..., :1, :].expand(*x.shape[:-2], x.shape[-2] * size, x.shape[-1]) if x.shape[-2] else x
 
 
-def _travels(name: str, x: Tensor, shares: tuple[int, int], lengths: tuple[int, int], size: int, strategy: str) -> bool:
+def _travels(name: str, x: Tensor, shares: tuple[int, int], lengths: tuple[int, int], size: int) -> bool:
     """Whether a mask or bias is one of this rank's keys. Raises where it is not one of the layouts either."""
     rows, cols = (1, 1, *x.shape)[-2:]
     if size > 1 and rows == 1 and cols == shares[1]:
@@ -311,11 +311,6 @@ def _travels(name: str, x: Tensor, shares: tuple[int, int], lengths: tuple[int, 
     if not (rows in (1, shares[0]) and cols in (1, lengths[1])):
         expected = f"rows of this rank's queries with columns of all keys, (..., {shares[0]} or 1, {lengths[1]} or 1), or a {name} {of_keys}"
         raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)}")
-    if size > 1 and strategy == HEADS and rows == 1 != shares[0] and cols != 1:
-        raise ValueError(
-            f"dmattn: {name}: expected rows of this rank's queries, (..., {shares[0]}, {lengths[1]}), or a {name} {of_keys}, "
-            f"beside strategy={HEADS!r}, received shape {tuple(x.shape)}"
-        )
     return False
 
 

@@ -83,19 +83,18 @@ def step_of_rank(rank: int, *arguments: Any) -> tuple[float, dict[str, Tensor], 
 
 
 STEPS = [
-    *((name, number % 2 == 0, 2, {}) for number, name in enumerate(MODELS)),
-    ("llama", False, 2, dict(order="contiguous", strategy="heads")),
-    ("t5", True, 2, dict(strategy="heads")),
-    ("llama", True, 4, {}),
-    ("t5", False, 4, dict(order="contiguous")),
+    *((name, number % 2 == 0, {}) for number, name in enumerate(MODELS)),
+    ("llama", False, dict(order="contiguous", strategy="heads")),
+    ("t5", True, dict(strategy="heads")),
+    ("t5", False, dict(order="contiguous")),
 ]
 
 
-@pytest.mark.parametrize(("name", "padded", "size", "shared"), STEPS, ids=lambda x: "-".join(x.values()) if isinstance(x, dict) else None)
-def test_loss_and_gradients_are_those_of_one_process(processes: Groups, name: str, padded: bool, size: int, shared: dict[str, str]) -> None:
+@pytest.mark.parametrize(("name", "padded", "shared"), STEPS, ids=lambda x: "-".join(x.values()) if isinstance(x, dict) else None)
+def test_loss_and_gradients_are_those_of_one_process(processes: Groups, name: str, padded: bool, shared: dict[str, str]) -> None:
     """The mean over ranks of gradients is the gradient. A padded query's logits are each implementation's own choice."""
     loss, gradients, logits = step(name, padded, None)
-    ranks = processes(size).results(step_of_rank, name, padded, shared)
+    ranks = processes(2).results(step_of_rank, name, padded, shared)
     of_real = torch.ones(logits.shape[:2], dtype=torch.bool)
     if padded and "decoder_start_token_id" not in MODELS[name][1]:
         of_real = batch_of(model_of(name), True)["attention_mask"].bool()
@@ -104,7 +103,7 @@ def test_loss_and_gradients_are_those_of_one_process(processes: Groups, name: st
         assert found.keys() == gradients.keys()
         torch.testing.assert_close(whole[of_real], logits[of_real], rtol=1e-4, atol=1e-4)
     for key, gradient in gradients.items():
-        mean = sum(found[key] for _, found, _ in ranks) / size
+        mean = sum(found[key] for _, found, _ in ranks) / 2
         assert (mean - gradient).abs().max() <= 5e-5 * max(gradient.abs().max(), 0.01), key
 
 
@@ -135,8 +134,8 @@ def curve(name: str, way: str) -> list[float]:
     elif way == "checkpoint":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     elif way == "compile":
-        for block in blocks:
-            block.compile(backend="aot_eager")
+        for block in blocks[::3]:  # compiling takes seconds
+            block.compile(backend="eager")
     learned = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.SGD(learned, lr=0.5), []
     for number in range(4):
@@ -177,7 +176,7 @@ def packed(rank: int, shared: bool) -> list[float]:
     if shared:
         with integration.using(model, group=distributed.group.WORLD):
             losses.append(model(**batch, cu_seq_lens_q=ends, cu_seq_lens_k=ends).loss.item())
-    losses.append(model(**batch).loss.item())
+    losses.append(model(**batch, use_cache=False).loss.item())  # beside a cache places say nothing about documents
     return losses
 
 
