@@ -483,6 +483,8 @@ HOPPER = (
     Case("hopper-narrow-rows-shared-bias-400x456", 400, 456, batch=34, heads=4, head_dim=32, bias="1hqk", reason="more keys than stay on chip, an end within a tile"),
     Case("hopper-narrow-rows-mask-448x712", 448, 712, batch=34, heads=4, head_dim=24, bias="1hqk", mask="b11k", keep="random-empty-rows", sinks="random", reason="a mask by key"),
     Case("hopper-narrow-rows-leading-mask-by-head-513x520", 513, 520, leading="bn", batch=2, rows=14, heads=4, head_dim=32, bias="b11qk", mask="bnh1k", keep="blocks", reason="slices of the batch that heads share, tiles without a key"),
+    Case("hopper-shared-bias-key-mask-264x392", 264, 392, batch=10, heads=2, head_dim=64, bias="1hqk", mask="b11k", keep="random-empty-rows", reason="dBias in a pass of its own beside a mask by key"),
+    Case("hopper-shared-bias-key-mask-by-head-causal-329x333", 329, 333, batch=9, heads=4, kv_heads=2, head_dim=128, bias="11qk", mask="bh1k", keep="blocks", causal=True, reason="the same, of each head, with a bias that is loaded"),
     Case("hopper-rows-shared-bias-of-three-136x200", 136, 200, leading="bn", batch=4, head_dim=64, bias="b1hqk", reason="dQ and dBias of few members together, side by side"),
     Case("hopper-rows-shared-bias-of-eight-197x264", 197, 264, leading="bn", batch=8, heads=3, head_dim=64, bias="1nhqk", causal=True, reason="the same, members apart"),
     Case("hopper-rows-shared-bias-of-many-200x136", 200, 136, leading="bn", rows=9, heads=4, kv_heads=2, head_dim=64, bias="b1hqk", window=(90, 20), reason="dBias of many members"),

@@ -169,7 +169,9 @@ HOPPER_QUERY = Row(
     targets=HOPPER,
     besides=TERMS,
 )
-HOPPER_BIAS = Row("Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED, plans.hopper_shared, **ON_HOPPER)
+HOPPER_BIAS = Row(
+    "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, **ON_HOPPER
+)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile),
     Row(

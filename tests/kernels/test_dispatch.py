@@ -335,7 +335,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value by intervals", dict(features=INTERVALS | {"two intervals"}), "does not serve two intervals"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for intervals, of which there are none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve mask of keys"),
-    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve mask of keys"),
+    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of pairs"})), "does not serve mask of pairs"),
     ("backward: Hopper: d_bias, pairs loaded", dict(head_dim=128, value_dim=128, bias=Bias(FP32, 1, 16)), "bias of torch.float32 leaves no room in shared memory"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
 )  # fmt: skip

@@ -11,6 +11,7 @@ assembler is a process. A rehearsal that raises, or meets other kernels than its
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,6 +29,9 @@ try:
     from triton.runtime._async_compile import FutureKernel, active_mode
 except ImportError:  # before Triton 3.6: kernels compile when they are launched
     FutureKernel, active_mode = object, None
+
+# There, reading a kernel's source in one thread may break ast.parse in another: https://github.com/python/cpython/issues/106905
+READS_ALONE = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 
 _cores = BoundedSemaphore(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _lock = Lock()
@@ -79,7 +83,10 @@ class Ahead:
         if is_new:
             work = place, compile_it, finish, elsewhere
             try:
-                _in_background(self._compile, *work)
+                if READS_ALONE:
+                    self._compile(*work)
+                else:
+                    _in_background(self._compile, *work)
             except RuntimeError:  # no thread can be started any more, as when the interpreter ends
                 self._compile(*work)
         if self.passes:
@@ -121,8 +128,8 @@ class Ahead:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the thread's kernels compile so, unless the caller has a mode of Triton's already."""
-        if active_mode is None or active_mode.get() is not None:
+        """Within, the thread's kernels compile so, unless the caller has a mode of Triton's already, or launches where Python READS_ALONE."""
+        if active_mode is None or active_mode.get() is not None or (READS_ALONE and self.given is None):
             yield
             return
         before = active_mode.set(self)

@@ -37,7 +37,7 @@ from .copies import (
     stage_of,
     tiled,
 )
-from .registers import Hiding, exponent_factor, load_pairs, load_vector, ruled, up_to
+from .registers import Hiding, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -271,7 +271,7 @@ def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, wh
                 total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
                 step += 1
             member = _member_after(context, own, member)
-    elif any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
+    elif rules.mask is not None or any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
             total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=True)
@@ -307,6 +307,9 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     late = step % config.LATE_STAGES
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
     delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
+    rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
+    kept = mask_of(rules, seq, rows, cols, row, context.col)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(barriers.full.index(stage), (step // config.STAGES) & 1)
     q_tile = tiles.q.index(2 * stage + which).reshape([BLOCK_M, DIM])
@@ -318,11 +321,10 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     d_p = warpgroup_mma(d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(barriers.free.index(stage), count=1)
-    rows = row + gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
-    cols = context.col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    s = ruled(s, tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS), Hiding(), rules, seq, rows, cols, EDGE)
+    bias = tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+    s = ruled(s, bias, Hiding(kept), rules, seq, row + rows, context.col + cols, EDGE)
     if rules.ends is not None:  # a bias past the last query may be NaN
-        s = up_to(s, rows, seq.len_q - 1)
+        s = up_to(s, row + rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
     mbarrier.arrive(barriers.late_free.index(late), count=1)

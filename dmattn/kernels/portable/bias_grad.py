@@ -153,13 +153,14 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
     parts = sharing.parts(d_bias)
+    by_pairs = problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1)
     launch(
         _shared_gradient_kernel,
         tiles * sharing.splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, states=problem.states if problem.is_masked else None, packed_blocks=sharing.sequences(problem)),
+        rules=rules_of(problem, states=problem.states if by_pairs else None, packed_blocks=sharing.sequences(problem)),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from inspect import unwrap
 from pathlib import Path
-from threading import Barrier, Event, Thread
+from threading import Barrier, Event, Thread, current_thread
 from threading import enumerate as enumerate_threads
 from typing import Any
 
@@ -79,6 +79,14 @@ class Compiled:
     def __call__(self, *, src: Any, cache_hit: bool, **others: Any) -> None:
         if not cache_hit:
             self.names.append(src.fn.fn.__name__)
+
+
+@pytest.fixture(autouse=True)
+def any_python(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Threads on every Python, but where they read kernels' sources."""
+    if ahead.READS_ALONE and "compiled" in request.fixturenames:
+        pytest.skip("this Python's ast.parse does not bear threads")
+    monkeypatch.setattr(ahead, "READS_ALONE", False)
 
 
 @pytest.fixture
@@ -253,10 +261,23 @@ def test_the_caller_keeps_a_mode_of_his_own(compiled: Compiled) -> None:
         launched(x, one)
 
 
+def test_a_python_whose_parser_does_not_bear_threads_compiles_in_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "READS_ALONE", True)
+    with Ahead(torch.device("cuda:0")).active():
+        assert ahead.active_mode.get() is None
+    threads = []
+    with Ahead(None, target=TARGET).active():
+        mode = ahead.active_mode.get()
+        assert mode.submit("a", lambda: threads.append(current_thread()), lambda kernel: None).result() is None
+    assert threads == [current_thread()]
+
+
 AT_EXIT = """
 import os, sys, threading, time
 sys.path[:0] = [{root!r}, {tests!r}]
+from dmattn.kernels.base import ahead
 from dmattn.kernels.base.ahead import Ahead
+ahead.READS_ALONE = False
 def slowly():
     time.sleep(1)
     print("compiled", flush=True)

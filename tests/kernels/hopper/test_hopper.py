@@ -87,13 +87,13 @@ def test_takes_wide_heads_but_for_a_shared_bias_alone(head_dim: int, value_dim: 
 @pytest.mark.parametrize(
     "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
 )
-def test_takes_masks_but_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
+def test_takes_masks_but_of_pairs_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
     one = problem(mask=mask, bias=bias)
     assert serves("Hopper", one)
     assert serves("Hopper: d_query", one)
     assert serves("Hopper: d_key, d_value", one)
     assert not serves("Hopper: d_key, d_value by intervals", one)
-    assert not serves("Hopper: d_bias", one)
+    assert serves("Hopper: d_bias", one) == (one.mask.shape[2] == 1)
 
 
 @pytest.mark.parametrize(
