@@ -31,13 +31,13 @@ class Failure:
 class Processes:
     """`size` processes with gloo on the CPU, or with NCCL on a GPU each."""
 
-    def __init__(self, size: int, kind: str = "cpu", timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int, kind: str = "cpu") -> None:
         self.size, self.kind = size, kind
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("spawn")
         ends = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in ends]
-        arguments = (size, kind, f"file://{self._folder.name}/meeting", timeout)
+        arguments = (size, kind, f"file://{self._folder.name}/meeting")
         self._processes = [
             context.Process(target=_serve, args=(rank, theirs, *arguments), daemon=True) for rank, (_, theirs) in enumerate(ends)
         ]
@@ -73,12 +73,12 @@ class Processes:
         self._folder.cleanup()
 
 
-def _serve(rank: int, connection: Connection, size: int, kind: str, meeting: str, timeout: float) -> None:
+def _serve(rank: int, connection: Connection, size: int, kind: str, meeting: str) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=TIMEOUT)
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     while True:
         try:
