@@ -34,7 +34,8 @@ class Processes:
     def __init__(self, size: int, kind: str = "cpu") -> None:
         self.size, self.kind = size, kind
         self._folder = tempfile.TemporaryDirectory()
-        context = get_context("spawn")
+        context = get_context("forkserver")  # which imports once for all that it starts
+        context.set_forkserver_preload(["dmattn.distributed", "dmattn.equivalence", "pytest"])
         ends = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in ends]
         arguments = (size, kind, f"file://{self._folder.name}/meeting")

@@ -12,7 +12,6 @@ from ..biases import FactoredBias, RelativeBias
 from ..checks import Window, check_qkv, check_tensor
 from ..execution.eager import attend
 from ..factors import joined
-from ..fields import Intervals
 from ..graphs import left_out_of_graphs
 from ..masks import IntervalMask
 from ..problem import Problem, autocast
@@ -173,7 +172,7 @@ class _Call(NamedTuple):
     mask_travels: bool
     bias: Tensor | None
     bias_kind: ring.BiasKind
-    intervals: Intervals | None
+    intervals: IntervalMask | None
     sinks: Tensor | None
     strategy: str
     left: int | None
@@ -251,7 +250,7 @@ def _prepared(
         of_all = Problem.canonical(all_queries, all_keys, all_values, mask, None, **arguments)
         assert of_all.first is not None
         assert of_all.last is not None
-        intervals, mask = Intervals(of_all.first, of_all.last, lengths[0], of_all.also_first, of_all.also_last), None
+        intervals, mask = IntervalMask(of_all.first, of_all.last, lengths[0], of_all.also_first, of_all.also_last), None
     elif mask is not None and not isinstance(mask, Tensor):
         raise TypeError(f"dmattn: mask: expected a bool tensor, an IntervalMask or None, received {kind(mask)}")
     mask, mask_travels = checked("mask", mask)
@@ -314,7 +313,7 @@ def _travels(name: str, x: Tensor, shares: tuple[int, int], lengths: tuple[int, 
     return False
 
 
-def _bounds(intervals: Intervals) -> tuple[Tensor, ...]:
+def _bounds(intervals: IntervalMask) -> tuple[Tensor, ...]:
     bounds = (intervals.first, intervals.last, intervals.also_first, intervals.also_last)
     return tuple(x for x in bounds if x is not None)
 
@@ -342,18 +341,19 @@ def _by_heads(call: _Call, with_lse: bool) -> tuple[Tensor, Tensor]:
         for x, travels in ((of_heads.get("mask"), call.mask_travels), (of_heads.get("bias"), call.bias_kind.travels))
     )
 
-    def own(x: Tensor | None, axis: int) -> Tensor | None:
+    def own(x: Tensor, axis: int) -> Tensor:
         """Of this rank's heads, where it has several."""
-        return x if x is None or x.shape[axis] == 1 else x.chunk(size, axis)[rank]
+        return x if x.shape[axis] == 1 else x.chunk(size, axis)[rank]
 
     given: Any = mask
-    added: Any = bias if table is None else RelativeBias(own(table, -3)[..., 0, :], call.bias_kind.zero)  # type: ignore[index]
+    added: Any = bias if table is None else RelativeBias(own(table, -3)[..., 0, :], call.bias_kind.zero or 0)
+    sinks = None if call.sinks is None else own(call.sinks, 0)
     if call.intervals is not None:
-        bounds: Any = (own(x, -2) if isinstance(x, Tensor) else x for x in call.intervals)
-        given = Intervals(*bounds)
+        first, last, *others = (own(x, -2) for x in _bounds(call.intervals))
+        given = IntervalMask(first, last, call.intervals.len_q, *others)
     window = (call.left, call.right)
     tensors = of_heads["query"], of_heads["key"], of_heads["value"]
-    out, lse = attend(*tensors, given, added, False, window, call.setting.scale, call.setting.softcap, 0.0, own(call.sinks, 0))
+    out, lse = attend(*tensors, given, added, False, window, call.setting.scale, call.setting.softcap, 0.0, sinks)
     if not with_lse:
         return heads.to_sequence(ranks, order, out)[0], lse
     out, lse = heads.to_sequence(ranks, order, out, lse[..., None])

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..arguments import check_flag, refuse_keywords
 from ..dynamic import checked, intervals_of
 from ..execution.eager import attend
-from ..fields import Intervals
 from ..graphs import left_out_of_graphs
+from ..masks import IntervalMask
 from ..problem import Problem, autocast
 from . import ring
 from .context_parallel import check_shares
@@ -110,7 +110,7 @@ def context_parallel_dynamic_mask_attention(
     return (out, lse) if return_lse else out
 
 
-def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor, len_q: int) -> tuple[Wanted | None, Intervals | None]:
+def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor, len_q: int) -> tuple[Wanted | None, IntervalMask | None]:
     """What ranks fetch, and the intervals of it in places of this rank's queries, in the order of `listed`; None if a rank needs all keys."""
     size, (batch, heads, len_k) = ranks.size, first.shape
 
@@ -140,4 +140,4 @@ def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tenso
         rows[place[needed]] = local[needed]
         bounds.append(rows.view(batch, heads, most))
     wanted = Wanted(ranks, tuple(sent), received, tuple(int(count) for count in from_rank), most)
-    return wanted, Intervals(bounds[0], bounds[1], len_q // size)
+    return wanted, IntervalMask(bounds[0], bounds[1], len_q // size)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -214,8 +212,3 @@ def test_a_weight_of_a_model(processes: Groups) -> None:
     for ours, _ in results:
         torch.testing.assert_close(ours, loss.detach())
     torch.testing.assert_close(sum(gradient for _, gradient in results) / size, weight.grad)
-
-
-def test_it_is_not_imported_with_the_package() -> None:
-    code = "import sys, dmattn; print([name for name in sys.modules if name.startswith('dmattn.distributed')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
