@@ -41,7 +41,7 @@ class Setting(NamedTuple):
         """Those of this rank, for each place further on round the ring to which any rank sends: all ranks have the same, in the same order."""
         ranks = self.ranks
         found = []
-        for distance in _distances(self._replace(ranks=ranks._replace(group=None, rank=0))):
+        for distance in _distances(self._replace(ranks=ranks._replace(reference=None, rank=0))):
             sends = bool(self.blocks(ranks.beside(distance), ranks.rank))
             found.append(Turn(distance, sends, bool(self.blocks(ranks.rank, ranks.beside(-distance)))))
         return found

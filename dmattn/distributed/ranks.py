@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -18,9 +19,12 @@ Prepared = TypeVar("Prepared")
 
 
 class Ranks(NamedTuple):
-    """The processes of a group, and the place of this one among them."""
+    """The processes of a group, and the place of this one among them.
 
-    group: Any
+    Only a `reference` to the group: a graph that is kept past the end of the group would keep its threads, which end after Python does then.
+    """
+
+    reference: weakref.ref[Any] | None
     rank: int
     size: int
 
@@ -39,7 +43,15 @@ class Ranks(NamedTuple):
         rank = distributed.get_rank(group)
         if rank < 0:
             raise ValueError("dmattn: group: expected a group that this process is in, received one that it is not in")
-        return cls(group, rank, distributed.get_world_size(group))
+        return cls(weakref.ref(group), rank, distributed.get_world_size(group))
+
+    @property
+    def group(self) -> Any:
+        """The process group. Raises once it is destroyed."""
+        group = None if self.reference is None else self.reference()
+        if group is None:
+            raise RuntimeError("dmattn: group: expected the process group of the forward pass, received one that was destroyed since")
+        return group
 
     def beside(self, distance: int) -> int:
         """The rank that stands so many places further on round the ring."""
