@@ -205,7 +205,8 @@ class RelativeBias:
         check_flag("bidirectional", bidirectional)
         least = 4 if bidirectional else 2
         if weight.ndim != 2 or weight.shape[0] < least:
-            raise ValueError(f"dmattn: RelativeBias.t5: weight: expected shape (buckets from {least}, H), received {tuple(weight.shape)}")
+            hint = "; (H, buckets) layout? pass weight.t()" if weight.ndim == 2 and weight.shape[1] >= least else ""
+            raise ValueError(f"dmattn: RelativeBias.t5: weight: expected shape (buckets from {least}, H), received {tuple(weight.shape)}{hint}")
         _check_integer("RelativeBias.t5: max_distance", max_distance)
         buckets = weight.shape[0] // 2 if bidirectional else weight.shape[0]
         exact = buckets // 2

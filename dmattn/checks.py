@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
+HEADS_FIRST = "; (H, T, D) layout? transpose(0, 1) makes it (T, H, D)"  # the same of packed sequences
 MAPPED_BLOCKS = "dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped"
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
@@ -66,8 +67,9 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
     if value_len != len_k:
         _fail("value", f"key's length {len_k}", value_len)
     if (heads % kv_heads if kv_heads else heads) != 0:
-        is_transposed = not is_packed and 0 < len_k < kv_heads and len_q % len_k == 0  # heads in the place of lengths, and fewer than they
-        _fail("key", f"a number of heads that divides query's {heads}", f"{kv_heads}{TRANSPOSED if is_transposed else ''}")
+        is_transposed = 0 < len_k < kv_heads and len_q % len_k == 0  # heads in the place of lengths, and fewer than they
+        hint = (HEADS_FIRST if is_packed else TRANSPOSED) if is_transposed else ""
+        _fail("key", f"a number of heads that divides query's {heads}", f"{kv_heads}{hint}")
     if key_dim != head_dim:
         _fail("key", f"query's head dim {head_dim}", key_dim)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -77,6 +79,7 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
 
 
 def checked_mask(mask: Any, is_packed: bool) -> Tensor:
+    """A mask that is a bool tensor; any other kind has been told apart before."""
     expected = "a bool tensor or None" if is_packed else "a bool tensor, an IntervalMask, a BlockMask or None"
     if is_packed and isinstance(mask, IntervalMask):
         hint = "dmattn.attention of the packed tokens as one sequence takes it, as mask & IntervalMask.packed(...)"
@@ -151,6 +154,7 @@ def check_bias(mask_name: str | None, bias: Any) -> None:
 
 
 def checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, device: torch.device, is_packed: bool) -> Tensor:
+    """The table of a RelativeBias (..., H, 1, R) with axes for all leading ones of the pairs."""
     table, _, longest = distances
     check_tensor("bias.table", table)
     if table.dtype not in FLOATS:
@@ -180,6 +184,8 @@ def broadcastable(
             hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
+        elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
+            hint = "; RelativeBias.t5 takes its weight as (buckets, H)"
         else:
             for at in range(1, tensor.ndim if tensor.ndim < len(full) else 1):
                 if _fits(with_axes(tensor.unsqueeze(at), len(full)), full, kv_heads, head_axis):
@@ -202,6 +208,7 @@ def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bo
 
 
 def check_sinks(sinks: Any, query: Tensor) -> None:
+    """Raise unless there is a score for each query head."""
     check_tensor("sinks", sinks, "a torch.Tensor or None")
     heads = query.shape[-3]
     if sinks.ndim != 1 or sinks.shape[0] != heads:
@@ -213,6 +220,7 @@ def check_sinks(sinks: Any, query: Tensor) -> None:
 
 
 def checked_window(causal: bool, window: Window) -> tuple[int | None, int | None]:
+    """(left, right) of a window within causal, each None where it hides nothing."""
     check_flag("causal", causal)
     sides = (window, window) if window is None or isinstance(window, numbers.Integral) else window
     if not isinstance(sides, tuple) or len(sides) != 2:

@@ -103,12 +103,16 @@ def _described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any
 
     key = options.key or options.query
     query, key, value = (tensor(sizes, options.dtype) for sizes in (options.query, key, options.value or key))
-    mask, row = tensor(options.mask, "bool"), (options.bias or (0,))[-1]
-    pitch = options.bias_pitch or row
-    if pitch < row or (options.bias_pitch and not options.bias):
-        raise ValueError(f"dmattn: --bias-pitch: expected a --bias whose rows are no longer, received {pitch}")
-    bias = tensor(options.bias and (*options.bias[:-1], pitch), options.bias_dtype or options.dtype)
-    bias = bias if bias is None else bias[..., :row]
+
+    def pairs(name: str, dtype: str) -> Any:
+        """The bias or mask, whose rows begin as many elements after one another as its pitch says."""
+        sizes, pitch = getattr(options, name), getattr(options, f"{name}_pitch")
+        if pitch and (not sizes or pitch < sizes[-1]):
+            raise ValueError(f"dmattn: --{name}-pitch: expected a --{name} whose rows are no longer, received {pitch}")
+        stored = tensor(sizes and (*sizes[:-1], pitch or sizes[-1]), dtype)
+        return stored if stored is None else stored[..., : sizes[-1]]
+
+    bias, mask = pairs("bias", options.bias_dtype or options.dtype), pairs("mask", "bool")
     given = {name: getattr(options, name) for name in ("causal", "window", "scale", "softcap", "dropout_p")}
     sinks = tensor(options.query[1:2], options.dtype) if options.sinks else None
     return (query, key, value), dict(bias=bias, mask=mask, sinks=sinks, **given)
@@ -144,7 +148,10 @@ def _add_call(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=_sizes, required=name == "query", metavar="SIZES", help=what)
     for name in ("bias", "mask"):
         parser.add_argument(f"--{name}", type=_sizes, metavar="SIZES", help="broadcastable to B,H,Sq,Sk")
-    parser.add_argument("--bias-pitch", type=_positive, metavar="N", help="elements from a row of the bias to the next, if there is padding")
+    for name in ("bias", "mask"):
+        parser.add_argument(
+            f"--{name}-pitch", type=_positive, metavar="N", help=f"elements from a row of the {name} to the next, if there is padding"
+        )
     dtypes = ("float16", "bfloat16", "float32", "float64")
     parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of query, key and value (%(default)s)")
     parser.add_argument("--bias-dtype", choices=dtypes, help="by default that of query, key and value")

@@ -46,7 +46,7 @@ NAMES = Gradients._fields  # of what can require a gradient
 
 
 class Refusal(NamedTuple):
-    """Kernels that were asked in vain, with their reason."""
+    """Kernels that were asked in vain, with all that keeps them from the call: reasons joined by "; "."""
 
     row: str
     reason: str
@@ -86,7 +86,11 @@ class Pass(NamedTuple):
         return "\n".join(
             [
                 f"{self.name}: {', '.join(names) or 'nothing to compute'}",
-                *(line for reason, rows in reasons.items() for line in (f"  not {', '.join(rows)}:", f"    {reason}")),
+                *(
+                    line
+                    for reason, rows in reasons.items()
+                    for line in (f"  not {', '.join(rows)}:", *(f"    {one}" for one in reason.split("; ")))
+                ),
                 f"  memory beyond inputs and results: {memory}",
                 f"  products: {_operations(self.flops)}; inputs and results: {_scaled(self.bytes)}",
                 f"  time at the peak: {seconds}",

@@ -42,12 +42,20 @@ def kept_blocks(mask_mod: MaskMod, batch: int, head: int, len_q: int, len_k: int
 def kept_pairs(mask_mod: MaskMod, batch: Tensor, head: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
     """The pairs that are kept in n blocks, (n, BLOCK, BLOCK) bool: of `batch` and `head` (n,), queries and keys `rows` and `cols` (n, BLOCK).
 
-    Raises TypeError unless the rule returns bool tensors.
+    Raises TypeError unless the rule returns bool tensors, and never asks whether one is true.
     """
     expected = "dmattn: mask_mod: expected a function that returns a bool tensor without axes, received one that returns"
 
     def of_pair(*places: Tensor) -> Tensor:
-        kept: Any = mask_mod(*places)
+        try:
+            kept: Any = mask_mod(*places)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap: "):
+                raise
+            instead = "& | ~ for and, or, not and chains such as a < q_idx < b; torch.where for if; torch.minimum and maximum for min and max"
+            raise TypeError(
+                f"dmattn: mask_mod: expected operations on tensors alone ({instead}), received a function that asks for a tensor's value"
+            ) from error
         if not isinstance(kept, Tensor):
             raise TypeError(f"{expected} {kind(kept)}")
         return kept

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .arguments import check_flag, kind, refuse_keywords
 from .biases import FactoredBias, RelativeBias
-from .checks import Window, check_tensor
+from .checks import HEADS_FIRST, Window, check_tensor
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
@@ -162,7 +162,8 @@ def attention_varlen(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         if tensor.ndim != 3:
-            raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}")
+            hint = "; a batch of padded rows is for dmattn.attention" if tensor.ndim == 4 else ""
+            raise ValueError(f"dmattn: {name}: expected 3 axes (total, heads, head dim), received shape {tuple(tensor.shape)}{hint}")
     _check_lengths(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     max_seqlen_q, max_seqlen_k = (x if isinstance(x, (int, torch.SymInt)) else int(x) for x in (max_seqlen_q, max_seqlen_k))
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -211,14 +212,16 @@ def _check_lengths(
             expected = f"a length that {sequences} sequences of {total} tokens do not exceed"
             raise ValueError(f"dmattn: {name}: expected {expected}, received {longest}")
     if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
-        _check_contents("cu_seqlens_q", cu_seqlens_q, query.shape[0], "max_seqlen_q", max_seqlen_q)
-        _check_contents("cu_seqlens_k", cu_seqlens_k, key.shape[0], "max_seqlen_k", max_seqlen_k)
+        _check_contents("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
+        _check_contents("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
 
 
-def _check_contents(name: str, ends: Tensor, total: int, limit: str, longest: int) -> None:
-    places = ends.tolist()
+def _check_contents(name: str, ends: Tensor, tokens: Tensor, limit: str, longest: int) -> None:
+    """Raise unless the lengths are those of the tokens (total, heads, head dim), none of them longer than the limit says."""
+    places, (total, heads, _) = ends.tolist(), tokens.shape
     if places[0] != 0 or places[-1] != total or places != sorted(places):
-        raise ValueError(f"dmattn: {name}: expected lengths that rise from 0 to the {total} tokens, received {places}")
+        hint = HEADS_FIRST if places[-1] == heads != total else ""
+        raise ValueError(f"dmattn: {name}: expected lengths that rise from 0 to the {total} tokens, received {places}{hint}")
     length = max(end - begin for begin, end in pairwise(places))
     if length > longest:
         raise ValueError(f"dmattn: {limit}: expected at least the longest sequence's {length} tokens, received {longest}")

@@ -79,7 +79,7 @@ CASES = (
     Case("hopper-dense-bias-causal", 136, 200, heads=2, head_dim=128, bias="bhqk", causal=True),
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-many-window", 200, 136, batch=9, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
-    Case("hopper-shared-bias-of-many-key-mask", 197, 264, batch=10, heads=2, head_dim=64, mask="b11k", keep="random", bias="1hqk"),
+    Case("hopper-shared-bias-of-many-key-mask", 197, 264, batch=10, heads=2, head_dim=72, mask="b11k", keep="random", bias="1hqk"),
     Case("hopper-shared-bias-of-two-causal", 197, 264, heads=3, head_dim=128, bias="1hqk", causal=True),
     Case("hopper-shared-bias-of-five-window", 200, 136, batch=5, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-eight-causal", 197, 264, batch=4, heads=2, head_dim=64, bias="11qk", causal=True),

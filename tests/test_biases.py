@@ -250,6 +250,12 @@ def of(*shape: int, **options: Any) -> RelativeBias:
         (lambda: of(5).to_dense(1, 2.0), TypeError, "RelativeBias.to_dense: len_k: expected an integer, received float"),
         (lambda: RelativeBias.t5(None, bidirectional=True), TypeError, "RelativeBias.t5: weight: expected a float16, bfloat16, float32 or float64 tensor, received NoneType"),
         (lambda: RelativeBias.t5(torch.zeros(3, 2), bidirectional=True), ValueError, r"t5: weight: expected shape \(buckets from 4, H\), received"),
+        (lambda: RelativeBias.t5(torch.zeros(3, 32), bidirectional=True), ValueError, r"received \(3, 32\); \(H, buckets\) layout\? pass weight\.t\(\)$"),
+        (
+            lambda: dmattn.attention(*[torch.zeros(2, 8, 5, 4)] * 3, bias=RelativeBias.t5(torch.zeros(8, 32), bidirectional=True)),
+            ValueError,
+            r"bias\.table: expected .* 8 or 1 heads, received \(32, 257\); RelativeBias\.t5 takes its weight as \(buckets, H\)$",
+        ),
         (lambda: RelativeBias.t5(torch.zeros(32), bidirectional=False), ValueError, r"t5: weight: expected shape \(buckets from 2, H\), received"),
         (lambda: RelativeBias.t5(torch.zeros(8, 2), bidirectional=1), TypeError, "bidirectional: expected True or False, received int"),
         (
@@ -274,7 +280,7 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
         (
             of(3, 7),
             ValueError,
-            r"bias.table: expected a shape broadcastable to \(B, H, R\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 7\)$",
+            r"bias.table: expected a shape broadcastable to \(B, H, R\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 7\); RelativeBias\.t5 takes",
         ),
         (of(3, 4, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(3, 4, 7\)$"),
         (of(2, 1, 1, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(2, 1, 1, 7\)$"),

@@ -337,6 +337,35 @@ FOUR = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
 MADE = made(1, 1, 5, 5)
 
 
+ASKING: dict[str, Any] = {
+    "and": lambda b, h, q, k: (q >= k) and (k > 3),
+    "or": lambda b, h, q, k: (q >= k) or (k > 3),
+    "not": lambda b, h, q, k: not (q < k),
+    "a chain": lambda b, h, q, k: 3 < k < 9,
+    "if": lambda b, h, q, k: (q >= k) if k > 3 else (q < k),
+    "if of heads": lambda b, h, q, k: (q >= k) if h == 0 else (q < k),
+    "max": lambda b, h, q, k: max(q, k) == q,
+    "a number": lambda b, h, q, k: int(k) > 3,
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_rule_in_pythons_own_logic_is_told_of_the_operators(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=r"^dmattn: mask_mod: expected operations on tensors alone \(& \| ~ .*torch\.where for if.*\), received a"
+    ) as raised:
+        BlockMask.from_mask_mod(ASKING[name], 1, 2, 300, 300, "cpu")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_rules_own_error_stays_as_it_is() -> None:
+    def rule(*places: Tensor) -> Tensor:
+        raise RuntimeError("of the rule")
+
+    with pytest.raises(RuntimeError, match=r"^of the rule$"):
+        BlockMask.from_mask_mod(rule, 1, 1, 5, 5, "cpu")
+
+
 @about_masks
 @pytest.mark.parametrize(
     ("make", "error", "message"),

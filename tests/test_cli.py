@@ -80,6 +80,17 @@ def test_explain_tells_the_kernels_of_sizes_and_why_not_faster_ones(capsys):
     assert 'backward: "query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value"\n' in capsys.readouterr().out
 
 
+def test_explain_tells_what_padding_a_mask_gains(capsys):
+    pytest.importorskip("triton")
+    call = ["explain", "--query", "2,8,300,128", "--mask", "2,1,300,300", "--target", "sm_90", "--backward"]
+    assert cli.main(call) == 0
+    cut = capsys.readouterr().out
+    assert '"Hopper: d_key, d_value, pairs loaded"\n' in cut
+    assert "    rows of mask: stride 300 is no multiple of 16: pad the key axis to a multiple of 16 and pass a slice\n" in cut
+    assert cli.main([*call, "--mask-pitch", "304"]) == 0
+    assert 'backward: "Hopper: d_query", "Hopper: d_key, d_value"\n' in capsys.readouterr().out
+
+
 def test_explain_tells_short_times(capsys):
     assert cli.main(["explain", "--query", "1,1,64,64", "--target", "sm_90"]) == 0
     assert float(re.search(r"time at the peak: (\S+) ms", capsys.readouterr().out)[1]) > 0
@@ -113,6 +124,8 @@ def test_explain_passes_each_option_on():
         (["--query", "16,64"], "dmattn: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
+        (["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"], "--mask-pitch: expected a --mask whose rows are no longer"),
+        (["--query", "4,16,10,64", "--mask-pitch", "16"], "--mask-pitch: expected a --mask"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
         (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),
         (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),

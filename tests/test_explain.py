@@ -30,7 +30,7 @@ from dmattn.kernels.base.no_device import on_gpu
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 not_interpreted = pytest.mark.skipif(backend.interpreting(), reason="asks what a GPU or PyTorch serves")
 PAD = "stride 1001 is no multiple of 8: pad the key axis to a multiple of 8 and pass a slice"
-ONE_TILE = "1001 x 1001 pairs are more than one tile of 64 x 64"
+ONE_TILE = "serves up to 64 queries and 64 keys, not 1001 and 1001"
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16, needs_grad: bool = False) -> Tensor:
@@ -83,6 +83,46 @@ def test_t5_with_the_bias_that_it_was_told_to_make_has_the_faster_kernels() -> N
     assert [explained.rows for explained in whole.passes] == [("Hopper",), padded.rows]
 
 
+def test_a_refusal_names_all_that_is_in_the_way() -> None:
+    """Whoever does all of it has the faster kernels, and is not refused for another reason."""
+    wanted = ("query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value")
+    cut = empty(1, 16, 1001, 1001, dtype=FP32)
+    transposed = t5(1001, cut.mT)
+    copied = "key axis of bias: stride 1001 is not 1: copy it, with the key axis padded to a multiple of 8, and pass a slice"
+    halved = "bias: float32 elements have more than 16 bits: convert to 16 bits, then pad"
+    assert reasons(transposed.passes[0])["Hopper"] == f"{halved}; {copied}"
+    assert reasons(t5(1001, cut.bfloat16().mT).passes[0])["Hopper"] == copied
+    assert reasons(t5(1001, empty(1, 16, 1001, 1008, dtype=FP32)[..., :1001]).passes[0])["Hopper"] == halved
+    refused = reasons(explain(*same(4, 16, 1001, 128), bias=cut, softcap=9.0, scale=-1.0, target="sm_90").passes[1])["Hopper: d_bias"]
+    assert refused == f"does not serve softcap; serves a scale from 2**-64 to 2**64, not -1.0; {halved}; rows of bias: {PAD}"
+    for bias in (cut, cut.mT, cut.bfloat16().mT):
+        done = torch.nn.functional.pad(bias.bfloat16(), (0, 7)).contiguous()[..., :1001]
+        assert t5(1001, done).passes[1].rows == wanted
+
+
+def test_a_call_that_no_kernel_serves_says_what_to_do_instead() -> None:
+    instead = "pass a head dim up to 256, or float16 or bfloat16, or float64, which PyTorch's operations serve$"
+    words = rf"^dmattn: no kernel serves this call on sm_90: portable does not serve float32 with head dims 320 .* on sm_90: {instead}"
+    with pytest.raises(NotImplementedError, match=words):
+        explain(*same(2, 8, 300, 320, dtype=FP32), target="sm_90")
+    for dtype in (BF16, FP64):
+        assert explain(*same(2, 8, 300, 320, dtype=dtype), target="sm_90").passes[0].rows
+
+
+def test_padding_beside_a_table_of_distances_is_told_to_pack() -> None:
+    """A mask leaves such a call to the portable kernels; packed sequences have none, and Hopper's kernels."""
+    table = RelativeBias(empty(16, 257, dtype=FP32))
+    query, ends = same(4, 16, 1024, 64), torch.empty(4, 1, 1024, dtype=torch.int32, device="meta")
+    for mask in (torch.empty(4, 1, 1, 1024, dtype=torch.bool, device="meta"), IntervalMask(ends, ends, 1024)):
+        forward, backward = explain(*query, bias=table, mask=mask, scale=1.0, target="sm_90").passes
+        assert forward.rows == ("portable",)
+        assert not any(row.startswith("Hopper") for row in backward.rows)
+        assert reasons(forward)["Hopper"].startswith("serves no mask beside a RelativeBias: where it hides padding, dmattn.attention_varlen")
+    without = explain(*query, bias=table, scale=1.0, target="sm_90")
+    assert without.passes[0].rows == ("Hopper",)
+    assert "Hopper: d_key, d_value" in without.passes[1].rows
+
+
 QUERY = same(2, 8, 300, 128)
 HEADS = (empty(4, 32, 4096, 128), empty(4, 8, 4096, 128), empty(4, 8, 4096, 128))
 MASK = torch.empty(2, 1, 300, 300, dtype=torch.bool, device="meta")
@@ -92,38 +132,38 @@ PORTABLE = ("query terms", "portable: d_key, d_value", "portable: d_query, d_bia
 
 # name: tensors, options, target, rows of both passes, {a row: words of its refusal}
 NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...], tuple[str, ...], dict[str, str]]] = {
-    "plain": (QUERY, {}, "sm_90", ("Hopper",), (QUERIES, KEYS), {"one tile": "300 x 300 pairs"}),
+    "plain": (QUERY, {}, "sm_90", ("Hopper",), (QUERIES, KEYS), {"one tile": "serves up to 64 queries and 64 keys, not 300 and 300"}),
     "a mask whose rows are odd": (
         QUERY, dict(mask=MASK), "sm_90", ("Hopper",), (QUERIES, f"{KEYS}, pairs loaded"),
         {KEYS: "rows of mask: stride 300 is no multiple of 16: pad the key axis to a multiple of 16"},
     ),
     "intervals": (
-        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300)), "sm_90", ("Hopper",), (QUERIES, f"{KEYS} by intervals"), {KEYS: "does not serve intervals"},
+        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300)), "sm_90", ("Hopper",), (QUERIES, f"{KEYS} by intervals"), {KEYS: "does not serve an IntervalMask"},
     ),
     "two intervals": (
-        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300, ENDS, ENDS)), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve two intervals"},
+        QUERY, dict(mask=IntervalMask(ENDS, ENDS, 300, ENDS, ENDS)), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve two intervals a key"},
     ),
     "a learned score per key, heads that share keys": (
         HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
-        {"one tile": "heads share keys", "whole rows": "does not serve causal or window"},
+        {"one tile": "serves as many heads of keys as of queries, not 8 for 32; serves up to 64", "whole rows": "does not serve causal or window"},
     ),
     "dropout": (QUERY, dict(dropout_p=0.1), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve dropout", QUERIES: "does not serve dropout"}),
     "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve softcap"}),
     "an Ampere GPU": (QUERY, {}, "sm_80", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not sm_80"}),
-    "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not hip"}),
-    "float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), PORTABLE, {"Hopper": "query: float32 elements have more than 16 bits"}),
+    "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not AMD's GPUs"}),
+    "float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), PORTABLE, {"Hopper": "query, key, value: float32 elements have more than 16 bits: convert to 16 bits"}),
     "head dim 100": (
         same(2, 8, 300, 100), {}, "sm_90", ("portable",), PORTABLE,
-        {"Hopper": "rows of query: stride 100 is no multiple of 8: pad the dim axis to a multiple of 8 and pass a slice"},
+        {"Hopper": "rows of query, key, value: stride 100 is no multiple of 8: pad the dim axis to a multiple of 8 and pass a slice"},
     ),
     "head dim 100, padded": (
         tuple(x[..., :100] for x in same(2, 8, 300, 104)), {}, "sm_90", ("Hopper",), PORTABLE,
-        {QUERIES: "head axis of out: stride 100 is no multiple of 8: pad value with zeros to a head dim that is a multiple of 8"},
+        {QUERIES: "head axis of out, d_out: stride 100 is no multiple of 8: pad value with zeros to a head dim that is a multiple of 8"},
     ),
     "an expanded bias": (
         QUERY, dict(bias=empty(1, 8, 300, 304).expand(2, -1, -1, -1)[..., :300]), "sm_90", ("Hopper, pairs loaded",),
         ("query terms", "Hopper: d_key, d_value, d_bias, pairs loaded", "portable: d_query of d_bias"),
-        {"Hopper": "batch axis of bias: stride 0: it is expanded, give that axis a length of 1"},
+        {"Hopper": "batch axis of bias: stride 0: it is expanded, give it a length of 1"},
     ),
     "decoding": (
         (empty(1, 32, 1, 128), empty(1, 8, 131072, 128), empty(1, 8, 131072, 128)), dict(causal=True), "sm_90", ("split keys",), PORTABLE,
@@ -133,7 +173,7 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     "rows of a pair representation": (
         same(256, 4, 384, 32), dict(bias=empty(1, 4, 384, 384)), "sm_90", ("Hopper, bias on chip",),
         ("query terms", "Hopper, bias on chip: d_query, d_bias", "Hopper, bias on chip: d_key, d_value"),
-        {"one tile": "384 x 384 pairs"},
+        {"one tile": "serves up to 64 queries and 64 keys, not 384 and 384"},
     ),
     "no key": (
         (QUERY[0], QUERY[1][:, :, :0], QUERY[2][:, :, :0]), {}, "sm_90", ("portable",), ("query terms", "portable: d_query, d_bias"),
@@ -154,7 +194,7 @@ def test_named_calls_have_these_kernels_for_these_reasons(name: str) -> None:
     assert {row: reason for row, reason in words.items() if not told[row].startswith(reason)} == {}
     for one in explained.passes:
         assert all(f'"{row}"' in str(one) for row in one.rows)
-        assert all(reason in str(explained) for _, reason in one.refusals)
+        assert all(f"    {reason}\n" in str(explained) for _, reasons in one.refusals for reason in reasons.split("; "))
 
 
 @pytest.mark.parametrize(

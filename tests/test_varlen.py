@@ -432,10 +432,21 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 FULL = r"a shape broadcastable to \(sequences, H, max_seqlen_q, max_seqlen_k\) = \(2, 4, 4, 6\) with 4 or 2 or 1 heads"
+HEADS_FIRST = r"; \(H, T, D\) layout\? transpose\(0, 1\) makes it \(T, H, D\)$"
+
+
+def unread(**tensors: Tensor) -> dict[str, Tensor]:
+    """On a device whose tensors are not read, as those of a GPU."""
+    return {name: x.to("meta") for name, x in (tensors | dict(cu_seqlens_q=ends((1, 4)), cu_seqlens_k=ends((6, 1)))).items()}
+
+
 ERRORS = [
     ("query-not-a-tensor", dict(query=[1.0]), TypeError, "query: expected a torch.Tensor, received list"),
     ("query-sparse", dict(query=zeros(5, 4, 8).to_sparse()), TypeError, "query: expected a dense tensor, received layout torch.sparse_coo"),
     ("query-axes", dict(query=zeros(1, 5, 4, 8)), ValueError, r"query: expected 3 axes \(total, heads, head dim\), received shape \(1, 5, 4, 8\)"),
+    ("padded-query", dict(query=zeros(1, 5, 4, 8)), ValueError, r"query: expected 3 axes .*, received shape \(1, 5, 4, 8\); a batch of padded rows is for dmattn\.attention$"),
+    ("heads-first", dict(query=zeros(4, 5, 8), key=zeros(2, 7, 8), value=zeros(2, 7, 8)), ValueError, rf"cu_seqlens_q: .* the 4 tokens, received \[0, 1, 5\]{HEADS_FIRST}"),
+    ("heads-first-unread", unread(query=zeros(4, 5, 8), key=zeros(2, 7, 8), value=zeros(2, 7, 8)), ValueError, f"key: .* query's 5, received 7{HEADS_FIRST}"),
     ("key-axes", dict(key=zeros(7, 16)), ValueError, r"key: expected 3 axes \(total, heads, head dim\), received shape \(7, 16\)"),
     ("value-axes", dict(value=zeros(7)), ValueError, r"value: expected 3 axes \(total, heads, head dim\), received shape \(7,\)"),
     ("query-dtype", dict(query=zeros(5, 4, 8, dtype=torch.int64)), ValueError, "query: expected a dtype of float16.* received torch.int64"),

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from . import plans
-from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW
+from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
 from .traits import (
     D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
@@ -51,16 +51,16 @@ class Row(NamedTuple):
     borrows: frozenset[str] = frozenset()
 
     def refusal(self, traits: Traits) -> str | None:
-        """Why the row does not serve a call, or should not; None if it serves."""
+        """Why the row does not serve a call, or should not: all reasons, joined by "; ", or None if it serves."""
         if self.targets is not None and traits.family not in self.targets:
-            return f"is for {', '.join(sorted(self.targets))}, not {traits.family}"
-        unknown = traits.features - self.understands
-        named = ("causal or window" if feature == "window" else feature for feature in sorted(unknown))
-        return f"does not serve {', '.join(named)}" if unknown else self.plan(traits)
+            return f"is for {', '.join(sorted(self.targets))}, not {named_family(traits.family)}"
+        named = [named_feature(feature) for feature in sorted(traits.features - self.understands)]
+        unknown = [f"does not serve {', '.join(named)}"] if named else []
+        return "; ".join([*unknown, *filter(None, [self.plan(traits)])]) or None
 
 
 class Refusal(NamedTuple):
-    """A row that was asked in vain, with its reason."""
+    """A row that was asked in vain, with its reasons."""
 
     row: str
     reason: str
@@ -82,7 +82,7 @@ def choose_forward(traits: Traits) -> Choice:
         if reason is None:
             return Choice(row, row.makes, tuple(refusals))
         refusals.append(Refusal(row.name, reason))
-    raise NotImplementedError(_nobody(refusals))
+    raise NotImplementedError(_nobody(traits, refusals))
 
 
 def choose_backward(traits: Traits) -> tuple[Choice, ...]:
@@ -102,7 +102,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
         made |= makes | row.besides
         missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
-        raise NotImplementedError(_nobody([refusal for row, refusal in refusals if row.makes & missing]))
+        raise NotImplementedError(_nobody(traits, [refusal for row, refusal in refusals if row.makes & missing]))
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if any(_reads_columns(choice, traits) for choice in chosen):
@@ -120,8 +120,9 @@ def _reads_columns(choice: Choice, traits: Traits) -> bool:
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
 
-def _nobody(refusals: list[Refusal]) -> str:
-    return "dmattn: no kernel serves this call: " + "; ".join(f"{refusal.row} {refusal.reason}" for refusal in refusals)
+def _nobody(traits: Traits, refusals: list[Refusal]) -> str:
+    """What is not supported, in words: the last row serves the most calls. The others' reasons do not help."""
+    return f"dmattn: no kernel serves this call on {named_family(traits.family)}: {refusals[-1].row} {refusals[-1].reason}"
 
 
 def _loading(row: Row) -> Row:

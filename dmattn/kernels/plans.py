@@ -1,16 +1,20 @@
-"""Why a family of kernels does not serve a call whose features it understands, or why another is faster: the plans of the table's rows.
+"""Why a family of kernels does not serve a call, or why another is faster, beside features: the plans of the table's rows.
 
-A plan gives the reason in words for who makes the call, or None where the row serves.
+A plan gives all reasons in words for who makes the call, joined by "; ", or None where the row serves. None of them has a "; " of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import ParamSpec
 
 import torch
 import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, named_family
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -20,12 +24,14 @@ from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
 from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
 
-_GROUPED = "heads share keys: kernels that sum over a group of heads serve them"
-_CROWDED = "beside numbers of distances a mask takes too many registers"
-_OF_NARROW = "serves head dims from 33 to 64"
+P = ParamSpec("P")
+_RESULTS = frozenset({"out", "d_out", "d_query"})
+_UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
+_OF_NARROW = "with head dims from 33 to 64"
 _MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
 _WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
-_OF_NARROWEST = "serves head dims to 32"
+_OF_NARROWEST = "with head dims to 32"
+_SHORT = 128  # queries and keys up to which the portable forward kernel is the faster one of the narrowest heads beside a mask of keys
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 _PAIRWISE = frozenset({"mask of pairs", "block mask", "intervals"})
 
@@ -35,8 +41,33 @@ def _find_tile(kernel: str, traits: Traits) -> Tile:
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
+def joined(reasons: Callable[P, Iterator[str | None]]) -> Callable[P, str | None]:
+    """A plan of what a function yields: reasons, or None where there is none."""
+
+    @wraps(reasons)
+    def plan(*args: P.args, **named: P.kwargs) -> str | None:
+        each = dict.fromkeys(filter(None, reasons(*args, **named)))
+        return "; ".join(each) if each else None
+
+    return plan
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dims(traits: Traits) -> str:
+    return f"{traits.head_dim} of queries and {traits.value_dim} of values"
+
+
 def _without_tile(traits: Traits) -> str:
-    return f"has no tile for {traits.dtype} with head dims {traits.head_dim} and {traits.value_dim} on {traits.family}"
+    return f"does not serve {_word(traits.dtype)} with head dims {_dims(traits)} on {named_family(traits.family)}"
+
+
+def _grouped(traits: Traits) -> str | None:
+    if traits.heads == traits.kv_heads:
+        return None
+    return f"serves as many heads of keys as of queries, not {traits.kv_heads} for {traits.heads}"
 
 
 def _are_narrow(traits: Traits) -> bool:
@@ -47,22 +78,22 @@ def _are_narrowest(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) <= 32
 
 
-def _narrowest(traits: Traits, loads_pairs: bool) -> str | None:
-    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip.
+@joined
+def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False) -> Iterator[str]:
+    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip, or `short`.
 
     Of others these kernels are not known to be the faster ones.
     """
-    most = hopper_resident.MOST_KEYS
+    most = _SHORT if short else hopper_resident.MOST_KEYS
     if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
-        return f"{_OF_NARROWEST} beside a bias of pairs that the copy engine addresses, with sinks or a mask of keys, and no other rule"
-    if traits.bias.batch == traits.batch:
-        return f"{_OF_NARROWEST} where batch entries share the bias"
+        yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
+    if traits.features >= PAIR_BIAS and traits.bias.batch == traits.batch:
+        yield f"{_OF_NARROWEST} is for a bias that batch entries share"
     if min(traits.len_q, traits.len_k) <= most:
-        return f"{_OF_NARROWEST} with more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
+        yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
     blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
     if blocks < _FULL * traits.processors:
-        return f"{_OF_NARROWEST} with {_FULL * traits.processors} blocks of 128 queries or more, not {blocks}"
-    return None
+        yield f"{_OF_NARROWEST} is for {_FULL * traits.processors} blocks of 128 queries or more, over batch and heads, not {blocks}"
 
 
 def are_wide(traits: Traits) -> bool:
@@ -80,38 +111,63 @@ def _sees_all_before(traits: Traits) -> bool:
     return traits.left is None and traits.right is not None
 
 
-def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs: bool = False) -> str | None:
+@joined
+def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs: bool = False) -> Iterator[str]:
     """What any kernel for Hopper asks: 16-bit tensors that the copy engine addresses, those in `copied` too, and a positive scale.
 
     A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. A kernel that `loads_pairs` does
     so where the copy engine does not address a bias or mask of them.
     """
     if not traits.gluon:
-        return "needs Triton 3.6 or later"
+        yield "needs Triton 3.6 or later"
     dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
     alike = dim == value_dim or (dim, value_dim) == (128, 64)  # values of 64 are copied as if they had 128
-    if max(dim, value_dim) not in dims or not (alike or are_wide(traits)):
-        return (
-            f"serves head dims padded to {' or '.join(map(str, dims))} here, not {traits.head_dim} of queries and {traits.value_dim} of values"
-        )
+    if max(dim, value_dim) not in dims:
+        least = 1 if dims[0] == 16 else dims[0] // 2 + 1
+        yield f"serves head dims from {least} to {dims[-1]}, by the larger, not {_dims(traits)}"
+    elif not (alike or are_wide(traits)):
+        yield f"serves head dims that round up to the same power of 2, not {_dims(traits)}"
     if traits.len_q <= 64:
-        return f"is for more than 64 queries, not {traits.len_q}"
+        yield f"is for more than 64 queries, not {traits.len_q}"
     if traits.len_k == 0:
-        return "there is no key"
+        yield "there is no key"
     if "intervals" in traits.features and traits.len_q > 1 << 22:
-        return f"{traits.len_q} queries under intervals are more than {1 << 22}, beyond which twice a place is not exact in float32"
+        yield f"serves up to {1 << 22} queries under an IntervalMask, not {traits.len_q}, as twice a place is to be exact in float32"
     if not 2.0**-64 <= traits.scale <= 2.0**64:
-        return f"scale {traits.scale} is not from 2**-64 to 2**64"
+        yield f"serves a scale from 2**-64 to 2**64, not {traits.scale}"
     if traits.wide:
-        return f"{', '.join(sorted(traits.wide))}: a stride of 2**22 or more, with which an offset within a tile needs more than 32 bits"
+        yield f"{', '.join(sorted(traits.wide))}: a stride of 2**22 elements or more between queries or keys needs offsets of more than 32 bits"
     if traits.bias is not None and traits.bias.dtype == torch.float64:
-        return "bias of float64 takes too many registers: convert it to float32"
+        yield "bias: float64 takes too many registers: convert it to float32"
     asked = {"query", "key", "value", *copied} | (set() if loads_pairs else {"bias"})
-    return next((why for name, why in traits.uncopyable if name in asked), None)
+    yield from _uncopyable(traits, asked)
+
+
+def _uncopyable(traits: Traits, asked: set[str]) -> Iterator[str]:
+    """Why the copy engine cannot address those tensors of a call; one reason for all that share it.
+
+    A result lies as its input does, so that what is said of the input is enough.
+    """
+    names: dict[tuple[str, str], list[str]] = {}
+    by_name = dict(traits.uncopyable)
+    for name, why in traits.uncopyable:
+        follows = (name == "d_bias" and "bias" in by_name) or (name in _RESULTS and traits.dtype.itemsize > 2)
+        if name in asked and not (follows and {"query", "bias"} & asked & by_name.keys()):
+            before, _, after = why.partition(name)
+            names.setdefault((before, after), []).append(name)
+    for (before, after), named in names.items():
+        yield f"{before}{', '.join(named)}{after}"
 
 
 def _only_intervals(traits: Traits) -> str | None:
-    return None if "intervals" in traits.features else "is for intervals, of which there are none"
+    return None if "intervals" in traits.features else "is for an IntervalMask, and there is none"
+
+
+def _without_distances(traits: Traits, *besides: frozenset[str]) -> str | None:
+    """A mask beside numbers of distances takes too many registers; the keys of a tile lie apart, and have no distances in common."""
+    if "bias of distances" not in traits.features or traits.features.isdisjoint(frozenset().union(*besides)):
+        return None
+    return "serves no mask beside a RelativeBias: where it hides padding, dmattn.attention_varlen of the packed sequences needs none"
 
 
 def always(traits: Traits) -> None:
@@ -120,180 +176,198 @@ def always(traits: Traits) -> None:
 
 def portable(traits: Traits) -> str | None:
     """Float32 with head dims over 256 has no tile; the backward pass of such a call does not come to be."""
-    return _without_tile(traits) if _find_tile("forward", traits).block_m == 0 else None
+    if _find_tile("forward", traits).block_m:
+        return None
+    return f"{_without_tile(traits)}: pass a head dim up to 256, or float16 or bfloat16, or float64, which PyTorch's operations serve"
 
 
-def one_tile(traits: Traits) -> str | None:
+@joined
+def one_tile(traits: Traits) -> Iterator[str | None]:
     """One tile holds all pairs of a (batch, head)."""
     tile = _find_tile("one tile", traits)
     if tile.block_m == 0:
-        return _without_tile(traits)
-    if traits.heads != traits.kv_heads:
-        return _GROUPED
+        yield _without_tile(traits)
+        return
+    yield _grouped(traits)
     if traits.len_k == 0:
-        return "there is no key"
+        yield "there is no key"
     if traits.len_q > tile.block_m or traits.len_k > tile.block_n:
-        return f"{traits.len_q} x {traits.len_k} pairs are more than one tile of {tile.block_m} x {tile.block_n}"
-    return None
+        yield f"serves up to {tile.block_m} queries and {tile.block_n} keys, not {traits.len_q} and {traits.len_k}"
 
 
-def split_keys(traits: Traits) -> str | None:
+@joined
+def split_keys(traits: Traits) -> Iterator[str]:
     """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
-        return _without_tile(traits)
+        yield _without_tile(traits)
+        return
     visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
     least = portable_split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        return f"is for few queries over many keys: {visible} visible keys are fewer than {2 * least}, two splits of them"
+        yield f"is for few queries over many keys, as in decoding: {2 * least} visible keys or more for {traits.len_q} queries, not {visible}"
     if group > limits.block_m:
-        return f"{group} heads share keys, more than the {limits.block_m} rows of a tile"
+        yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
+        return
     _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     packed = group > 1 and traits.len_q <= queries
     if not packed and 2 * programs > traits.processors:
-        return f"{programs} programs keep {traits.processors} processors busy with whole keys"
-    return None
+        yield f"batch and heads make {programs} programs, which keep {traits.processors} multiprocessors busy without splitting keys"
 
 
-def hopper_forward(traits: Traits, loads_pairs: bool = False) -> str | None:
+@joined
+def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
-    if {"intervals", "bias of distances"} <= traits.features:
-        return "keys of a tile lie apart under intervals, and have no distances in common"
+    yield _without_distances(traits, MASKS, INTERVALS)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
-        return f"{_OF_NARROW} without a mask of pairs, a block mask or intervals, beside which the portable kernel is faster"
+        yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk), a BlockMask or an IntervalMask to the portable kernel, which is faster"
     if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
-        return f"{_OF_NARROW} with a window of {_WIDE_WINDOW} keys or more, not {_window(traits)}"
-    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
-        return _CROWDED
-    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
-        return reason
-    return _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
+        yield f"{_OF_NARROW} leaves windows of fewer than {_WIDE_WINDOW} keys, here {_window(traits)}, to the portable kernel, which is faster"
+    if _are_narrowest(traits):
+        beside_mask = "mask of keys" in traits.features
+        yield _narrowest(traits, loads_pairs, short=beside_mask)
+    yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
-def _resident(traits: Traits, height: int, *copied: str) -> str | None:
+@joined
+def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]:
     """Members enough of each slice of the bias, for programs that have so many of its rows."""
     most, fewest = hopper_resident.MOST_KEYS, hopper_resident.FEWEST_MEMBERS
     bias = traits.bias
     if bias is None:
-        return "there is no bias to keep on chip"
+        yield _UNBIASED
+        return
     if bias.batch > 1 and bias.batch == traits.batch:
-        return "batch entries do not share the bias"
+        yield "is for a bias that batch entries share"
     if traits.len_k > most:
-        return f"{traits.len_k} keys are more than fit on chip, {most}"
-    reason = _on_hopper(traits, (16, hopper_resident.DIM), *copied)
-    if reason is not None:
-        return reason
+        yield f"serves up to {most} keys, not {traits.len_k}"
+    yield _on_hopper(traits, (16, hopper_resident.DIM), *copied)
     if bias.dtype != traits.dtype:
-        return f"bias of {bias.dtype} beside queries of {traits.dtype}: convert it"
+        yield f"serves a bias in query's {_word(traits.dtype)}, not {_word(bias.dtype)}"
     if traits.members < fewest:
-        return f"{traits.members} (batch, head) share a slice of the bias, fewer than {fewest}"
+        yield f"is for a bias that at least {fewest} (batch, head) share, not {traits.members}"
     walked = triton.cdiv(traits.len_q, height) * traits.batch * traits.heads
     if walked < fewest * traits.processors:
-        return f"{walked} blocks of queries are fewer than {fewest} for each of {traits.processors} processors"
-    return None
+        yield f"is for at least {fewest * traits.processors} blocks of {height} queries, over batch and heads, not {walked}"
 
 
 def resident_forward(traits: Traits) -> str | None:
+    """As `_resident`, for programs of one block of queries for each consumer."""
     consumers = consumers_of(traits.len_q, hopper_resident.DIM)
     return _resident(traits, hopper_resident_forward.BLOCK_M.value * consumers, "out")
 
 
-def resident_backward(traits: Traits) -> str | None:
+@joined
+def resident_backward(traits: Traits) -> Iterator[str | None]:
     """One answer for d_query and d_bias and for d_key and d_value, so that either both rows serve or none."""
     if traits.len_q > hopper_resident.MOST_KEYS:
-        return f"{traits.len_q} queries are more than fit on chip, {hopper_resident.MOST_KEYS}"
-    if traits.heads != traits.kv_heads:
-        return _GROUPED
-    return _resident(traits, 64, "d_out", "d_query")
+        yield f"serves up to {hopper_resident.MOST_KEYS} queries, not {traits.len_q}"
+    yield _grouped(traits)
+    yield _resident(traits, 64, "d_out", "d_query")
 
 
-def whole_rows(traits: Traits) -> str | None:
+@joined
+def whole_rows(traits: Traits) -> Iterator[str | None]:
     """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules.
 
     It serves short rows under a mask, which the rows with the bias on chip leave.
     """
-    if traits.heads != traits.kv_heads:
-        return _GROUPED
+    yield _grouped(traits)
     tile = _find_tile("whole rows", traits)
     if tile.block_m == 0:
-        return f"{_without_tile(traits)}, as it keeps all queries of a (batch, head) in registers"
+        yield _without_tile(traits)
+        return
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
-        return f"{traits.len_q} x {traits.len_k} pairs are no whole tiles of {tile.block_m} x {tile.block_n}"
+        yield f"serves multiples of {tile.block_m} queries and {tile.block_n} keys, not {traits.len_q} and {traits.len_k}"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
-        return f"head dims {traits.head_dim} and {traits.value_dim} are not both powers of 2 from 16 on"
+        yield f"serves head dims that are powers of 2 from 16 on, not {_dims(traits)}"
     if traits.len_q > portable_rows.MOST_QUERIES:
-        return f"{traits.len_q} queries are more than registers hold, {portable_rows.MOST_QUERIES}"
-    sequences, fewest = traits.batch * traits.heads, portable_rows.PROGRAMS_PER_PROCESSOR
-    if sequences < fewest * traits.processors:
-        return f"{sequences} (batch, head) are fewer than {fewest} for each of {traits.processors} processors"
-    return None
+        yield f"serves up to {portable_rows.MOST_QUERIES} queries, as many as fit in registers, not {traits.len_q}"
+    sequences, fewest = traits.batch * traits.heads, portable_rows.PROGRAMS_PER_PROCESSOR * traits.processors
+    if sequences < fewest:
+        yield f"is for at least {fewest} (batch, head), not {sequences}"
 
 
-def shared_query(traits: Traits) -> str | None:
+@joined
+def shared_query(traits: Traits) -> Iterator[str | None]:
     """Few (batch, head) share the bias, so that one program has registers for d_query of all, and there are programs enough."""
-    reason = _on_hopper(traits, (64, 128), "d_out", "d_bias")
-    if reason is not None:
-        return reason
+    yield _on_hopper(traits, (64, 128), "d_out", "d_bias")
+    if traits.bias is None:
+        yield _UNBIASED
+        return
     blocks = hopper_shared_query_grad.blocks_of(traits.members, block_dim(traits.head_dim))
     if blocks == 0:
-        return f"{traits.members} (batch, head) share a slice of the bias, and registers are for few, but for more than one"
+        yield f"is for a bias that several (batch, head) share, as many as registers suffice for, not {traits.members}"
+        return
     programs = triton.cdiv(traits.len_q, blocks * BLOCK_M.value) * traits.bias.batch * traits.bias.heads
     places = triton.cdiv(programs, traits.processors) * traits.processors
     if programs < hopper_shared_query_grad.LEAST_FILL[blocks] * places:
-        return f"{programs} programs leave many of {traits.processors} processors idle"
-    return None
+        yield f"rows of the bias make {programs} programs, which leave many of {traits.processors} multiprocessors idle"
 
 
-def stores_d_scores(traits: Traits) -> str | None:
+@joined
+def stores_d_scores(traits: Traits) -> Iterator[str]:
     """d_bias of pairs is dS, which the kernel of keys stores and d_query is the product of."""
     if traits.wanted.isdisjoint({D_KEY, D_VALUE}):
-        return "neither d_key nor d_value is wanted, beside which d_bias would be made"
-    if traits.bias.dtype not in (traits.dtype, torch.float32):
-        return f"d_bias of {traits.bias.dtype} rounds dS more than products do: give the bias {traits.dtype} or float32"
-    return None
+        yield "makes d_bias beside d_key or d_value, and neither is wanted"
+    if traits.bias is not None and traits.bias.dtype not in (traits.dtype, torch.float32):
+        own = _word(traits.dtype)
+        yield f"d_bias in {_word(traits.bias.dtype)} loses more than {own} does: convert the bias to {own} or float32"
 
 
-def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> str | None:
+@joined
+def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """d_bias of pairs and a mask of them are copied, too, where the kernel loads no pairs."""
     d_bias = () if loads_pairs else ("d_bias", "mask")
-    return stores_d_scores(traits) or _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
+    yield stores_d_scores(traits)
+    yield _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
-def hopper_interval_keys_and_bias(traits: Traits) -> str | None:
-    return _only_intervals(traits) or hopper_keys_and_bias(traits)
+@joined
+def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
+    """The same by intervals."""
+    yield _only_intervals(traits)
+    yield hopper_keys_and_bias(traits)
 
 
-def hopper_query(traits: Traits, loads_pairs: bool = False) -> str | None:
+@joined
+def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
     if D_BIAS_OF_PAIRS in traits.wanted:
-        return "d_bias of pairs is wanted, too, and made beside d_query by another kernel"
-    if "bias of distances" in traits.features:
-        if not traits.features.isdisjoint(MASKS | INTERVALS):
-            return "keys of a tile lie apart under a mask or intervals, and have no distances in common"
-        if D_QUERY not in traits.wanted:
-            return "d_query is not wanted, beside which sums at the ends of a table are made"
+        yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
+    yield _without_distances(traits, MASKS, INTERVALS)
+    if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
+        yield "makes sums for the gradient of a RelativeBias beside d_query, which is not wanted"
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
-        return f"{_OF_NARROW} beside a bias of pairs, or causal ones of {_MANY_KEYS} keys; others are faster in the portable kernel"
+        yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or causal calls of {_MANY_KEYS} keys, as others are faster in the portable kernel"
     if _are_narrowest(traits):
         if "mask of keys" not in traits.features:
-            return f"{_OF_NARROWEST} beside a mask of keys, without which the portable kernel is faster"
-        if (reason := _narrowest(traits, loads_pairs)) is not None:
-            return reason
-    return _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
+            yield f"{_OF_NARROWEST} is for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"
+        yield _narrowest(traits, loads_pairs)
+    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 
 
-def hopper_keys(traits: Traits, loads_pairs: bool = False) -> str | None:
-    if "bias of distances" in traits.features and not traits.features.isdisjoint(MASKS):
-        return _CROWDED
-    if _are_narrowest(traits) and (reason := _narrowest(traits, loads_pairs)) is not None:
-        return reason
-    return _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
+@joined
+def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """A mask of pairs is copied, too, where the kernel loads no pairs."""
+    yield _without_distances(traits, MASKS)
+    if _are_narrowest(traits):
+        yield _narrowest(traits, loads_pairs)
+    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 
-def hopper_interval_keys(traits: Traits) -> str | None:
-    return _only_intervals(traits) or hopper_keys(traits)
+@joined
+def hopper_interval_keys(traits: Traits) -> Iterator[str | None]:
+    """The same by intervals."""
+    yield _only_intervals(traits)
+    yield hopper_keys(traits)
 
 
-def hopper_shared(traits: Traits, loads_pairs: bool = False) -> str | None:
+@joined
+def hopper_shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """A loaded bias of float32 has no room in shared memory beside wide heads. Narrow heads only where the portable kernel is slower."""
+    if _are_narrow(traits) and "mask of keys" in traits.features:
+        yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) to the portable kernel, which is faster"
     if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
-        return f"bias of {traits.bias.dtype} leaves no room in shared memory beside head dims over 64"
-    return _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)
+        yield f"bias: {_word(traits.bias.dtype)} leaves no room in shared memory beside head dims over 64: convert it to 16 bits"
+    yield _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)

@@ -57,7 +57,7 @@ class Bias(NamedTuple):
 class Traits(NamedTuple):
     """One call. Of a problem with an order of its keys they are the traits of the copies in that order (reorder.py).
 
-    `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with the reason; `wide` the names of tensors in which an
+    `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with each reason; `wide` the names of tensors in which an
     offset within a tile may need more than 32 bits. `wanted` are the results of a backward pass.
     """
 
@@ -114,8 +114,8 @@ class Traits(NamedTuple):
         results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: Placed.of(x) for name, x in results.items() if x is not None}
-        uncopyable = {name: why for name, x in copied.items() if (why := why_not_copied(name, *x)) is not None}
-        loaded = {"mask", *_INTERVALS, "bias"} - ({"bias"} & copied.keys() - uncopyable.keys())
+        uncopyable = tuple((name, why) for name, x in copied.items() for why in why_not_copied(name, *x))
+        loaded = {"mask", *_INTERVALS, "bias"} - ({"bias"} & copied.keys() - dict(uncopyable).keys())
         pointed = {name: x for name, x in given.items() if name in loaded}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
         if bias is not None:
@@ -137,7 +137,7 @@ class Traits(NamedTuple):
             left=problem.left,
             right=problem.right,
             scale=problem.scale,
-            uncopyable=tuple(uncopyable.items()),
+            uncopyable=uncopyable,
             # Of an axis of 1, too, whose stride nobody uses.
             wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),
             wanted=frozenset(name for name, x in made.items() if x is not None),

@@ -48,11 +48,11 @@ class Described(Tensor):
 
     def _made(self) -> Tensor:
         """The exact tensor, of the description's shape."""
-        raise NotImplementedError
+        raise NotImplementedError(f"dmattn: {type(self).__name__} does not make its tensor: define _made in it")
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The same description there, and in that dtype; None where that would be none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"dmattn: {type(self).__name__} does not move to another device or dtype: define _moved in it")
 
     def dense(self) -> Tensor:
         """The exact tensor."""

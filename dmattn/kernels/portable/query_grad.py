@@ -74,7 +74,7 @@ def _query_gradients_kernel(
     stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
     dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
-    tensors = (k, v, d_q, d_bias, end_sums)
+    held = (q_tiles, d_out_tiles, (k, v, d_q, d_bias, end_sums), rules, seq, rows, dims, value_dims)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     if rules.table is not None and rules.lists is None and not STORED:
         # Outer tiles, of keys before the queries and after, whose pairs have one number for their bias; then inner ones.
@@ -90,86 +90,23 @@ def _query_gradients_kernel(
             start = step + tl.where(before, 0, inner_end - inner_begin)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, lanes = _add_tile(
-                q_tiles,
-                d_out_tiles,
-                (None, stats[1]),
-                tensors,
-                rules,
-                seq,
-                dq,
-                lanes,
-                rows,
-                cols,
-                dims,
-                value_dims,
-                EDGE=True,
-                STORED=False,
-                PRECISION=PRECISION,
-                before=before,
-                bias2=(lowered2 + tl.where(before, first2, last2))[:, None],
-            )
+                *held, (None, stats[1]), dq, lanes, cols, EDGE=True, STORED=False, PRECISION=PRECISION,
+                before=before, bias2=(lowered2 + tl.where(before, first2, last2))[:, None],
+            )  # fmt: skip
         ends = (tl.sum(lanes[0], 1), tl.sum(lanes[1], 1))
         for start in tl.range(inner_begin, inner_end, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
-            dq, ends = _add_tile(
-                q_tiles,
-                d_out_tiles,
-                stats,
-                tensors,
-                rules,
-                seq,
-                dq,
-                ends,
-                rows,
-                cols,
-                dims,
-                value_dims,
-                EDGE=True,
-                STORED=False,
-                PRECISION=PRECISION,
-            )
+            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=False, PRECISION=PRECISION)
         end = begin
     for step in tl.range(begin, end, BLOCK_N):
         start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
-        dq, ends = _add_tile(
-            q_tiles,
-            d_out_tiles,
-            stats,
-            tensors,
-            rules,
-            seq,
-            dq,
-            ends,
-            rows,
-            cols,
-            dims,
-            value_dims,
-            EDGE=True,
-            STORED=STORED,
-            PRECISION=PRECISION,
-        )
+        dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=STORED, PRECISION=PRECISION)
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            dq, ends = _add_tile(
-                q_tiles,
-                d_out_tiles,
-                stats,
-                tensors,
-                rules,
-                seq,
-                dq,
-                ends,
-                rows,
-                cols,
-                dims,
-                value_dims,
-                EDGE=False,
-                STORED=STORED,
-                PRECISION=PRECISION,
-            )
+            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, STORED=STORED, PRECISION=PRECISION)
     if rules.lists is None and rules.ends is None and not STORED:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
@@ -186,7 +123,7 @@ def _query_gradients_kernel(
 
 @triton.jit
 def _add_tile(
-    q_tiles, d_out_tiles, stats, tensors, rules, seq, dq, ends, rows, cols, dims, value_dims,
+    q_tiles, d_out_tiles, tensors, rules, seq, rows, dims, value_dims, stats, dq, ends, cols,
     EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr, before=None, bias2=None,
 ):  # fmt: skip
     """One tile of keys added to (dq, ends), each only if it is wanted: dS, stored if dBias is wanted or read where it is STORED already.
