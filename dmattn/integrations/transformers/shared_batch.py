@@ -35,6 +35,7 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids",
 _PADDING = ("attention_mask", "decoder_attention_mask")  # (B, S)
 _OF_ALL = ("cu_seq_lens_q", "cu_seq_lens_k", "num_items_in_batch")
 _UNSUPPORTED = ("past_key_values", "encoder_outputs", "use_cache", "logits_to_keep", "output_router_logits")
+_OF_CONFIGURATIONS = ("output_router_logits", "return_dict")  # which say it where a call does not
 _STRETCHING = frozenset({"dynamic", "longrope"})  # rotary embeddings that go by the largest place that they are given
 _IGNORED = -100  # the label that no loss counts
 
@@ -43,16 +44,17 @@ class SharedModel:
     """A model, from when ranks begin to share its sequences until :meth:`end`. Its configurations are to be set to `name`."""
 
     def __init__(self, model: nn.Module, sharing: Sharing, name: str) -> None:
-        models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        kinds = {kind.__name__ for kind in type(models[0]).__mro__ if kind.__module__.startswith("transformers.models.")}
+        models = _models(model)
+        outermost = type(models[0] if models else model)
+        kinds = {kind.__name__ for kind in outermost.__mro__ if kind.__module__.startswith("transformers.models.")}
         if kinds.isdisjoint((*_DECODERS, *_ENCODER_DECODERS)):
             expected = f"a model whose sequences ranks can share: {', '.join((*_DECODERS, *_ENCODER_DECODERS))}"
-            raise ValueError(f"dmattn: model: expected {expected}, received {type(models[0]).__name__}")
+            raise ValueError(f"dmattn: model: expected {expected}, received {outermost.__name__}")
         stretching = _STRETCHING.intersection(_rope_types(getattr(models[0].config, "rope_parameters", None)))
         if stretching:
             expected = "rotary embeddings that do not depend on the length, of which a rank has its share"
             raise ValueError(f"dmattn: model: expected {expected}, received rope_type {sorted(stretching)[0]!r}")
-        self.sharing, self.name, self._inner = sharing, name, models[0]  # inside what wraps it, as adapters do
+        self.sharing, self.name = sharing, name
         self._configs: list[PreTrainedConfig] = [each.config for each in models]
         self._decodes_alone = kinds.isdisjoint(_ENCODER_DECODERS)
         self._positional = tuple(inspect.signature(model.forward).parameters)
@@ -88,7 +90,7 @@ class SharedModel:
             batch["use_cache"] = False
         labels = batch.pop("labels", None)
         if labels is not None:
-            self._share_labels(batch, labels)
+            self._share_labels(model, batch, labels)
         for name in _PADDING:
             if name in batch and bool((batch[name] != 0).all()):
                 del batch[name]
@@ -110,7 +112,7 @@ class SharedModel:
             output.loss = unshard(loss[None], 0, group=self.sharing.ranks.group, order=CONTIGUOUS).sum()
         return output
 
-    def _share_labels(self, batch: dict[str, Any], labels: Tensor) -> None:
+    def _share_labels(self, model: nn.Module, batch: dict[str, Any], labels: Tensor) -> None:
         """Labels of this rank's tokens, shifted while all are here, such that the shares of the loss sum to it."""
         if self._decodes_alone:
             shifted = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
@@ -118,7 +120,7 @@ class SharedModel:
             batch["labels"] = batch["shift_labels"] = self._share(shifted)
             return
         if "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
-            batch["decoder_input_ids"] = self._inner._shift_right(labels)
+            batch["decoder_input_ids"] = _models(model)[0]._shift_right(labels)
         batch["labels"] = self._share(labels)
         self._weight = (batch["labels"] != _IGNORED).sum() / (labels != _IGNORED).sum()
 
@@ -131,11 +133,12 @@ class SharedModel:
         if changed:
             received = changed[0]._attn_implementation
             raise ValueError(f"dmattn: attn_implementation: expected what enable() set, {self.name!r}, until disable(), received {received!r}")
+        asked = {name: getattr(self._configs[0], name, None) for name in _OF_CONFIGURATIONS} | batch
         for name in _UNSUPPORTED:
-            given = batch.get(name)
+            given = asked.get(name)
             if given is not None and (isinstance(given, Tensor) or given):
                 raise ValueError(f"dmattn: {name}: expected none where ranks share a sequence, received {type(given).__name__}")
-        if batch.get("return_dict") is False:
+        if asked.get("return_dict") is False:
             raise ValueError("dmattn: return_dict: expected True where ranks share a sequence, received False")
         packed = "cu_seq_lens_q" in batch or "cu_seq_lens_k" in batch
         if packed and not self._decodes_alone:
@@ -163,6 +166,11 @@ class SharedModel:
                 "places that rise by one, or cu_seq_lens_q and cu_seq_lens_k beside those of packed documents, where ranks share a sequence"
             )
             raise ValueError(f"dmattn: position_ids: expected {expected}, received others")
+
+
+def _models(model: nn.Module) -> list[PreTrainedModel]:
+    """Those of Transformers in a model, the outermost first, which may be inside what wraps it, as adapters do."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

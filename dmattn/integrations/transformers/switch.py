@@ -86,7 +86,8 @@ def enable(model: nn.Module, *, group: Any = None, order: str = "zigzag", strate
             layers, and those that :func:`patch` serves. Beside a `group`: it is another model, is enabled already, or the group is none. The
             model raises on every rank where ranks are given other batches, or what they cannot share.
     """
-    if group is not None and model in _enabled:
+    known = _enabled.get(model) if isinstance(model, nn.Module) else None
+    if known is not None and (group is not None or known.shared is not None):
         raise ValueError("dmattn: model: expected a model that is not enabled beside a group, received one that is; disable() it first")
     before = _switch(model, group, order, strategy)
     _enabled.setdefault(model, before)
