@@ -1,6 +1,6 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
-from . import reference
+from . import compat, reference
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .dynamic import dynamic_mask_attention, topk_mask
@@ -9,6 +9,7 @@ from .first_call import resolve_vector_functions
 from .functional import attention, merge_attention, scaled_dot_product_attention
 from .masks import IntervalMask
 from .module import DynamicMaskAttention, dynamic_bias
+from .sdpa import replace_sdpa
 from .varlen import attention_varlen
 
 resolve_vector_functions()
@@ -22,11 +23,13 @@ __all__ = [
     "RelativeBias",
     "attention",
     "attention_varlen",
+    "compat",
     "dynamic_bias",
     "dynamic_mask_attention",
     "explain",
     "merge_attention",
     "reference",
+    "replace_sdpa",
     "scaled_dot_product_attention",
     "topk_mask",
 ]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+CAUSAL_BIAS = "torch.nn.attention.bias.CausalBias"
 _LSE = "return_lse=True, as the weights are never in memory"
 _COMMON = {
     "deterministic": "nothing, as results always are deterministic",
@@ -115,7 +116,7 @@ def kind(value: Any) -> str:
 def hint_for(value: Any) -> str:
     """What a message about a mask or bias of torch's own, which holds no values to read, adds; empty for anything else."""
     name = kind(value)
-    if name == "torch.nn.attention.bias.CausalBias":
+    if name == CAUSAL_BIAS:
         lower_right = getattr(getattr(value, "variant", None), "name", None) == "LOWER_RIGHT"
         ours = "dmattn.attention(..., causal=True)" if lower_right else "dmattn.scaled_dot_product_attention(..., is_causal=True)"
         return f"; {ours} hides the same keys"

@@ -204,6 +204,21 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
             1, without `enable_gqa`.
     """
+    return as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def as_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    top_left: bool = True,
+) -> Tensor:
+    """:func:`scaled_dot_product_attention`; without `top_left` its `is_causal` is aligned bottom-right."""
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         check_flag(name, flag)
     if is_causal and attn_mask is not None:
@@ -218,7 +233,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask, "a bool or float tensor or None")
     mask, bias = (attn_mask, None) if is_bool else (None, attn_mask)
-    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, None, True, "attn_mask")
+    out, _ = attend(query, key, value, mask, bias, is_causal, None, scale, None, dropout_p, None, top_left, "attn_mask")
     return out[0] if without_heads else out
 
 

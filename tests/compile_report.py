@@ -64,7 +64,6 @@ LAUNCHES = (
     (Case("shared-bias-of-four-d128", 4096, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
     (Case("shared-bias-of-many-d128", 4096, batch=5, heads=16, head_dim=128, bias="1hqk"), BF16),
     (Case("shared-bias-of-many-key-mask-d128", 4096, batch=5, heads=16, head_dim=128, mask="b11k", bias="1hqk"), BF16),
-    (Case("shared-bias-of-many-odd-key-mask-d72", 1001, batch=8, heads=12, head_dim=72, mask="b11k", bias="1hqk"), BF16),
     (Case("key-bias-gqa-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="bg1k", causal=True), BF16),
     (Case("mask-softcap-d128", 4096, heads=16, head_dim=128, mask="11qk", softcap=30.0, bias="bhqk"), BF16),
     (Case("block-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk"), BF16),

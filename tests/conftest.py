@@ -10,6 +10,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,15 @@ def nothing_to_repeat() -> Iterator[None]:
     """No call repeats what one of another test did, which may have changed how the kernels choose."""
     yield
     forget()
+
+
+@pytest.fixture(autouse=True)
+def passes_compile_what_they_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass is rehearsed on a GPU, so that functions which tests watch are called by passes alone, but where rehearsals are tested."""
+    if torch.cuda.is_available() and not interpreting() and request.path.name not in ("test_ahead.py", "test_compilation.py"):
+        from dmattn.kernels.base.ahead import Ahead
+
+        monkeypatch.setattr(Ahead, "active", lambda mode: nullcontext())
 
 
 @pytest.fixture(autouse=True)

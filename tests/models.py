@@ -4,7 +4,8 @@ The rule is that of dmattn/equivalence.py for whole models. Truth is the same st
 of the plain float32 step, in parts of the tensor it stands in; ours may have twice that in every tensor, and two roundings of the tensor and
 of its terms, as these remain where the terms cancel (BERT's key bias: a softmax ignores it). The model's largest gradient stands for the
 terms of every gradient, and the largest logit for those of the loss; no tensor counts as smaller than a twentieth of them. Only real
-positions are compared: what a padded query attends is each implementation's own choice, and no real token reads it.
+positions are compared: what a padded query attends is each implementation's own choice, and no real token reads it. On a GPU both steps have
+float32's own products, so that the models' ways are compared and not the products'.
 """
 
 from __future__ import annotations
@@ -114,6 +115,15 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 def with_truth(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: Any, plain: bool | None = None) -> Step:
     """`step` of the model, and once more in float64 if it is plain PyTorch (by default: if no part of the model is dmattn's) in float32."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        return _with_truth(step, model, batch, plain)
+    finally:
+        matmul.fp32_precision = before
+
+
+def _with_truth(step: Callable[[nn.Module, Any], Step], model: nn.Module, batch: Any, plain: bool | None) -> Step:
     model.zero_grad()
     plain = is_plain(model) if plain is None else plain
     if {parameter.dtype for parameter in model.parameters()} == {torch.float64}:

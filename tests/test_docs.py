@@ -119,16 +119,21 @@ def blocks(kind: str, source: Path = ROOT / "README.md") -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", source.read_text(), flags=re.S | re.M)
 
 
-BIASES = ROOT / "docs" / "biases.md"
-HEADINGS = [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in BIASES.read_text().split("```python\n")[:-1]]
+def headings(source: Path) -> list[str]:
+    """Of the pieces of code of a page."""
+    return [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in source.read_text().split("```python\n")[:-1]]
 
 
-@pytest.mark.parametrize("number", range(len(HEADINGS)), ids=HEADINGS)
-def test_code_about_biases_runs_as_it_stands(number):
+PAGES = [ROOT / "docs" / name for name in ("biases.md", "doors.md")]
+PIECES = [(page, number, heading) for page in PAGES for number, heading in enumerate(headings(page))]
+
+
+@pytest.mark.parametrize(("page", "number"), [piece[:2] for piece in PIECES], ids=[f"{page.stem}-{heading}" for page, _, heading in PIECES])
+def test_code_of_a_page_runs_as_it_stands(page, number):
     torch.manual_seed(0)
-    code = blocks("python", BIASES)[number]
+    code = blocks("python", page)[number]
     assert "assert" in code
-    exec(compile(code, BIASES.name, "exec"), {})
+    exec(compile(code, page.name, "exec"), {})
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

@@ -54,6 +54,7 @@ LAYERS = (
         "dropout",
         "first_call",
         "graphs",
+        "notices",
         "own_rows",
         "precision",
         "recording",
@@ -62,7 +63,7 @@ LAYERS = (
         "states",
         "unions",
     ),
-    ("mask_checks",),
+    ("advice", "mask_checks"),
     ("biases", "mask_mods", "masks"),
     ("block_mask", "fields"),
     ("checks",),
@@ -75,11 +76,11 @@ LAYERS = (
     ("execution.backend", "execution.replay"),
     ("execution.passes",),
     ("execution.derivatives",),
-    ("execution.operators",),
+    ("execution.flops", "execution.operators"),
     ("execution.eager",),
     ("functional",),
     ("dynamic", "explain", "varlen"),
-    ("module",),
+    ("compat", "module", "sdpa"),
     ("__init__",),
     ("distributed.first_derivative", "distributed.ranks", "distributed.shares"),
     ("distributed.messages", "distributed.plan"),
@@ -95,7 +96,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "notices", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
 def imported(code: str) -> set[str]:

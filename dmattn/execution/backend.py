@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..notices import slow
 from ..problem import Gradients, Problem
 from ..recording import not_to_be_repeated
 from ..states import states_shape
@@ -43,6 +44,8 @@ def path(problem: Problem) -> Backend:
     query, bias = problem.query, problem.bias
     if not by_kernels(query):
         not_to_be_repeated()
+        if query.is_cuda:
+            slow("float64 on a GPU is computed by PyTorch in chunks of query rows, not by kernels")
         return torch_path
     interpreted = interpreting()
     if interpreted and torch.bfloat16 in (query.dtype, None if bias is None else bias.dtype):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..graphs import left_out_of_graphs
+from ..notices import slow
 from ..problem import Problem
 from . import torch_path
 from .mapped import Mapped, refuse_batches
@@ -96,6 +97,7 @@ class _Differentiable(torch.autograd.Function):
         if not which.steps:
             return torch.ops.dmattn.forward(*problem)
         if out is None or lse is None:
+            slow("derivatives past the first, in forward mode and of torch.func are computed by PyTorch's formula in chunks of query rows")
             with torch.autocast(problem.query.device.type, enabled=False):
                 return tuple(_in_chunks(which, problem, incoming))
         given, wanted = dict(zip(which.results, incoming, strict=True)), which.names()[1]

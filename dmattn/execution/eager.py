@@ -1,4 +1,4 @@
-"""The door of the public functions: to the operators, or past the dispatcher, where a profiler shows no operator."""
+"""The door of the public functions: to the operators, or past the dispatcher, where a pass tells a profiler its name itself."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
+from .. import advice
 from ..biases import RelativeBias
 from ..block_mask import BlockMask
 from ..checks import Window
@@ -16,9 +17,9 @@ from ..fields import Blocks, Distances, Intervals
 from ..masks import IntervalMask
 from ..problem import Problem, autocast
 from ..rehearsal import thread as rehearsal
-from . import operators, passes
+from . import flops, operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
-from .watching import nothing_watches
+from .watching import nothing_watches, profiled
 
 
 def attend(
@@ -55,9 +56,16 @@ def attend(
     missing = query is None or key is None or value is None
     if missing or not nothing_watches((query, key, value, learned, sinks, *masks)) or forward_ad._current_level >= 0:
         return operators.by_operator(Problem.canonical(query, key, value, *options))
+    if advice.asked:
+        advice.look_at(learned, _name_of(bias, *others))
     query, key, value = autocast(query, key, value)
     fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
     return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
+
+
+def _name_of(bias: Any, top_left: bool = False, mask_name: str | None = None) -> str:
+    """What messages call a bias."""
+    return "bias.table" if type(bias) is Distances else mask_name or "bias"
 
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -65,6 +73,8 @@ def call(problem: Problem) -> tuple[Tensor, Tensor]:
     # a compiler cannot trace the itemgetter
     if torch.compiler.is_compiling() or not nothing_watches((*learned_of(problem), *fixed_of(problem))) or forward_ad._current_level >= 0:
         return operators.by_operator(problem)
+    if advice.asked:
+        advice.look_at(problem.bias, "bias" if problem.zero is None else "bias.table")
     return _directly(passes.forward, (problem,), learned_of(problem), fixed_of(problem))
 
 
@@ -72,6 +82,8 @@ def _directly(
     function: Callable[..., Forward], arguments: tuple, learned: tuple[Any, ...], fixed: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) of a pass; of its arguments, `learned` are what is `LEARNED`, `fixed` the other tensors."""
+    if profiler._is_profiler_enabled:
+        function = profiled("dmattn::forward", function)
     if torch.is_grad_enabled() and any(x.requires_grad for x in learned if x is not None):
         return _apply_directly(function, arguments, fixed, *learned)
     return function(*arguments)[:2]
@@ -82,11 +94,12 @@ def plan(name: str, key_bias: Tensor, valid: Tensor | None, keep: int, len_q: in
     if not nothing_watches((key_bias, valid)):
         return getattr(torch.ops.dmattn, name)(key_bias, valid, keep, len_q)
     directly: dict[str, Any] = {"best": passes.best, "lifetimes": passes.lifetimes}
-    return directly[name](key_bias, valid, keep, len_q)
+    function = profiled(f"dmattn::{name}", directly[name]) if profiler._is_profiler_enabled else directly[name]
+    return function(key_bias, valid, keep, len_q)
 
 
-class _Direct(torch.autograd.Function):
-    """The operator's own functions, without the dispatcher."""
+class DmattnAttention(torch.autograd.Function):
+    """The operator's own functions, without the dispatcher. The name is that of `grad_fn`, in profiles and in anomaly mode."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Forward], arguments: tuple, fixed: tuple, *learned: Any) -> tuple[Tensor, Tensor]:
@@ -103,4 +116,5 @@ class _Direct(torch.autograd.Function):
         return None, None, None, *operators.gradients(ctx, d_out, d_lse, ctx.needs_input_grad[3:])
 
 
-_apply_directly = super(torch.autograd.Function, _Direct).apply  # without what torch.autograd.Function.apply does for torch.func
+_apply_directly = super(torch.autograd.Function, DmattnAttention).apply  # without what torch.autograd.Function.apply does for torch.func
+flops.register_when_imported()

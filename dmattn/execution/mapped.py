@@ -11,6 +11,7 @@ from torch._C import _functorch as functorch
 
 from ..checks import MAPPED_BLOCKS
 from ..masks import BOUNDS
+from ..notices import slow
 
 SHARED = ("mask", *BOUNDS, "blocks", "states", "bias")  # of which one entry may serve all elements
 
@@ -62,6 +63,7 @@ class Mapped(NamedTuple):
         def own(x: Any, axis: int | None, number: int) -> Any:
             return x.select(axis, number) if isinstance(x, Tensor) and axis is not None else x
 
+        slow("torch.func.vmap over packed sequences makes one call for each of its elements")
         each = [function(*(own(x, axis, number) for x, axis in zip(arguments, axes, strict=True))) for number in range(self.elements)]
         results = tuple(torch.stack(result) for result in zip(*each, strict=True))
         return results, (0,) * len(results)

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from ..checks import with_axes
 from ..graphs import asked_in_tracing
@@ -21,7 +21,7 @@ from ..problem import Problem
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
-from .watching import nothing_watches
+from .watching import nothing_watches, profiled
 
 SHARED = ("mask", *BOUNDS, "bias", "blocks", "states")  # leading axes may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
@@ -153,7 +153,8 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
         if torch.is_grad_enabled():  # a second derivative may be asked for
             gradients = derivatives.backward(d_out, d_lse, out, lse, needs, problem)
         elif nothing_watches((d_out, d_lse, *saved)):
-            gradients = passes.backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
+            backward = profiled("dmattn::backward", passes.backward) if profiler._is_profiler_enabled else passes.backward
+            gradients = backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
         else:
             # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
             pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))

@@ -1,12 +1,15 @@
-"""Who has to be shown an operator: a compiler, a mode, torch.func, or a subclass of tensors."""
+"""Who has to be shown an operator: a compiler, a mode, torch.func, or a subclass of tensors. And a profiler, to be shown a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch.autograd.profiler import record_function
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -25,3 +28,14 @@ def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
 def _is_plain(x: Tensor | None) -> bool:
     """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
     return x is None or (type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor())
+
+
+def profiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which a profiler sees under a name."""
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        with record_function(name):
+            return function(*arguments)
+
+    return call

@@ -1,4 +1,4 @@
-"""Kernels: torch, triton, `bits`, `broadcast`, `dropout`, `own_rows`, `precision`, `problem`, `recording`, `rehearsal`, `selection`, `states`.
+"""Kernels, over `bits`, `broadcast`, `dropout`, `notices`, `own_rows`, `precision`, `problem`, `recording`, `rehearsal`, `selection`, `states`.
 
 `dispatch` has the table of kernels, which decides by the `traits` of a call, among them its `features`; `plans` say why a row does not serve.
 `run` calls what is chosen. docs/architecture.md follows a call through these.

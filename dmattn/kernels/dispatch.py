@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from ..notices import slow
 from . import plans
 from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
 from .traits import (
@@ -217,3 +218,14 @@ BACKWARD = (
     Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS),
     Row("query terms", TERMS, ALL, plans.always),
 )
+
+NAMED_FOR = {row.name: row.targets for row in FORWARD + BACKWARD if row.targets is not None}
+
+
+def say_what_is_slow(name: str, choices: tuple[Choice, ...], traits: Traits) -> None:
+    """Log why kernels made for this GPU do not serve a pass."""
+    for choice in choices:
+        if choice.row.targets is None:
+            for refusal in choice.refusals:
+                if traits.family in NAMED_FOR.get(refusal.row, ()):
+                    slow(f'{name} pass by "{choice.row.name}": "{refusal.row}" {refusal.reason}')

@@ -15,7 +15,7 @@ from .base.launch import on_its_device
 from .base.layout import first_rows_in_blocks
 from .base.leading import flattened, flattened_gradients, in_parts
 from .base.query_terms import Incoming, fill_terms
-from .dispatch import choose_backward, choose_forward
+from .dispatch import choose_backward, choose_forward, say_what_is_slow
 from .hopper import bias_grad as hopper_bias_grad
 from .hopper import forward as hopper_forward
 from .hopper import key_grad as hopper_key_grad
@@ -62,7 +62,10 @@ FORWARD = {
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (..., H, Sq, Dv), `lse` (..., H, Sq) and, where there is a mask, `states` of a canonical `dmattn.problem.Problem`."""
     given, (problem, out, lse) = problem, flattened(problem, out, lse)
-    kernels = FORWARD[choose_forward(Traits.of(problem, out)).row.name]
+    traits = Traits.of(problem, out)
+    choice = choose_forward(traits)
+    say_what_is_slow("forward", (choice,), traits)
+    kernels = FORWARD[choice.row.name]
     if given.mask is not None:
         for mask, states in in_parts(given.mask, given.states):
             scan(mask, states)
@@ -123,6 +126,7 @@ def backward(
     if partial:
         traits = traits._replace(features=traits.features | {PARTIAL})
     choices = choose_backward(traits)
+    say_what_is_slow("backward", choices, traits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
     problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:

@@ -307,7 +307,10 @@ def test_float32_products_follow_torchs_precision(device: str) -> None:
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_float32_products_at_the_ends_of_the_range(device: str, head_dim: int) -> None:
-    """Powers of 2 pass through values and their gradients without an error, and infinite values have IEEE's results."""
+    """Powers of 2 pass through values and their gradients without an error, and infinite values have IEEE's results where they are attended.
+
+    What hidden ones do to a query depends on its tile, as 0 times infinity is NaN.
+    """
     inputs = Case("range", 130, head_dim=head_dim, causal=True).inputs(torch.float32, device)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -325,9 +328,9 @@ def test_float32_products_at_the_ends_of_the_range(device: str, head_dim: int) -
             assert torch.equal(results_of(inputs.value.clone(), inputs.d_out * power)[1], d_value * power)
         value = inputs.value.clone()
         value[:, :, 100, 3], value[:, :, 110, 4], value[:, :, 120, 5] = float("inf"), float("-inf"), float("nan")
-        found = results_of(value.clone(), inputs.d_out)[0]
+        found = results_of(value.clone(), inputs.d_out)[0][:, :, 120:]
         matmul.fp32_precision = "ieee"
-        true = results_of(value.clone(), inputs.d_out)[0]
+        true = results_of(value.clone(), inputs.d_out)[0][:, :, 120:]
     finally:
         matmul.fp32_precision = before
     assert torch.equal(found.isnan(), true.isnan())

@@ -156,11 +156,11 @@ def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float |
 @pytest.mark.parametrize("bias", BIASES)
 def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told that a mask hides nothing, no kernel of either pass finds out that it hides everything."""
-    case = Case("full", 37, 96, bias=bias)  # whole tiles of keys: what passes their end has something to hide
+    case = Case("full", 37, 128, bias=bias)  # whole tiles of keys: what passes their end has something to hide
     inputs = case.inputs(torch.float32, device)
     expected = results(attention, inputs, case.options)
     monkeypatch.setattr(importlib.import_module("dmattn.kernels.run"), "scan", lambda mask, states: states.fill_(ATTENDED))
-    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
+    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 128, dtype=torch.bool, device=device))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)
 
@@ -169,10 +169,10 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
 @pytest.mark.parametrize("bias", BIASES)
 def test_tiles_without_a_hidden_pair_load_no_bits(bias: str | None, device: str) -> None:
     """Told by its states that a block mask hides nothing, no kernel of either pass finds out that its bits hide everything."""
-    case = Case("full", 37, 96, bias=bias)
+    case = Case("full", 37, 128, bias=bias)
     inputs = case.inputs(torch.float32, device)
     expected = results(attention, inputs, case.options)
-    hidden = BlockMask.from_mask(torch.zeros(2, 1, 37, 96, dtype=torch.bool, device=device))
+    hidden = BlockMask.from_mask(torch.zeros(2, 1, 37, 128, dtype=torch.bool, device=device))
     inputs = replace(inputs, mask=replace(hidden, states=torch.full_like(hidden.states, ATTENDED)))
     for name, value in results(attention, inputs, case.options).items():
         torch.testing.assert_close(value, expected[name], msg=name)

@@ -1,0 +1,78 @@
+"""What ``DMATTN_CHECK=1`` finds in a bias: right results that cost more, or are less exact, than they need be.
+
+Read from the environment when dmattn is imported. Each call of plain tensors then reads its bias, and waits for it on a GPU: to try a model
+with, not to train it. Each finding is logged once, at WARNING, to the logger "dmattn". Compiled code is not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from .notices import once
+
+MASKLIKE = -1e4  # where masks begin that are written as numbers: those of float16 are no lower than -65504
+LARGE = 1e3  # of a score: gradients then lose a relative 2e-4 on a GPU, more than rounding to float16 costs
+
+
+def setting() -> bool:
+    """What the environment asks for."""
+    value = os.environ.get("DMATTN_CHECK") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"dmattn: DMATTN_CHECK: expected 0 or 1, received {value!r}")
+    return value == "1"
+
+
+asked = setting()
+
+
+@torch.no_grad()
+def look_at(bias: Tensor | None, name: str = "bias") -> None:
+    """Log what is found in a bias, or in a table of distances."""
+    if bias is None or bias.numel() == 0 or not bias.dtype.is_floating_point or bias.is_meta:
+        return
+    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a graph cannot wait
+    for code, finding in [*_of_layout(bias, name), *_of_values(bias, name)]:
+        once(logging.WARNING, f"{name}: {finding}", f"{code} of {name}")
+
+
+def _of_layout(bias: Tensor, name: str) -> list[tuple[str, str]]:
+    """Axes along which all entries are the same."""
+    sizes = tuple(bias.shape)
+    expanded = [axis for axis, size in enumerate(sizes) if size > 1 and bias.stride(axis) == 0]
+    first = bias[tuple(slice(0, 1) if axis in expanded else slice(None) for axis in range(bias.ndim))]
+    found = []
+    if expanded:
+        shape = tuple(first.shape)
+        found.append(("expanded", f"was expanded from {shape} to {sizes}; pass it as it was: it is read, and its gradient summed, once"))
+    alike = [axis for axis in range(bias.ndim) if first.shape[axis] > 1 and torch.equal(first, first.narrow(axis, 0, 1).expand_as(first))]
+    if alike and not torch.equal(first, first.flatten()[0].expand_as(first)):  # all the same: a bias before it has learned
+        some = ", ".join(":1" if axis in alike + expanded else ":" for axis in range(bias.ndim))
+        found.append(("repeated", f"has the same entries all along axis {alike[0]} of {sizes}; pass {name}[{some}], which is broadcast"))
+    return found
+
+
+def _of_values(bias: Tensor, name: str) -> list[tuple[str, str]]:
+    """Numbers in the place of a mask, and scores far from 0."""
+    values = bias.double()
+    hides = values <= MASKLIKE
+    seen = values[~hides & values.isfinite()]
+    found = []
+    if bool(hides.any()):
+        least = values[values.isfinite()].min().item() if bool(values.isfinite().any()) else float("-inf")
+        if seen.numel() and not bool(seen.any()):
+            found.append(("mask", f"hides keys and adds nothing to the others; pass mask={name} == 0: blocks that it hides are then left out"))
+        elif least <= MASKLIKE:
+            found.append(
+                ("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > {MASKLIKE:.0e} too: blocks it hides are then left out")
+            )
+    if seen.numel() and (largest := seen.abs().max().item()) > LARGE:
+        found.append(
+            ("large", f"has entries as large as {largest:.3g}, beside which scores and gradients lose digits; take off each row's maximum, "
+             "which changes no weight")
+        )  # fmt: skip
+    return found

@@ -1,0 +1,79 @@
+"""What the functions here share: tensors checked in the caller's layout, and errors that name the caller's arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ..arguments import kind
+from ..checks import check_tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
+
+
+def by_its_names(**names: str) -> Callable[[F], F]:
+    """A decorator: errors of dmattn about its own arguments name those of the function, such as ``scale="softmax_scale"``."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except (TypeError, ValueError) as error:
+                found = OURS.match(str(error))
+                if found is None or found[1] not in names:
+                    raise
+                raise type(error)(f"dmattn: {names[found[1]]}{found[2]}: {str(error)[found.end() :]}") from None
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def heads_first(layout: Sequence[str], names: Sequence[str], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as :func:`dmattn.attention` takes them, views, once they fit together in a layout with axes (..., length, heads, head dim).
+
+    `names` are what errors call them.
+    """
+    axes = f"{len(layout)} axes ({', '.join(layout)})"
+    for name, x in zip(names, (query, key, value), strict=True):
+        check_tensor(name, x)
+        if x.ndim != len(layout):
+            raise ValueError(f"dmattn: {name}: expected {axes}, received shape {tuple(x.shape)}")
+    *leading, _, heads, dim = query.shape
+    for name, x in zip(names[1:], (key, value), strict=True):
+        if list(x.shape[:-3]) != leading:
+            raise ValueError(
+                f"dmattn: {name}: expected {names[0]}'s {', '.join(layout[:-3])} {tuple(leading)}, received shape {tuple(x.shape)}"
+            )
+    length, kv_heads, key_dim = key.shape[-3:]
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"dmattn: {names[1]}: expected a number of heads that divides {names[0]}'s {heads}, received shape {tuple(key.shape)}")
+    if key_dim != dim:
+        raise ValueError(f"dmattn: {names[1]}: expected {names[0]}'s head dim {dim}, received {key_dim}")
+    if value.shape[-3] != length or value.shape[-2] != kv_heads:
+        expected = f"{names[1]}'s length {length} and {kv_heads} heads"
+        raise ValueError(f"dmattn: {names[2]}: expected {expected}, received shape {tuple(value.shape)}")
+    return query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2)
+
+
+def unpacked(name: str, packed: Tensor, axes: Sequence[str], count: int) -> tuple[Tensor, ...]:
+    """The `count` tensors that lie along the axis before the heads; views."""
+    check_tensor(name, packed)
+    if packed.ndim != len(axes) or packed.shape[-3] != count:
+        raise ValueError(f"dmattn: {name}: expected shape ({', '.join(axes)}), received {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def check_plain(name: str, value: Any, allowed: tuple[Any, ...], hint: str) -> None:
+    """Raise unless an argument without a counterpart is left as it is by default."""
+    if not any(value is each for each in allowed):
+        expected = " or ".join(str(each) for each in allowed)
+        raise ValueError(
+            f"dmattn: {name}: expected {expected}{hint}, received {value if isinstance(value, (bool, int, float, str)) else kind(value)}"
+        )
