@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from dmattn.execution.backend import interpreting
+
 TIMEOUT = 60  # seconds, of the group
 
 
@@ -35,7 +37,8 @@ class Processes:
         self.size, self.kind = size, kind
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("forkserver")  # which imports once for all that it starts
-        context.set_forkserver_preload(["dmattn.distributed", "dmattn.equivalence", "pytest"])
+        imported = ["dmattn.distributed", "dmattn.equivalence", "pytest"]
+        context.set_forkserver_preload(imported if interpreting() else [*imported, "torch._dynamo"])
         ends = [context.Pipe() for _ in range(size)]
         self._connections = [ours for ours, _ in ends]
         arguments = (size, kind, f"file://{self._folder.name}/meeting")
