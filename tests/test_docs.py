@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,18 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
     code = blocks("python", page)[number]
     assert "assert" in code
     exec(compile(code, page.name, "exec"), {})
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_code_about_context_parallelism_runs_on_two_ranks(tmp_path):
+    """All of it in one program: starting processes takes seconds."""
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(blocks("python", ROOT / "docs" / "context-parallel.md")) + "\nprint('done')\n")
+    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2, done.stdout  # lines of two processes may mix
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
