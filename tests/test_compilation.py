@@ -108,7 +108,7 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
         ("# nothing\n", ["--arch", "sm_90"], "--like: expected a file with calls, received"),
         ("--query 1,2,64,32\n--query 4,x\n", ["--arch", "sm_90"], "line 2: argument --query: expected sizes such as"),
         ("--causal\n", ["--arch", "sm_90"], "line 1: the following arguments are required: --query"),
-        ("--query 1,2,64,32 --target sm_90\n", ["--arch", "sm_90"], "line 1: unrecognized arguments: --target sm_90"),
+        ("--query 1,2,64,32 --target sm_90\n", ["--arch", "sm_90"], "line 1: unknown option '--target'"),
         ("--query 1,2,64,32 --key 1,2,64,16\n", ["--arch", "sm_90"], "line 1: key: expected query's head dim 32"),
         ("--query 1,2,64,32 --dtype float64\n", ["--arch", "sm_90"], "line 1: --dtype: expected one that kernels serve, received float64"),
         ("--query '1,2\n", ["--arch", "sm_90"], "line 1: No closing quotation"),
