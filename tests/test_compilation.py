@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,13 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
         raise RuntimeError("ptxas: no such register")
 
     monkeypatch.setattr(ahead.Compiling, "result", wrong)
-    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls)]) == 1
-    assert "  FAILED: ptxas: no such register" in capsys.readouterr().out.splitlines()
+    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert "  FAILED: ptxas: no such register" in printed.err.splitlines()
+    found = json.loads(printed.out)
+    assert (found["family"], found["processors"], found["succeeded"], found["kernels"]) == ("sm_90", 132, False, 0)
+    assert [call["call"] for call in found["calls"]] == [line for line in LINES.splitlines() if line.startswith("--")]
+    assert found["calls"][0]["failures"] == ["ptxas: no such register"] * found["calls"][0]["kernels"] != []
 
 
 @pytest.mark.parametrize(
