@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+COMPLETION = ["shtab>=1.13"]
 BENCH = ["matplotlib>=3.8", "rich>=13"]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"]
 TRANSFORMERS = ["transformers>=5.17"]
@@ -25,8 +26,9 @@ setup(
     extras_require={
         "transformers": TRANSFORMERS,
         "bench": BENCH,
-        "test": TEST + TRANSFORMERS + TRAINING + ["rich>=13"],
-        "dev": TEST + TRANSFORMERS + TRAINING + BENCH + ["ruff>=0.15", "mypy>=1.18"],
+        "completion": COMPLETION,
+        "test": TEST + TRANSFORMERS + TRAINING + COMPLETION + ["rich>=13"],
+        "dev": TEST + TRANSFORMERS + TRAINING + COMPLETION + BENCH + ["ruff>=0.15", "mypy>=1.18"],
     },
     entry_points={"console_scripts": ["dmattn = dmattn.cli:main"]},
 )

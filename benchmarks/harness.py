@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": _commit(),
         "sources": _sources(),
         "versions": {**report.versions(), "cuda": torch.version.cuda or "none"},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else report.devices()["cpu"],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(report.devices()["cpu"]),
         "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
     }
 

@@ -23,15 +23,33 @@ class Call(NamedTuple):
     backward: bool
 
 
-def compile_for(family: str, processors: int, calls: Iterable[Call], show: Callable[[str], None]) -> bool:
+class CompiledCall(NamedTuple):
+    """A call by its name, the number of its kernels that no earlier call has, the seconds from the start until they were there, and errors."""
+
+    call: str
+    kernels: int
+    seconds: float
+    failures: list[str]
+
+
+class Compiled(NamedTuple):
+    """What :func:`compile_for` returns: whether all kernels compile, how many do, and where they lie."""
+
+    family: str
+    processors: int
+    succeeded: bool
+    kernels: int
+    cache: str
+    seconds: float
+    calls: list[CompiledCall]
+
+
+def compile_for(family: str, processors: int, calls: Iterable[Call], show: Callable[[str], None]) -> Compiled:
     """Compile the kernels of calls for a family of GPUs with so many processors, and show a line for each call when all of its are there.
 
     They compile side by side, on as many threads as the machine has cores. Kernels of an earlier call are not counted again. Launches on a GPU
     of that family find them in Triton's cache, if they come from the same Triton and the same dmattn, and their tensors lie alike: to the
     divisibility of strides and addresses by 16.
-
-    Returns:
-        Whether all of them compile.
 
     Raises:
         RuntimeError: Triton is missing, is its interpreter, or is older than 3.6.
@@ -48,7 +66,7 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
 
     if active_mode is None:
         raise RuntimeError(f"dmattn: triton: expected 3.6 or newer, which compiles in the background, received {triton.__version__}")
-    start, well, count, waiting = time.perf_counter(), True, 0, []
+    start, done, waiting = time.perf_counter(), [], []
     target = ("hip" if family.startswith("gfx") else family), processors
     with on_gpu(family), torch.no_grad():
         for call in calls:
@@ -58,12 +76,14 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
             waiting.append((call.name, mode.asked))
         for name, asked in waiting:
             wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
-            show(f"{name}: {len(asked)} new, after {time.perf_counter() - start:.1f} s")
+            done.append(CompiledCall(name, len(asked), time.perf_counter() - start, wrong))
+            show(f"{name}: {len(asked)} new, after {done[-1].seconds:.1f} s")
             for each in wrong:
                 show(f"  FAILED: {each}")
-            well, count = well and not wrong, count + len(asked) - len(wrong)
-    show(f"{count} kernels for {family} in {triton.knobs.cache.dir}")
-    return well
+    count = sum(each.kernels - len(each.failures) for each in done)
+    cache = str(triton.knobs.cache.dir)
+    show(f"{count} kernels for {family} in {cache}")
+    return Compiled(family, processors, not any(each.failures for each in done), count, cache, time.perf_counter() - start, done)
 
 
 def _rehearse(call: Call) -> None:

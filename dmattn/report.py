@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 
@@ -12,10 +13,25 @@ from .execution.backend import interpreting
 
 PACKAGES = ("triton", "transformers", "numpy", "einops")
 OLDEST_GPU = (8, 0)
+MISSING = "not installed"
+
+
+class Device(NamedTuple):
+    """A device, the code that serves its tensors or why none can, and whether any can. `threads` are a CPU's, `compute_capability` a GPU's."""
+
+    hardware: str
+    threads: int | None
+    compute_capability: str | None
+    served_by: str
+    usable: bool
+
+    def __str__(self) -> str:
+        kind = f"{self.threads} threads" if self.compute_capability is None else f"compute capability {self.compute_capability}"
+        return f"{self.hardware}, {kind}: {self.served_by}"
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each package that matters, "not installed" where it is missing."""
+    """Version of Python and of each package that matters, `MISSING` where it is not there."""
     from . import __version__
 
     found = {"dmattn": __version__, "python": platform.python_version(), "torch": torch.__version__}
@@ -23,18 +39,18 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = MISSING
     return found
 
 
-def devices() -> dict[str, str]:
-    """What serves the tensors of each device of this machine, by device name."""
-    served = {"cpu": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads: {_cpu_path()}"}
+def devices() -> dict[str, Device]:
+    """The devices of this machine by name."""
+    found = {"cpu": Device(platform.processor() or platform.machine(), torch.get_num_threads(), None, _cpu_path(), True)}
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        path = _gpu_path((major, minor))
-        served[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}: {path}"
-    return served
+        path, usable = _gpu_path((major, minor))
+        found[f"cuda:{index}"] = Device(torch.cuda.get_device_name(index), None, f"{major}.{minor}", path, usable)
+    return found
 
 
 def pick_device(name: str | None = None) -> torch.device:
@@ -87,9 +103,10 @@ def _cpu_path() -> str:
     return "PyTorch, in chunks of query rows"
 
 
-def _gpu_path(capability: tuple[int, int]) -> str:
+def _gpu_path(capability: tuple[int, int]) -> tuple[str, bool]:
+    """What serves a GPU's tensors, or why nothing does; and whether anything does."""
     if torch.version.hip is None and capability < OLDEST_GPU:
-        return "not supported, the kernels need compute capability 8.0 (Ampere) or newer"
-    if versions()["triton"] == "not installed":
-        return "not usable, Triton is not installed"
-    return "the Triton kernels, float64 through PyTorch"
+        return "not supported, the kernels need compute capability 8.0 (Ampere) or newer", False
+    if versions()["triton"] == MISSING:
+        return "not usable, Triton is not installed", False
+    return "the Triton kernels, float64 through PyTorch", True

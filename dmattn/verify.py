@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,29 +51,74 @@ class Training:
     gradients: dict[str, Tensor]
 
 
-def run(device: torch.device, *, steps: int = STEPS, models: bool = True) -> bool:
-    """Print the comparison; whether everything agreed. Without Transformers the models are skipped, which is said and is no failure."""
+class Compared(NamedTuple):
+    """A tensor of a case: its largest error against float64, and what it may be."""
+
+    error: float
+    budget: float
+
+
+class CaseFound(NamedTuple):
+    """A case, and its tensors by name: out, lse, and the gradients that it has."""
+
+    name: str
+    agrees: bool
+    tensors: dict[str, Compared]
+
+
+class ModelFound(NamedTuple):
+    """A model trained twice: losses by kind of attention, and how far they and the first gradients are apart, relative.
+
+    `gradient` is the parameter whose gradients differ most. One that has none with either attention is infinitely far apart.
+    """
+
+    name: str
+    agrees: bool
+    losses: dict[str, list[float]]
+    losses_apart: float
+    gradients_apart: float
+    gradient: str
+
+
+class Found(NamedTuple):
+    """What :func:`run` returns. `models_skipped` is the reason if `models` is empty."""
+
+    device: str
+    dtype: str
+    agrees: bool
+    seconds: float
+    cases: list[CaseFound]
+    models: list[ModelFound]
+    models_skipped: str | None
+
+
+def run(device: torch.device, *, steps: int = STEPS, models: bool = True) -> Found:
+    """Print the comparison as it goes on. Without Transformers the models are skipped, which is said and is no failure."""
     start = time.perf_counter()
+    trained: list[ModelFound] = []
     with _one_thread():
         show_stage(f"Comparing attention with float64 in {len(CASES)} cases ...")
-        agreed = show_equivalence(device)
+        cases = show_equivalence(device)
         missing = None
         if models:
             show_stage("\nImporting Transformers ...")
             missing = _missing()
         if models and missing is None:
-            agreed &= show_models(device, steps)
+            trained = show_models(device, steps)
+    agreed = all(case.agrees for case in cases) and all(model.agrees for model in trained)
     word = "agrees" if agreed else "DISAGREES"
-    print(f"\ndmattn {word} on {device} ({time.perf_counter() - start:.0f} s).")
+    seconds = time.perf_counter() - start
+    print(f"\ndmattn {word} on {device} ({seconds:.0f} s).")
     if missing is not None:
         print(f"The models were skipped: {missing}")
-    return agreed
+    skipped = missing if models else "--skip-models"
+    return Found(str(device), _name_of(_dtype_on(device)), agreed, seconds, cases, trained, skipped)
 
 
-def show_equivalence(device: torch.device) -> bool:
-    """Print the largest error of each tensor of each case, and its share of the budget; whether all are within."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows, passed = [], True
+def show_equivalence(device: torch.device) -> list[CaseFound]:
+    """Print the largest error of each tensor of each case, and its share of the budget."""
+    dtype = _dtype_on(device)
+    rows, found = [], []
     for case in CASES:
         verdicts = {verdict.name: verdict for verdict in check(case, dtype, device)}
         share = max(v.error / v.budget if v.budget else float(v.error > 0) for v in verdicts.values())
@@ -81,43 +126,44 @@ def show_equivalence(device: torch.device) -> bool:
             f"{verdicts[name].error:.1e}" if name in verdicts else "-" for name in ("out", "lse", "d_query", "d_key", "d_value", "d_bias")
         ]
         case_passed = all(v.passed for v in verdicts.values())
-        passed &= case_passed
+        tensors = {name: Compared(verdict.error, verdict.budget) for name, verdict in verdicts.items()}
+        found.append(CaseFound(case.name, case_passed, tensors))
         rows.append([case.name, *errors, f"{100 * share:.0f} %", "ok" if case_passed else "FAILED"])
-    title = f"Largest error against float64, {str(dtype).removeprefix('torch.')} on {device}"
+    title = f"Largest error against float64, {_name_of(dtype)} on {device}"
     show_table(("case", "out", "lse", "dQ", "dK", "dV", "dBias", "of budget", ""), rows, title)
-    return passed
+    return found
 
 
-def show_models(device: torch.device, steps: int) -> bool:
-    """Train both models with eager attention and with dmattn; print the loss curves side by side; whether they agree."""
+def show_models(device: torch.device, steps: int) -> list[ModelFound]:
+    """Train both models with eager attention and with dmattn; print the loss curves side by side."""
     from .integrations import transformers as integration
 
     integration.register()
     text, source = corpus()
     batches = sample(text, steps, device)
     show_stage(f"Training on {source}: {steps} steps of {BATCH} windows of {WINDOW_BYTES} bytes, float32, Adam, the same seed.")
-    curves, agreed, remarks = {}, True, []
-    for name, build, loss in (("T5", build_t5, t5_loss), ("Llama", build_llama, llama_loss)):
+    found, remarks = [], []
+    for name, build, loss_of in (("T5", build_t5, t5_loss), ("Llama", build_llama, llama_loss)):
         trained = []
         for kind in ("eager", integration.NAME):
             show_stage(f"Training {name} with {kind} attention ...")
-            trained.append(train(build(kind), loss, batches, device))
+            trained.append(train(build(kind), loss_of, batches, device))
         eager, ours = trained
-        curves[name] = (eager.losses, ours.losses)
         apart = max(abs(a - b) / abs(a) for a, b in zip(eager.losses, ours.losses, strict=True))
         worst, gradient_apart = compare_gradients(eager, ours)
         good = apart <= LOSS_TOLERANCE and gradient_apart <= GRADIENT_TOLERANCE
-        agreed &= good
+        losses = {"eager": eager.losses, integration.NAME: ours.losses}
+        found.append(ModelFound(name, good, losses, apart, gradient_apart, worst))
         remarks.append(
             f"{name}: losses differ by {apart:.1e} at most, relative (tolerance {LOSS_TOLERANCE:.0e}), first gradients by {gradient_apart:.1e} "
             f"of the largest, in {worst} (tolerance {GRADIENT_TOLERANCE:.0e}): {'ok' if good else 'FAILED'}"
         )
     shown = sorted({*range(0, steps, max(1, steps // 12)), steps - 1})
-    rows = [[str(step + 1), *(f"{losses[step]:.5f}" for pair in curves.values() for losses in pair)] for step in shown]
-    columns = ("step", *(f"{name} {kind}" for name in curves for kind in ("eager", "dmattn")))
+    rows = [[str(step + 1), *(f"{losses[step]:.5f}" for each in found for losses in each.losses.values())] for step in shown]
+    columns = ("step", *(f"{each.name} {kind}" for each in found for kind in each.losses))
     show_table(columns, rows, "Loss in nats a byte")
     print("\n".join(remarks))
-    return agreed
+    return found
 
 
 def corpus() -> tuple[bytes, str]:
@@ -226,6 +272,14 @@ def compare_gradients(eager: Training, ours: Training) -> tuple[str, float]:
         else:
             apart[name] = float("inf")
     return max(apart.items(), key=lambda item: item[1])
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dmattn import RelativeBias, cli, equivalence, explain, report, verify
+from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, report, verify
+from dmattn.commands import explain as command
+from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +38,9 @@ def test_info_names_versions_and_the_path_of_each_device(capsys):
 
 def test_info_says_when_the_interpreter_serves_cpu_tensors(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "Triton's interpreter" in report.devices()["cpu"]
+    assert "Triton's interpreter" in report.devices()["cpu"].served_by
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "Triton" not in report.devices()["cpu"]
+    assert "Triton" not in report.devices()["cpu"].served_by
 
 
 def test_info_names_a_gpu_that_is_too_old(monkeypatch):
@@ -42,8 +48,11 @@ def test_info_names_a_gpu_that_is_too_old(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"gpu {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 5))
     monkeypatch.setattr(torch.version, "hip", None)
-    assert "not supported" in report.devices()["cuda:0"]
-    assert "Triton kernels" in report.devices()["cuda:1"]
+    monkeypatch.setattr(report, "versions", lambda: {"triton": "3.6.0"})
+    found = report.devices()
+    assert [(found[name].usable, found[name].compute_capability) for name in ("cuda:0", "cuda:1")] == [(False, "7.5"), (True, "8.5")]
+    assert str(found["cuda:0"]).startswith("gpu 0, compute capability 7.5: not supported")
+    assert str(found["cuda:1"]) == "gpu 1, compute capability 8.5: the Triton kernels, float64 through PyTorch"
 
 
 def test_runs_as_a_module_and_without_a_command_says_which_there_are():
@@ -107,7 +116,7 @@ def test_explain_passes_each_option_on():
     wanted = explain(query, key, value, bias=bias, mask=mask, sinks=sinks, **rules, target="sm_120", processors=170)
     parsed = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "explain", lambda *tensors, **given: parsed.append((tensors, given)) or explain(*tensors, **given))
+        patch.setattr(command, "explain", lambda *tensors, **given: parsed.append((tensors, given)) or explain(*tensors, **given))
         assert cli.main(["explain", *options.split()]) == 0
     ((tensors, given),) = parsed
     assert [x.shape for x in tensors] == [query.shape, key.shape, value.shape]
@@ -121,7 +130,7 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
-        (["--query", "16,64"], "dmattn: error: query: expected at least 3 axes"),
+        (["--query", "16,64"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"], "--mask-pitch: expected a --mask whose rows are no longer"),
@@ -166,7 +175,7 @@ def test_verify_computes_on_one_thread_and_announces_its_stages_at_once(monkeypa
 
     def stage(*arguments):
         seen.append((torch.get_num_threads(), told.getvalue().decode().splitlines()))
-        return True
+        return []
 
     monkeypatch.setattr(verify, "show_equivalence", stage)
     monkeypatch.setattr(verify, "show_models", stage)
@@ -174,7 +183,7 @@ def test_verify_computes_on_one_thread_and_announces_its_stages_at_once(monkeypa
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told))
     torch.set_num_threads(2)
     try:
-        assert verify.run(torch.device("cpu"))
+        assert verify.run(torch.device("cpu")).agrees
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -212,7 +221,9 @@ def test_verify_fails_when_a_bias_loses_its_gradient(monkeypatch, capsys):
         return right(*tensors, bias=bias, **options)
 
     monkeypatch.setattr(integration.attention, "attention", forgetful)
-    assert not verify.show_models(torch.device("cpu"), steps=1)
+    found = verify.show_models(torch.device("cpu"), steps=1)
+    assert [(model.name, model.agrees) for model in found] == [("T5", False), ("Llama", True)]
+    assert json.loads(json_of(found))[0]["gradients_apart"] is None
     t5, llama = (line for line in capsys.readouterr().out.splitlines() if "losses differ" in line)
     assert "relative_attention_bias" in t5
     assert t5.endswith("FAILED")
@@ -245,3 +256,135 @@ def test_tables_need_no_rich(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     report.show_table(("case", "error"), [["a", "1.0"], ["longer", "12.0"]], "Errors")
     assert capsys.readouterr().out.splitlines() == ["Errors", "case    error", "a         1.0", "longer   12.0"]
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"dmattn {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("explan", "dmattn: error: unknown command 'explan': did you mean 'explain'?"),
+        ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, completion"),
+        ("--verison info", "dmattn: error: unknown option '--verison': did you mean '--version'?"),
+        ("info --jsn", "dmattn info: error: unknown option '--jsn': did you mean '--json'?"),
+        ("verify --skip_models", "dmattn verify: error: unknown option '--skip_models': did you mean '--skip-models'?"),
+        ("explain --qurey 1,2,64,32", "dmattn explain: error: unknown option '--qurey': did you mean '--query'?"),
+        ("explain --query=1,2,64,32 --maks=64,64", "dmattn explain: error: unknown option '--maks': did you mean '--mask'?"),
+        ("explain --query 1,2,64,32 -causal", "dmattn explain: error: unknown option '-causal': did you mean '--causal'?"),
+        ("explain --zzzz 1", "dmattn explain: error: unknown option '--zzzz'"),
+        ("explain --dtype BF16", "expected one of float16, bfloat16, float32, float64, received BF16: did you mean 'bfloat16'?"),
+        ("explain --dtype int8", "argument --dtype: expected one of float16, bfloat16, float32, float64, received int8"),
+        ("completion bsh", "argument shell: expected one of bash, zsh, fish, received bsh: did you mean 'bash'?"),
+    ],
+)
+def test_a_mistyped_word_gets_the_nearest_one(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments.split())
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+
+
+def test_negative_numbers_and_shortened_options_are_no_mistakes(capsys):
+    assert cli.main(["explain", "--que", "1,1,64,64", "--scale", "-1", "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["head_dim"] == 64
+
+
+def test_a_mistyped_option_of_a_line_gets_the_nearest_one(tmp_path, capsys):
+    file = tmp_path / "calls"
+    file.write_text("--query 1,2,64,32\n\n--query 1,2,64,32 --casual\n")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["compile", "--arch", "sm_90", "--like", str(file)])
+    assert stopped.value.code == 2
+    assert "line 3: unknown option '--casual': did you mean '--causal'?" in capsys.readouterr().err
+
+
+def shape_of(found: Any) -> Any:
+    """Keys of objects, and the first entry of a list for all of them."""
+    if isinstance(found, dict):
+        return {name: shape_of(each) for name, each in found.items()}
+    return [shape_of(each) for each in found[:1]] if isinstance(found, list) else None
+
+
+EXAMPLES = re.findall(
+    r"^## (\w+)\n\n    python -m dmattn ([^\n]+)\n\n```json\n(.+?)^```", (ROOT / "docs" / "commands.md").read_text(), flags=re.S | re.M
+)
+
+
+@pytest.mark.parametrize(("name", "arguments", "documented"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
+def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, documented, monkeypatch, capsys, tmp_path):
+    assert [name for name, *_ in EXAMPLES] == ["info", "verify", "explain", "compile"]
+    wanted = json.loads(documented)
+    if name == "explain":
+        pytest.importorskip("triton")
+    if name == "compile":  # tests/test_compilation.py compiles
+        calls = [compilation.CompiledCall(**call) for call in wanted["calls"]]
+        monkeypatch.setattr(compilation, "compile_for", lambda *given: compilation.Compiled(**wanted | dict(calls=calls)))
+        monkeypatch.chdir(tmp_path)
+        Path("calls.txt").write_text(wanted["calls"][0]["call"])
+    (model,) = wanted.get("models") or [None]
+    monkeypatch.setattr(verify, "CASES", (equivalence.Case("plain", 17),))
+    monkeypatch.setattr(verify, "_missing", lambda: None)
+    monkeypatch.setattr(verify, "show_models", lambda device, steps: [verify.ModelFound(**model)])
+    assert cli.main(shlex.split(arguments)) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    if "devices" in found:  # a GPU is described with the same words
+        found["devices"], wanted["devices"] = ({"cpu": each["devices"]["cpu"]} for each in (found, wanted))
+    if name == "verify":
+        found["versions"] = {"dmattn": found["versions"]["dmattn"]}
+        assert printed.err.startswith("dmattn  ")
+        assert "dmattn agrees on cpu" in printed.err
+    assert shape_of(found) == shape_of(wanted)
+
+
+def test_json_of_a_failure_says_so_and_so_does_the_exit_code(monkeypatch, capsys):
+    case = verify.CaseFound("plain", False, {"out": verify.Compared(float("nan"), 1e-6)})
+    monkeypatch.setattr(verify, "show_equivalence", lambda device: [case])
+    assert cli.main(["verify", "--device", "cpu", "--skip-models", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["agrees"]
+    assert found["cases"] == [{"name": "plain", "agrees": False, "tensors": {"out": {"error": None, "budget": 1e-6}}}]
+    assert (found["models"], found["models_skipped"]) == ([], "--skip-models")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_with_every_command_and_option(shell, capsys):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("info", "verify", "explain", "compile", "completion", "json", "bias-pitch", "bfloat16", "skip-models"):
+        assert word in script
+    program = shutil.which(shell)
+    if program is not None:
+        assert subprocess.run([program, "-n"], input=script, text=True, capture_output=True, check=False).returncode == 0
+
+
+def test_completion_completes_in_bash(capsys, tmp_path):
+    pytest.importorskip("shtab")
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> list[str]:
+        code = f"source {script}; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_dmattn; echo ${{COMPREPLY[@]}}"
+        return subprocess.run(["bash", "-c", code], text=True, capture_output=True, check=True, cwd=tmp_path).stdout.split()
+
+    assert completed("dmattn", "ex") == ["explain"]
+    assert completed("dmattn", "explain", "--bias-") == ["--bias-pitch", "--bias-dtype"]
+    assert completed("dmattn", "explain", "--dtype", "b") == ["bfloat16"]
+    assert completed("dmattn", "compile", "--like", "scr") == ["script"]
+
+
+def test_completion_without_shtab_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["completion", "bash"])
+    assert stopped.value.code == 2
+    assert "pip install 'shtab" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,13 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
         raise RuntimeError("ptxas: no such register")
 
     monkeypatch.setattr(ahead.Compiling, "result", wrong)
-    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls)]) == 1
-    assert "  FAILED: ptxas: no such register" in capsys.readouterr().out.splitlines()
+    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert "  FAILED: ptxas: no such register" in printed.err.splitlines()
+    found = json.loads(printed.out)
+    assert (found["family"], found["processors"], found["succeeded"], found["kernels"]) == ("sm_90", 132, False, 0)
+    assert [call["call"] for call in found["calls"]] == [line for line in LINES.splitlines() if line.startswith("--")]
+    assert found["calls"][0]["failures"] == ["ptxas: no such register"] * found["calls"][0]["kernels"] != []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
         ("# nothing\n", ["--arch", "sm_90"], "--like: expected a file with calls, received"),
         ("--query 1,2,64,32\n--query 4,x\n", ["--arch", "sm_90"], "line 2: argument --query: expected sizes such as"),
         ("--causal\n", ["--arch", "sm_90"], "line 1: the following arguments are required: --query"),
-        ("--query 1,2,64,32 --target sm_90\n", ["--arch", "sm_90"], "line 1: unrecognized arguments: --target sm_90"),
+        ("--query 1,2,64,32 --target sm_90\n", ["--arch", "sm_90"], "line 1: unknown option '--target'"),
         ("--query 1,2,64,32 --key 1,2,64,16\n", ["--arch", "sm_90"], "line 1: key: expected query's head dim 32"),
         ("--query 1,2,64,32 --dtype float64\n", ["--arch", "sm_90"], "line 1: --dtype: expected one that kernels serve, received float64"),
         ("--query '1,2\n", ["--arch", "sm_90"], "line 1: No closing quotation"),

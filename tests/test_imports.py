@@ -93,6 +93,10 @@ LAYERS = (
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
     ("compilation", "report"),
     ("verify",),
+    ("commands.parser",),
+    ("commands.call", "commands.completion", "commands.info"),
+    ("commands.compile", "commands.explain", "commands.verify"),
+    ("commands.__init__",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,34 @@
+"""``dmattn info``: versions and devices."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import report
+from .parser import Result, add_json
+
+__all__ = ["add", "environment", "text"]
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("info", help="versions, devices, and which code serves which device")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> Result:
+    return Result(environment(), text())
+
+
+def environment() -> dict[str, Any]:
+    """Versions by package, null where one is missing, and devices by name."""
+    versions = {name: None if version == report.MISSING else version for name, version in report.versions().items()}
+    return {"versions": versions, "devices": report.devices()}
+
+
+def text() -> str:
+    """Versions, a line each, then devices, each with the code that serves its tensors."""
+    named = {**report.versions(), **report.devices()}
+    width = max(map(len, named))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in named.items())
