@@ -122,7 +122,7 @@ def headings(source: Path) -> list[str]:
     return [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in source.read_text().split("```python\n")[:-1]]
 
 
-PAGES = [ROOT / "docs" / name for name in ("biases.md", "doors.md")]
+PAGES = [page for page in sorted(ROOT.glob("docs/*.md")) if blocks("python", page)]
 PIECES = [(page, number, heading) for page in PAGES for number, heading in enumerate(headings(page))]
 
 
@@ -131,7 +131,18 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
     torch.manual_seed(0)
     code = blocks("python", page)[number]
     assert "assert" in code
+    if "from transformers" in code:
+        pytest.importorskip("transformers", reason="the code uses it")
     exec(compile(code, page.name, "exec"), {})
+
+
+def test_pages_with_code_are_found():
+    assert {"biases.md", "doors.md", "start.md", "transformers.md"} <= {page.name for page in PAGES}
+
+
+def test_the_map_of_the_pages_leads_to_every_page():
+    linked = set(re.findall(r"\]\(([\w./]+)", (ROOT / "docs" / "start.md").read_text().split("\n## ")[1]))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - {"start.md"} <= linked
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
@@ -155,7 +166,7 @@ def rows(text: str, columns: int) -> list[list[str]]:
     return [row for row, under in zip(cells, [*cells[1:], [""]], strict=True) if len(row) == columns and not {*row, *under} & {"---"}]
 
 
-MODELS = rows((ROOT / "README.md").read_text(), 3)
+MODELS = rows((ROOT / "docs" / "biases.md").read_text(), 3)
 
 
 @pytest.mark.parametrize(("model", "bias", "options"), MODELS, ids=[row[0].split(":")[0].split(",")[0] for row in MODELS])
@@ -176,7 +187,7 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
         tensor = shaped(taken) if name == "bias" or "bool `mask`" in taken else None
         if tensor is not None:
             given[name] = tensor > 0 if name == "mask" else tensor.requires_grad_()
-    if "docs/biases.md#" in bias + options:  # whose code is run above
+    if "](#" in bias + options:  # whose code is run above
         return
     assert given or "any other" in model or "as above" in bias
     leading = re.search(r"leading axes (\(\w+, \w+\))", bias)
@@ -192,6 +203,16 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
     if "bias" in given:
         out.square().sum().backward()
         assert given["bias"].grad.norm() > 0
+
+
+def test_the_readme_has_rows_of_that_table():
+    table = rows((ROOT / "README.md").read_text().replace("docs/biases.md#", "#").replace("docs/", ""), 3)
+    assert len(table) > 5
+    assert not [row for row in table if row not in MODELS]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def times() -> dict[tuple[str, str], tuple[str, ...]]:
@@ -212,7 +233,7 @@ def test_speeds_of_the_readme_are_those_of_the_result_file():
     both = {(*measured[name, "forward"][:3], *measured[name, "backward"][:3]): name for name, step in measured if step == "backward"}
     table = rows((ROOT / "README.md").read_text(), 5)
     named = [both.get((ours, *peer(best), theirs, *peer(other))) for _, ours, best, theirs, other in table]
-    assert len(table) == len(set(named)) == 7
+    assert len(table) == len(set(named)) == 6
     assert None not in named
 
 
