@@ -174,7 +174,7 @@ def plan(point: Point, key_bias: Tensor) -> tuple[Tensor, IntervalMask] | None:
     """Our plan, (order, intervals) of the key scores; None where every visible key is kept and none is made."""
     if point.keep >= point.len_k:
         return None
-    order, first, last = dynamic._plan(key_bias.detach(), None, point.keep, point.len_q, True)
+    order, first, last = dynamic.intervals_of(key_bias.detach(), None, point.keep, point.len_q, True)
     return order, IntervalMask(first, last)
 
 

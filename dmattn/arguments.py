@@ -38,6 +38,15 @@ _DENSE = _COMMON | {
     "softcapping": "softcap",
     "window_size": "window, None (not -1) for off",
 }
+_DYNAMIC = _COMMON | {
+    "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "attn_bias": "key_bias (B, Hk, Sk)",
+    "attn_mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "bias": "key_bias (B, Hk, Sk)",
+    "keep_window_size": "keep",
+    "mask": "key_padding_mask, bool (B, Sk), True for a real key",
+    "top_k": "keep",
+}
 _PACKED = "dmattn.attention_varlen"
 _KEYWORDS = {
     "attention": _DENSE
@@ -58,16 +67,16 @@ _KEYWORDS = {
         "max_length_q": "max_seqlen_q",
         "max_seqlen": "max_seqlen_q and max_seqlen_k",
     },
-    "dynamic_mask_attention": _COMMON
+    "context_parallel_attention": _DENSE
     | {
-        "attention_mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "attn_bias": "key_bias (B, Hk, Sk)",
-        "attn_mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "bias": "key_bias (B, Hk, Sk)",
-        "keep_window_size": "keep",
-        "mask": "key_padding_mask, bool (B, Sk), True for a real key",
-        "top_k": "keep",
+        "block_mask": "mask, a bool tensor or an IntervalMask",
+        "dropout": "no dropout, which ranks do not share",
+        "dropout_p": "no dropout, which ranks do not share",
+        "dropout_rate": "no dropout, which ranks do not share",
+        "mask_mod": "mask, a bool tensor or an IntervalMask",
     },
+    "context_parallel_dynamic_mask_attention": _DYNAMIC,
+    "dynamic_mask_attention": _DYNAMIC,
     "DynamicMaskAttention.forward": {
         "attn_mask": "attention_mask (B, Sk), nonzero for a real token",
         "causal": "causal of the layer's constructor",

@@ -112,14 +112,14 @@ def dynamic_mask_attention(
     if unknown:
         refuse_keywords(dynamic_mask_attention, unknown)
     check_flag("return_lse", return_lse)
-    problem = _checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale, sinks)
+    problem = checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale, sinks)
     len_q, len_k = query.shape[2], key.shape[2]
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, sinks=sinks, return_lse=return_lse)
     if keep >= len_k:
         mask = None if key_padding_mask is None else IntervalMask.padding(key_padding_mask, len_q)
         return attention(query, key, value, mask=mask, bias=key_bias[:, :, None], causal=causal, **options)
     valid = None if key_padding_mask is None else key_padding_mask[:, None].expand(key_bias.shape)
-    order, first, last = _plan(key_bias.detach(), valid, keep, len_q, causal)
+    order, first, last = intervals_of(key_bias.detach(), valid, keep, len_q, causal)
     out, lse = call(problem._replace(right=None, first=first, last=last, bias=key_bias[:, :, None], order=order))
     return (out, lse) if return_lse else out
 
@@ -170,7 +170,7 @@ def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bo
     return torch.zeros_like(visible).scatter(-1, order, seen & (as_good <= keep))
 
 
-def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def intervals_of(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(order, first, last) as :class:`dmattn.problem.Problem` has them."""
     before = key_bias.shape[-1] - len_q
     if causal and len_q > 1 and before <= keep:
@@ -189,7 +189,7 @@ def _plan(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int, causal:
     return order, first, torch.zeros_like(key_bias, dtype=torch.int32).scatter_(-1, listed, last)
 
 
-def _checked(
+def checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -198,6 +198,25 @@ def memory_given_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[..., Any]]:
+    """By number and kind, "cpu" or "cuda", groups of processes of :mod:`processes`, each started once in a process of pytest."""
+    from processes import Processes
+
+    started: dict[tuple[int, str], Processes] = {}
+
+    def of(size: int, kind: str = "cpu") -> Processes:
+        if kind == "cuda" and torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} CUDA devices")
+        if (size, kind) not in started:
+            started[size, kind] = Processes(size, kind)
+        return started[size, kind]
+
+    yield of
+    for group in started.values():
+        group.close()
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
     """dmattn is a name in Transformers' registries."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tools import api_page
 
 import dmattn
 from dmattn.execution.backend import interpreting
-from tools import api_page
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
 
@@ -26,7 +26,9 @@ def test_every_public_name_is_on_the_page():
 def test_a_signature_is_written_as_in_the_source():
     def short(a, *more: int, b: int = 2, c="x", **rest: str) -> None: ...
 
-    def wide(first_argument_of_many: dmattn.BlockMask | None = None, *, second_argument: float = 0.5, third_argument: int | None = None) -> int: ...
+    def wide(
+        first_argument_of_many: dmattn.BlockMask | None = None, *, second_argument: float = 0.5, third_argument: int | None = None
+    ) -> int: ...
 
     assert api_page.signature("short", short) == "short(a, *more: int, b: int = 2, c='x', **rest: str) -> None"
     lines = api_page.signature("wide", wide).splitlines()

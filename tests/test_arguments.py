@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from dmattn import BlockMask, DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
 from dmattn.arguments import kind
+from dmattn.distributed import context_parallel_attention, context_parallel_dynamic_mask_attention
 
 LENGTHS = torch.tensor([0, 5])
 
@@ -33,8 +35,27 @@ def layer(**keywords: Any) -> object:
     return DynamicMaskAttention(hidden_size=8, num_heads=2, keep=3)(torch.ones(1, 5, 8), **keywords)
 
 
+def attend_across(**keywords: Any) -> object:
+    """In a group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return context_parallel_attention(*(torch.ones(1, 2, 4, 8) for _ in range(3)), **keywords)
+    finally:
+        distributed.destroy_process_group()
+
+
+def attend_dynamically_across(**keywords: Any) -> object:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return context_parallel_dynamic_mask_attention(*(torch.ones(1, 2, 4, 8) for _ in range(3)), torch.ones(1, 2, 4), keep=3, **keywords)
+    finally:
+        distributed.destroy_process_group()
+
+
 CALLS = {
     "attention": attend,
+    "context_parallel_attention": attend_across,
+    "context_parallel_dynamic_mask_attention": attend_dynamically_across,
     "attention_varlen": attend_packed,
     "dynamic_mask_attention": attend_dynamically,
     "DynamicMaskAttention.forward": layer,
@@ -88,7 +109,8 @@ def test_unknown_keywords(called: str, name: str, expected: str) -> None:
 @pytest.mark.parametrize("called", CALLS)
 def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
     """A hint that names it would never be seen."""
-    functions: list[Callable] = [attention, attention_varlen, dynamic_mask_attention, DynamicMaskAttention.forward]
+    across = [context_parallel_attention, context_parallel_dynamic_mask_attention]
+    functions: list[Callable] = [attention, attention_varlen, *across, dynamic_mask_attention, DynamicMaskAttention.forward]
     (function,) = [x for x in functions if x.__qualname__ == called]
     assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
 

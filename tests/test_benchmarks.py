@@ -90,6 +90,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines wi
         ("tune.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
         ("tune.py", ["--kernels", "values"], ["--kernels", "values", "queries"]),
         ("speed.py", ["--device", "foo"], ["--device", "foo", "expected cpu"]),
+        ("context_parallel.py", ["--problems", "noncausal"], ["--problems", "noncausal", "causal_32k"]),
         ("memory.py", ["--workloads", "bias2h"], ["--workloads", "bias2h", "bias1h_d64"]),
         ("memory.py", ["--peers", "flax"], ["--peers", "flax", "sdpa_efficient"]),
         ("memory.py", ["--lengths", "1024", "4k"], ["--lengths", "4k", "at least 1"]),
@@ -102,7 +103,9 @@ def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments,
     assert all(word in said for word in named)
 
 
-@pytest.mark.parametrize("script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "transformers_models.py"])
+@pytest.mark.parametrize(
+    "script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "transformers_models.py", "context_parallel.py"]
+)
 def test_full_sizes_are_not_left_to_a_cpu(script, monkeypatch, capsys):
     if script == "transformers_models.py":
         pytest.importorskip("transformers", reason="the script measures models of Transformers")
@@ -118,6 +121,44 @@ def refusal(script: str, arguments: list[str], monkeypatch, capsys) -> str:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert ended.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_context_parallelism_is_measured_on_any_number_of_ranks(size, tmp_path, monkeypatch):
+    names, target = ["causal_16k_pair_bias", "window_4k_of_128k", "causal_32k_mha", "causal_32k_heads"], tmp_path / "result.json"
+    options = ["--tiny", "--device", "cpu", "--json", str(target), "--problems", ",".join(names)]
+    if size == 1:  # by itself the script is one process
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "context_parallel.py"), *options])
+        assert importlib.import_module("benchmarks.context_parallel").main(options) == 0
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command = [sys.executable, *launcher, str(BENCHMARKS / "context_parallel.py"), *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    result = json.loads(target.read_text())
+    check_environment(result["environment"], "context_parallel.py")
+    assert result["environment"]["ranks"] == size
+    assert [record["problem"] for record in result["problems"]] == names
+    for record in result["problems"]:
+        found = set(record["times"])
+        assert found >= {"one", "shared"}
+        assert ("without messages" in found) == (size > 1 and record["strategy"] == "ring")
+        assert all(time > 0 for times in record["times"].values() for time in times.values())
+        assert ("predicted" in record) == (record["window"] is None)
+        assert record["efficiency"]["forward"] == pytest.approx(record["times"]["one"]["forward"] / size / record["times"]["shared"]["forward"])
+        assert record["refused"].keys() <= {"torch"}
+
+
+def test_the_model_of_many_ranks(monkeypatch, capsys):
+    """A turn takes as long as its work or its message, whichever is longer."""
+    script = importlib.import_module("benchmarks.context_parallel")
+    problem = script.Problem("long", 1 << 20)
+    fast, slow = (script.model(script.Machine("any", link=link), 64, problem, "ring")["forward"] for link in (1e15, 1e9))
+    assert fast["efficiency"] == pytest.approx(1.0)
+    assert slow["ms"] == pytest.approx(1e3 * slow["sent_gb"] + fast["ms"] / 64)
+    assert script.main(["--model"]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("1048576 tokens on 64 GPUs", "ring", "heads", "fetch"))
 
 
 @no_gpu

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,12 +120,32 @@ def blocks(kind: str, source: Path = ROOT / "README.md") -> list[str]:
 
 
 def headings(source: Path) -> list[str]:
-    """Of the pieces of code of a page."""
-    return [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in source.read_text().split("```python\n")[:-1]]
+    """Of the pieces of code of a page: the last one before each."""
+    found: list[str] = []
+    heading = "at the top"
+    for title, code in re.findall(r"^##? (.+)$|^```(python)$", source.read_text(), flags=re.M):
+        heading = title or heading
+        found += [heading] if code else []
+    return found
+
+
+def of_ranks(page: Path) -> list[str]:
+    """The pieces of a page that are one program of several processes: from the one that makes a group to the one that ends it."""
+    found: list[str] = []
+    for code in blocks("python", page):
+        if "init_process_group" in code or (found and "destroy_process_group" not in found[-1]):
+            found.append(code)
+    return found
 
 
 PAGES = [page for page in sorted(ROOT.glob("docs/*.md")) if blocks("python", page)]
-PIECES = [(page, number, heading) for page in PAGES for number, heading in enumerate(headings(page))]
+SHARED = {page.stem: "\n".join(of_ranks(page)) for page in PAGES if of_ranks(page)}
+PIECES = [
+    (page, number, heading)
+    for page in PAGES
+    for number, heading in enumerate(headings(page))
+    if blocks("python", page)[number] not in of_ranks(page)
+]
 
 
 @pytest.mark.parametrize(("page", "number"), [piece[:2] for piece in PIECES], ids=[f"{page.stem}-{heading}" for page, _, heading in PIECES])
@@ -137,12 +159,29 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
 
 
 def test_pages_with_code_are_found():
-    assert {"biases.md", "doors.md", "start.md", "transformers.md"} <= {page.name for page in PAGES}
+    assert {"biases.md", "doors.md", "start.md", "transformers.md"} <= {page.name for page, *_ in PIECES}
+    assert set(SHARED) == {"context-parallel", "transformers"}
 
 
 def test_the_map_of_the_pages_leads_to_every_page():
-    linked = set(re.findall(r"\]\(([\w./]+)", (ROOT / "docs" / "start.md").read_text().split("\n## ")[1]))
+    linked = set(re.findall(r"\]\(([\w./-]+)", (ROOT / "docs" / "start.md").read_text().split("\n## ")[1]))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"start.md"} <= linked
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("page", SHARED)
+def test_code_of_several_processes_runs_on_two_ranks(page, tmp_path):
+    """All of a page in one program: starting processes takes seconds."""
+    if "from transformers" in SHARED[page]:
+        pytest.importorskip("transformers", reason="the code uses it")
+    assert "assert" in SHARED[page]
+    script = tmp_path / "script.py"
+    script.write_text(SHARED[page] + "\nprint('done')\n")
+    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2, done.stdout  # lines of two processes may mix
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +38,29 @@ def test_a_bias_is_recovered_from_outputs():
     assert run.returncode == 0, run.stderr
     before, after = map(float, re.findall(r"\d\.\d+", run.stdout))
     assert after < before / 2
+
+
+def test_processes_that_share_a_sequence_train_as_one():
+    command = [sys.executable, str(EXAMPLES / "context_parallel.py"), "--processes", "2", "--length", "64", "--steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+    assert float(run.stdout.split()[-1]) < 1e-4
+
+
+def test_a_llama_whose_sequences_processes_share_trains_as_one():
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason="the example needs it")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(EXAMPLES / "share_llama.py"), "--length", "32", "--steps", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
+    assert float(run.stdout.split()[-1]) < 1e-4
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--setps", 2)])

@@ -35,6 +35,7 @@ class Backend(Protocol):
         d_out: Tensor,
         d_lse: Tensor | None,
         gradients: Gradients,
+        partial: bool = False,
     ) -> None: ...
 
 

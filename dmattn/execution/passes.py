@@ -47,15 +47,18 @@ def checked_forward(*arguments: Any) -> Forward:
 
 @replayed
 def backward(
-    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], pads: bool, problem: Problem
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, ...], pads: bool, problem: Problem, partial: bool = False
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of what is `LEARNED`; None for each that `needs` leaves out. Whether the bias's may have rows with padding: `pads`."""
+    """Gradients of what is `LEARNED`; None for each that `needs` leaves out. Whether the bias's may have rows with padding: `pads`.
+
+    `partial`: `out` and `lse` are over further keys, too, and gradients are the share of those in `problem`, which has no sinks.
+    """
     gradients = backend.allocate_backward(problem, needs, pads)
     if lse.numel() == 0:  # no query, so nothing depends on what there is
         return tuple(gradient if gradient is None else gradient.zero_() for gradient in gradients)
     wanted = Gradients(*(None if gradient is None or gradient.numel() == 0 else gradient for gradient in gradients))
     if any(gradient is not None for gradient in wanted):
-        backend.path(problem).backward(problem, out, lse, d_out, d_lse, wanted)
+        backend.path(problem).backward(problem, out, lse, d_out, d_lse, wanted, partial)
     return gradients
 
 

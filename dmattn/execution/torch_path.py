@@ -70,8 +70,9 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     gradients: Gradients,
+    partial: bool = False,
 ) -> None:
-    """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once."""
+    """Write the gradients that are not None, recomputing each chunk; sums over chunks are rounded once. `partial` is that of passes.py."""
     dtype = compute_dtype(problem)
     d_key, d_value, d_bias = gradients.key, gradients.value, gradients.bias
     problem = problem._replace(key=problem.key.to(dtype), value=problem.value.to(dtype))
@@ -87,7 +88,7 @@ def backward(
         own = Gradients(*(None if x is None else sequence.of(name, x) for name, x in gradients._asdict().items()))
         own = own._replace(**{name: sequence.of(name, totals[name]) if name in totals else None for name in ("key", "value")})
         own = own._replace(bias=sequence.of("bias", totals["bias"]) if "bias" in totals else own.bias)
-        _add(problem, sequence, dtype, by_query.of(sequence), own)
+        _add(problem, sequence, dtype, by_query.of(sequence), own, partial)
     for name, total in totals.items():
         getattr(gradients, name).copy_(total)
     if d_bias is not None and problem.bias_kind in (QUERIES, HEADS):
@@ -115,7 +116,7 @@ class _ByQuery(NamedTuple):
         return _ByQuery(sequence.of("out", self.out), sequence.of("out", self.d_out), sequence.of("lse", self.lse), *vectors)
 
 
-def _add(whole: Problem, sequence: Sequence, dtype: torch.dtype, by_query: _ByQuery, gradients: Gradients) -> None:
+def _add(whole: Problem, sequence: Sequence, dtype: torch.dtype, by_query: _ByQuery, gradients: Gradients, partial: bool) -> None:
     """Add to sums over chunks of one sequence, those of keys, values and bias, and write what each chunk has its own rows of."""
     problem, number, kind = sequence.problem(whole), sequence.number, whole.bias_kind  # of a bias whose axes may be 1 long here
     out, d_out, lse, d_lse, d_sink_scores = by_query
@@ -124,7 +125,10 @@ def _add(whole: Problem, sequence: Sequence, dtype: torch.dtype, by_query: _ByQu
     for rows, keys, chunk in chunks(problem, scores_of_row(problem)):
         scores, tanh = masked_scores(chunk, dtype, rows.start, aligned_length(problem, keys))
         empty = lse[..., rows, None] == float("-inf")
-        p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
+        if partial:
+            p = torch.exp(scores - lse[..., rows, None].masked_fill(empty, 0.0))
+        else:
+            p = torch.softmax(with_sinks(scores, problem.sinks).masked_fill_(empty, 0.0), -1)
         of_sinks = p[..., scores.shape[-1] :]  # of no key without sinks
         p = p[..., : scores.shape[-1]]
         d_out_rows = d_out[..., rows, :].to(dtype).masked_fill(empty, 0.0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..notices import slow
 from . import plans
-from .features import ALL, BIASES, DISTANCES, EVERY, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
+from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
 from .traits import (
     D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
@@ -175,7 +175,7 @@ HOPPER_BIAS = Row(
     "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, **ON_HOPPER
 )
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED, plans.one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
@@ -213,8 +213,8 @@ BACKWARD = (
     HOPPER_BIAS,
     _loading(HOPPER_BIAS),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=TERMS),
-    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS, plans.always),
-    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL, plans.always, reads=TERMS),
+    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
     Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS),
     Row("query terms", TERMS, ALL, plans.always),
 )

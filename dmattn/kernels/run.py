@@ -39,6 +39,7 @@ from .traits import (
     D_SINKS,
     D_VALUE,
     END_SUMS,
+    PARTIAL,
     TERM_COLUMNS,
     Traits,
 )
@@ -111,13 +112,19 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     gradients: Gradients,
+    partial: bool = False,
 ) -> None:
-    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's."""
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's.
+
+    `partial`: `out` and `lse` are over further keys, too.
+    """
     entries = tuple(lse.shape[:-2]) if problem.ends_q is None else (problem.ends_q.shape[0] - 1,)
     given = Given(lse, d_lse, gradients, entries)
     gradients = flattened_gradients(gradients, problem)
     problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
     traits = Traits.of(problem, out, d_out, gradients)
+    if partial:
+        traits = traits._replace(features=traits.features | {PARTIAL})
     choices = choose_backward(traits)
     say_what_is_slow("backward", choices, traits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks

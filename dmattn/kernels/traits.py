@@ -33,6 +33,7 @@ TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's fa
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor
+PARTIAL = "further keys in out and lse"  # of a backward pass, than the call has
 
 NO_GRADIENTS = Gradients()
 _PARAMETERS = {"query", "key", "value", "scale", "dropout_p", "states"}  # fields of a problem that are no features

@@ -40,6 +40,7 @@ from dmattn.kernels.traits import (
     D_SINKS,
     D_VALUE,
     END_SUMS,
+    PARTIAL,
     QUERY_TERMS,
     TERM_COLUMNS,
     Bias,
@@ -478,6 +479,18 @@ def test_a_row_runs_before_those_whose_results_it_borrows(monkeypatch: pytest.Mo
         assert len(choices) == 3
         assert choices[1].row.name == borrowing
         assert choices[2].makes == choices[1].row.borrows
+
+
+def test_with_further_keys_in_lse_no_row_sums_over_its_own() -> None:
+    """The kernel of one tile makes delta of the keys that it has, and the gradient of a bias of queries is that of lse over them."""
+    refusing = ("one tile", "sums of d_lse", "sums of d_lse and d_sinks")
+    for row in dispatch.BACKWARD:
+        reason = row._replace(targets=None, plan=lambda traits: None).refusal(NARROW._replace(features=frozenset({PARTIAL})))
+        assert (reason is not None) == (row.name in refusing), row.name
+    wanted = frozenset({"d_query", "d_key", "d_value"})
+    traits = NARROW._replace(len_q=49, len_k=49, wanted=wanted)
+    assert [choice.row.name for choice in dispatch.choose_backward(traits)] == ["one tile"]
+    assert "one tile" not in [choice.row.name for choice in dispatch.choose_backward(traits._replace(features=frozenset({PARTIAL})))]
 
 
 def test_a_field_that_no_row_names_refuses_every_row() -> None:

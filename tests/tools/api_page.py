@@ -18,7 +18,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "api.md"
-MODULES = ("dmattn", "dmattn.explain", "dmattn.compat", "dmattn.integrations.transformers", "dmattn.integrations.doge", "dmattn.reference")
+MODULES = (
+    "dmattn",
+    "dmattn.explain",
+    "dmattn.compat",
+    "dmattn.distributed",
+    "dmattn.integrations.transformers",
+    "dmattn.integrations.doge",
+    "dmattn.reference",
+)
 ALIASES = (
     ("dmattn.checks", "Window"),
     ("dmattn.mask_mods", "MaskMod"),

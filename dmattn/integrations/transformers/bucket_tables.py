@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...graphs import left_out_of_graphs
 from .described_bias import describe, nothing, takes
 
-__all__ = ["describe_biases", "make_biases"]
+__all__ = ["describe_biases", "forget_name", "make_biases"]
 
 _CLASSES = (
     "longt5.modeling_longt5.LongT5Attention",
@@ -29,12 +30,17 @@ _CLASSES = (
     "udop.modeling_udop.UdopAttention",
     "umt5.modeling_umt5.UMT5Attention",
 )
+_names: dict[str, bool] = {}  # by name of an attention, whether ranks share the sequences of its layers
 _stock: dict[Any, Any] = {}  # by class, the forward methods that were replaced
 _ours: dict[Any, Any] = {}  # and those in their place
 
 
-def describe_biases(name: str) -> None:
-    """Let layers whose configuration names the attention `name` describe their position biases. Idempotent."""
+def describe_biases(name: str, is_shared: bool = False) -> None:
+    """Let layers whose configuration names the attention `name` describe their position biases. Idempotent.
+
+    `is_shared`: by all distances, as those in the whole sequence are more than a layer sees, and in compiled code, too.
+    """
+    _names[name] = is_shared
     for path in _CLASSES:
         file, _, kind_name = path.rpartition(".")
         try:
@@ -43,7 +49,12 @@ def describe_biases(name: str) -> None:
             continue
         if kind not in _stock:
             _stock[kind] = kind.forward
-            _ours[kind] = kind.forward = _describing_forward(kind, name)
+            _ours[kind] = kind.forward = _describing_forward(kind)
+
+
+def forget_name(name: str) -> None:
+    """Undo :func:`describe_biases` for a name."""
+    _names.pop(name, None)
 
 
 def make_biases() -> None:
@@ -53,19 +64,23 @@ def make_biases() -> None:
             kind.forward = stock
     _stock.clear()
     _ours.clear()
+    _names.clear()
 
 
-def _describing_forward(kind: Any, name: str) -> Any:
+def _describing_forward(kind: Any) -> Any:
     stock = kind.forward
 
     @wraps(stock)
     def forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        makes = not torch.compiler.is_compiling() and kwargs.get("position_bias") is None
-        makes = makes and not isinstance(layer, _Describing)
-        if makes and layer.config._attn_implementation == name and takes(hidden_states):
+        is_shared = _names.get(layer.config._attn_implementation)
+        if torch.compiler.is_compiling():
+            return (beside_graphs if is_shared else stock)(layer, hidden_states, *args, **kwargs)
+        makes = is_shared is not None and kwargs.get("position_bias") is None and not isinstance(layer, _Describing)
+        if makes and takes(hidden_states):
             layer = _viewed(layer, hidden_states)
         return stock(layer, hidden_states, *args, **kwargs)
 
+    beside_graphs = left_out_of_graphs("ranks share its sequence, of whose distances a graph would have one rank's")(forward)
     return forward
 
 
@@ -83,8 +98,9 @@ class _Describing:
         aligned = type(past_seen_tokens) is int and key_length == query_length + past_seen_tokens
         furthest, buckets = self.relative_attention_max_distance, self.relative_attention_num_buckets
         saturates = furthest > buckets // 2 and _has_own_methods(self)
-        if aligned and saturates and query_length > 1:
-            reach = min(furthest, 1 << key_length.bit_length())  # longer distances take the same bucket, or there are none
+        is_shared = _names.get(self.config._attn_implementation)
+        if aligned and saturates and (query_length > 1 or is_shared):
+            reach = furthest if is_shared else min(furthest, 1 << key_length.bit_length())  # others take the same bucket, or there are none
             table = make(1, 2 * reach + 1, device=device, past_seen_tokens=reach)[0, :, 0]
             if takes(table):
                 return describe(table.contiguous(), reach, query_length, key_length)

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_cuda_stream_capturing
 from ...masks import IntervalMask
 from .described import Described
 
-__all__ = ["DescribedMask", "describe"]
+__all__ = ["DescribedMask", "describe", "rules_of"]
 
 MaskFunction = Callable[..., Any]
 
@@ -80,6 +80,18 @@ def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, 
     if mask.causal_window is not None:
         return None, *mask.causal_window
     return IntervalMask(mask.first, mask.last, mask.shape[2]), False, None
+
+
+def rules_of(
+    mask_function: MaskFunction, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int | Tensor
+) -> tuple[bool, tuple[int | None, int | None] | None] | None:
+    """`causal` and `window` of :func:`dmattn.attention` that a mask function is without its documents; None where it is more than that."""
+    found = _conditions(mask_function) if _transformers_agrees() else None
+    if found is None:
+        return None
+    found = [rule for rule in found if rule.kind != "packed"]
+    ends = (q_offset + q_length, kv_offset + kv_length)
+    return _causal_window(found) if not found or (not any(isinstance(end, Tensor) for end in ends) and ends[0] == ends[1]) else None
 
 
 class _Rule(NamedTuple):

@@ -1,0 +1,100 @@
+"""Tensors on their way between ranks: packed into one message, sent while a rank computes, or exchanged by all ranks at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from .ranks import Ranks
+
+ALIGNMENT = 128  # bytes: where each tensor of a message begins, as kernels like it
+
+
+class Layout(NamedTuple):
+    """Where the tensors of a message lie in it. Ranks that have agreed about their tensors have the same."""
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    places: tuple[int, ...]
+    size: int  # in bytes
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+        places, end = [], 0
+        for x in tensors:
+            places.append(end)
+            end += -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(x.shape for x in tensors), tuple(x.dtype for x in tensors), tuple(places), end)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for a message."""
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A message of copies."""
+        message = self.empty(tensors[0].device)
+        for x, place in zip(tensors, self.opened(message), strict=True):
+            place.copy_(x)
+        return message
+
+    def opened(self, message: Tensor) -> list[Tensor]:
+        """Its tensors: views, contiguous."""
+        found = []
+        for shape, dtype, place in zip(self.shapes, self.dtypes, self.places, strict=True):
+            found.append(message[place : place + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        return found
+
+
+class Transfer:
+    """Messages under way. They stay in memory until :meth:`wait`, after which what was received may be read, and what was sent written.
+
+    On GPUs they are NCCL's, on a stream of its own, which waits for what the current stream has been given so far; then it is the current
+    stream that waits, not the host.
+    """
+
+    def __init__(self, ranks: Ranks, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None) -> None:
+        group = ranks.group
+        messages = [(distributed.isend, sent), (distributed.irecv, received)]
+        present = [(way, *message) for way, message in messages if message is not None and message[0].numel()]
+        operations = [distributed.P2POp(way, x, distributed.get_global_rank(group, peer), group) for way, x, peer in present]
+        self._works: list[Any] = distributed.batch_isend_irecv(operations) if operations else []
+        self._messages = present
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._messages = [], []
+
+
+def exchanged(x: Tensor, ranks: Ranks) -> Tensor:
+    """Entry p of what each rank has along the first axis, which is as long as there are ranks, goes to rank p; entry p comes from rank p."""
+    x = x.contiguous()
+    if ranks.size == 1:
+        return x
+    received = torch.empty_like(x)
+    distributed.all_to_all_single(received.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=ranks.group)
+    return received
+
+
+def gathered(x: Tensor, ranks: Ranks) -> Tensor:
+    """What each rank has, along a new first axis."""
+    received = x.new_empty((ranks.size, *x.shape))
+    if ranks.size == 1:
+        received[0] = x
+    elif x.numel():
+        everyone = list(received.view(ranks.size, -1).view(torch.uint8))
+        distributed.all_gather(everyone, x.contiguous().view(-1).view(torch.uint8), group=ranks.group)
+    return received
+
+
+def summed(parts: Tensor) -> Tensor:
+    """Sum along the first axis, one after the other, in float32 at least, rounded once."""
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)

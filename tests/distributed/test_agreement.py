@@ -1,0 +1,192 @@
+"""What is wrong on one rank is an error on all, before a tensor is sent: none waits, and the group can be used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from processes import TIMEOUT, Processes
+from torch import Tensor, distributed
+
+from dmattn import BlockMask, IntervalMask
+from dmattn.distributed import context_parallel_attention, ring
+from dmattn.execution.backend import interpreting
+
+Groups = Callable[..., Processes]
+pytestmark = pytest.mark.skipif(interpreting(), reason="about arguments, which are the same in both halves")
+SIZE, SHARE = 2, 8
+
+
+def attend(rank: int, **changed: Any) -> Tensor:
+    """A good call of two ranks with shares of 8 queries and keys, but for what is changed."""
+    shape = (2, 4, SHARE, 16)
+    query, key, value = (torch.randn(shape, generator=torch.Generator().manual_seed(place)) for place in (rank, 10 + rank, 20 + rank))
+    given = dict(query=query, key=key, value=value, causal=True) | changed
+    return context_parallel_attention(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+
+
+def on_one(rank: int, *values: Any) -> Any:
+    return values[rank]
+
+
+def changes(name: str, rank: int) -> dict[str, Any]:
+    """By name what makes a call wrong, on all ranks or on one."""
+    whole = SIZE * SHARE
+    zeros = torch.zeros
+    calls: dict[str, Callable[[], dict[str, Any]]] = {
+        "odd share": lambda: dict.fromkeys(("query", "key", "value"), zeros(2, 4, 7, 16)),
+        "order": lambda: dict(order="spiral"),
+        "strategy": lambda: dict(strategy="tree"),
+        "strategy type": lambda: dict(strategy=3),
+        "heads do not divide": lambda: dict.fromkeys(("query", "key", "value"), zeros(2, 3, SHARE, 16)) | dict(strategy="heads"),
+        "key heads do not divide": lambda: dict.fromkeys(("key", "value"), zeros(2, 1, SHARE, 16)) | dict(strategy="heads"),
+        "bias of the rank's pairs": lambda: dict(bias=zeros(2, 4, SHARE, SHARE)),
+        "bias of all pairs": lambda: dict(bias=zeros(2, 4, whole, whole)),
+        "bias of other heads": lambda: dict(bias=zeros(2, 3, SHARE, whole)),
+        "mask dtype": lambda: dict(mask=zeros(SHARE, whole)),
+        "mask type": lambda: dict(mask=BlockMask.from_mask(zeros(1, 1, SHARE, whole, dtype=torch.bool))),
+        "intervals of the share": lambda: dict(mask=IntervalMask.causal(SHARE, SHARE)),
+        "bias type": lambda: dict(bias=[1.0]),
+        "window": lambda: dict(window=-1),
+        "flag": lambda: dict(return_lse=1),
+        "sinks": lambda: dict(sinks=zeros(3)),
+        "unknown keyword": lambda: dict(dropout_p=0.1),
+        "not a tensor": lambda: dict(query=None),
+        "lengths differ": lambda: {name: zeros(2, 4, on_one(rank, 8, 6), 16) for name in ("query", "key", "value")},
+        "key lengths differ": lambda: {name: zeros(2, 4, on_one(rank, 8, 6), 16) for name in ("key", "value")},
+        "batches differ": lambda: {name: zeros(on_one(rank, 2, 1), 4, SHARE, 16) for name in ("query", "key", "value")},
+        "dtypes differ": lambda: {
+            name: zeros(2, 4, SHARE, 16, dtype=on_one(rank, torch.float32, torch.float64)) for name in ("query", "key", "value")
+        },
+        "causal differs": lambda: dict(causal=rank == 0),
+        "scales differ": lambda: dict(scale=on_one(rank, 1.0, 2.0)),
+        "a mask on one": lambda: dict(mask=on_one(rank, None, torch.ones(SHARE, whole, dtype=torch.bool))),
+        "orders differ": lambda: dict(order=on_one(rank, "zigzag", "contiguous")),
+        "strategies differ": lambda: dict(strategy=on_one(rank, "ring", "heads")),
+        "gradients differ": lambda: dict(key=zeros(2, 4, SHARE, 16, requires_grad=rank == 1)),
+        "one refuses": lambda: dict(window=on_one(rank, 1, "wide")),
+        "one has an unknown keyword": lambda: on_one(rank, {}, dict(is_causal=True)),
+    }
+    return calls[name]()
+
+
+def attend_badly(rank: int, name: str) -> Tensor:
+    return attend(rank, **changes(name, rank))
+
+
+ON_ALL = [
+    ("odd share", ValueError, "dmattn: query: expected a share of an even length, two chunks of the 4 .*received 7"),
+    ("order", ValueError, "dmattn: order: expected 'zigzag' or 'contiguous', received 'spiral'"),
+    ("strategy", ValueError, "dmattn: strategy: expected 'ring' or 'heads', received 'tree'"),
+    ("strategy type", TypeError, "dmattn: strategy: expected 'ring' or 'heads', received int"),
+    ("heads do not divide", ValueError, "dmattn: query: expected a number of heads that 2 ranks divide.*received 3"),
+    ("key heads do not divide", ValueError, "dmattn: key: expected a number of heads that 2 ranks divide.*received 1"),
+    (
+        "bias of the rank's pairs",
+        ValueError,
+        r"dmattn: bias: expected rows of this rank's queries with columns of all keys, \(..., 8 or 1, 16 or 1\), or a bias",
+    ),
+    ("bias of all pairs", ValueError, r"dmattn: bias: expected .* received shape \(2, 4, 16, 16\)"),
+    ("bias of other heads", ValueError, r"dmattn: bias: expected a shape broadcastable to \(B, H, Sq, Sk\)"),
+    ("mask dtype", ValueError, "dmattn: mask: expected dtype torch.bool"),
+    ("mask type", TypeError, "dmattn: mask: expected a bool tensor, an IntervalMask or None, received dmattn.block_mask.BlockMask"),
+    ("intervals of the share", ValueError, "dmattn: mask: expected an IntervalMask for 16 queries and 16 keys"),
+    ("bias type", TypeError, "dmattn: bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received list"),
+    ("window", ValueError, "dmattn: window: expected non-negative integers"),
+    ("flag", TypeError, "dmattn: return_lse: expected True or False, received int"),
+    ("sinks", ValueError, r"dmattn: sinks: expected shape \(H,\) = \(4,\)"),
+    ("unknown keyword", TypeError, "dmattn: dropout_p: expected no dropout"),
+    ("not a tensor", TypeError, "dmattn: query: expected a torch.Tensor, received NoneType"),
+    ("lengths differ", ValueError, "dmattn: query: expected the same on all ranks"),
+    ("key lengths differ", ValueError, "dmattn: key: expected the same on all ranks"),
+    ("batches differ", ValueError, "dmattn: query: expected the same on all ranks"),
+    ("dtypes differ", ValueError, "dmattn: query: expected the same on all ranks, .*torch.float32.*torch.float64"),
+    ("causal differs", ValueError, "dmattn: causal or window: expected the same on all ranks"),
+    ("scales differ", ValueError, "dmattn: scale: expected the same on all ranks, received 1.0 on rank 0 and 2.0 on rank 1"),
+    ("a mask on one", ValueError, "dmattn: mask: expected the same on all ranks, received None on rank 0"),
+    ("orders differ", ValueError, "dmattn: order: expected the same on all ranks"),
+    ("strategies differ", ValueError, "dmattn: strategy: expected the same on all ranks"),
+    ("gradients differ", ValueError, "dmattn: key: expected the same on all ranks, .* requiring grad on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "error", "message"), ON_ALL, ids=[name for name, *_ in ON_ALL])
+def test_all_ranks_raise(processes: Groups, name: str, error: type[Exception], message: str) -> None:
+    group = processes(SIZE)
+    for raised in group.errors(attend_badly, name):
+        with pytest.raises(error, match=message):
+            raise raised
+    assert all(out.shape == (2, 4, SHARE, 16) for out in group.results(attend)), "the group can be used again"
+
+
+@pytest.mark.parametrize("name", ["one refuses", "one has an unknown keyword"])
+def test_the_others_quote_the_rank_that_refuses(processes: Groups, name: str) -> None:
+    group = processes(SIZE)
+    first, second = group.errors(attend_badly, name)
+    assert isinstance(second, TypeError)
+    assert isinstance(first, ValueError)
+    assert str(first) == f"dmattn: group: expected arguments that every rank takes, received on rank 1: {second}"
+    group.results(attend)
+
+
+def many_axes(rank: int) -> Tensor:
+    """A description longer than a message, in which ranks differ behind its end."""
+    shape = (*(1,) * 700, on_one(rank, 1, 2), 8, 16)
+    return context_parallel_attention(*(torch.zeros(shape) for _ in range(3)))
+
+
+def test_a_difference_beyond_the_message_is_seen(processes: Groups) -> None:
+    for raised in processes(SIZE).errors(many_axes):
+        assert isinstance(raised, ValueError)
+        assert "expected the same" in str(raised)
+
+
+def in_a_group_of_one(rank: int) -> str:
+    groups = [distributed.new_group([each]) for each in range(SIZE)]
+    alone = attend(rank, group=groups[rank])
+    try:
+        attend(rank, group=groups[1 - rank])
+    except ValueError as error:
+        return f"{tuple(alone.shape)} {error}"
+    return "no error"
+
+
+def test_groups_of_some_ranks(processes: Groups) -> None:
+    for result in processes(SIZE).results(in_a_group_of_one):
+        assert result.startswith("(2, 4, 8, 16) dmattn: group: expected a group that this process is in")
+
+
+def without_memory(rank: int, name: str) -> None:
+    """Rank 1 has no memory for its first block of a pass, and leaves the others alone: in a group of its own, which cannot be used again."""
+    passes, query = getattr(ring.passes, name), torch.randn(2, 4, SHARE, 16, requires_grad=True)
+    group = distributed.new_group(timeout=timedelta(seconds=3))
+    attend(rank, group=group)
+
+    def failing(*arguments: Any) -> Any:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return passes(*arguments)
+
+    out = attend(rank, query=query, causal=False, group=group) if name == "backward" else None
+    setattr(ring.passes, name, failing)
+    try:
+        if out is None:
+            attend(rank, query=query, causal=False, group=group)
+        else:
+            out.sum().backward()
+    finally:
+        setattr(ring.passes, name, passes)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_rank_that_fails_midway_is_waited_for_until_the_timeout(processes: Groups, name: str) -> None:
+    group, began = processes(4), time.monotonic()
+    first, second, *others = group.errors(without_memory, name)
+    assert time.monotonic() - began < TIMEOUT / 2
+    assert "no memory" in str(second)
+    assert not any("no memory" in str(each) for each in (first, *others))
+    group.results(attend)
