@@ -120,12 +120,32 @@ def blocks(kind: str, source: Path = ROOT / "README.md") -> list[str]:
 
 
 def headings(source: Path) -> list[str]:
-    """Of the pieces of code of a page."""
-    return [re.findall(r"^## (.+)$", text, flags=re.M)[-1] for text in source.read_text().split("```python\n")[:-1]]
+    """Of the pieces of code of a page: the last one before each."""
+    found: list[str] = []
+    heading = "at the top"
+    for title, code in re.findall(r"^##? (.+)$|^```(python)$", source.read_text(), flags=re.M):
+        heading = title or heading
+        found += [heading] if code else []
+    return found
 
 
-PAGES = [ROOT / "docs" / name for name in ("biases.md", "doors.md")]
-PIECES = [(page, number, heading) for page in PAGES for number, heading in enumerate(headings(page))]
+def of_ranks(page: Path) -> list[str]:
+    """The pieces of a page that are one program of several processes: from the one that makes a group to the one that ends it."""
+    found: list[str] = []
+    for code in blocks("python", page):
+        if "init_process_group" in code or (found and "destroy_process_group" not in found[-1]):
+            found.append(code)
+    return found
+
+
+PAGES = [page for page in sorted(ROOT.glob("docs/*.md")) if blocks("python", page)]
+SHARED = {page.stem: "\n".join(of_ranks(page)) for page in PAGES if of_ranks(page)}
+PIECES = [
+    (page, number, heading)
+    for page in PAGES
+    for number, heading in enumerate(headings(page))
+    if blocks("python", page)[number] not in of_ranks(page)
+]
 
 
 @pytest.mark.parametrize(("page", "number"), [piece[:2] for piece in PIECES], ids=[f"{page.stem}-{heading}" for page, _, heading in PIECES])
@@ -133,14 +153,30 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
     torch.manual_seed(0)
     code = blocks("python", page)[number]
     assert "assert" in code
+    if "from transformers" in code:
+        pytest.importorskip("transformers", reason="the code uses it")
     exec(compile(code, page.name, "exec"), {})
 
 
+def test_pages_with_code_are_found():
+    assert {"biases.md", "doors.md", "start.md", "transformers.md"} <= {page.name for page, *_ in PIECES}
+    assert set(SHARED) == {"context-parallel", "transformers"}
+
+
+def test_the_map_of_the_pages_leads_to_every_page():
+    linked = set(re.findall(r"\]\(([\w./-]+)", (ROOT / "docs" / "start.md").read_text().split("\n## ")[1]))
+    assert {page.name for page in ROOT.glob("docs/*.md")} - {"start.md"} <= linked
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_code_about_context_parallelism_runs_on_two_ranks(tmp_path):
-    """All of it in one program: starting processes takes seconds."""
+@pytest.mark.parametrize("page", SHARED)
+def test_code_of_several_processes_runs_on_two_ranks(page, tmp_path):
+    """All of a page in one program: starting processes takes seconds."""
+    if "from transformers" in SHARED[page]:
+        pytest.importorskip("transformers", reason="the code uses it")
+    assert "assert" in SHARED[page]
     script = tmp_path / "script.py"
-    script.write_text("\n".join(blocks("python", ROOT / "docs" / "context-parallel.md")) + "\nprint('done')\n")
+    script.write_text(SHARED[page] + "\nprint('done')\n")
     environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
@@ -169,7 +205,7 @@ def rows(text: str, columns: int) -> list[list[str]]:
     return [row for row, under in zip(cells, [*cells[1:], [""]], strict=True) if len(row) == columns and not {*row, *under} & {"---"}]
 
 
-MODELS = rows((ROOT / "README.md").read_text(), 3)
+MODELS = rows((ROOT / "docs" / "biases.md").read_text(), 3)
 
 
 @pytest.mark.parametrize(("model", "bias", "options"), MODELS, ids=[row[0].split(":")[0].split(",")[0] for row in MODELS])
@@ -190,7 +226,7 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
         tensor = shaped(taken) if name == "bias" or "bool `mask`" in taken else None
         if tensor is not None:
             given[name] = tensor > 0 if name == "mask" else tensor.requires_grad_()
-    if "docs/biases.md#" in bias + options:  # whose code is run above
+    if "](#" in bias + options:  # whose code is run above
         return
     assert given or "any other" in model or "as above" in bias
     leading = re.search(r"leading axes (\(\w+, \w+\))", bias)
@@ -206,6 +242,16 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
     if "bias" in given:
         out.square().sum().backward()
         assert given["bias"].grad.norm() > 0
+
+
+def test_the_readme_has_rows_of_that_table():
+    table = rows((ROOT / "README.md").read_text().replace("docs/biases.md#", "#").replace("docs/", ""), 3)
+    assert len(table) > 5
+    assert not [row for row in table if row not in MODELS]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def times() -> dict[tuple[str, str], tuple[str, ...]]:
@@ -226,7 +272,7 @@ def test_speeds_of_the_readme_are_those_of_the_result_file():
     both = {(*measured[name, "forward"][:3], *measured[name, "backward"][:3]): name for name, step in measured if step == "backward"}
     table = rows((ROOT / "README.md").read_text(), 5)
     named = [both.get((ours, *peer(best), theirs, *peer(other))) for _, ours, best, theirs, other in table]
-    assert len(table) == len(set(named)) == 7
+    assert len(table) == len(set(named)) == 6
     assert None not in named
 
 
