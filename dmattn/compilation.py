@@ -43,6 +43,7 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
     import triton
 
     from .kernels.base.ahead import Ahead, active_mode
+    from .kernels.base.assembler import assembling_for
     from .kernels.base.device import rehearsed_for
     from .kernels.base.no_device import on_gpu
 
@@ -57,7 +58,8 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
                 _rehearse(call)
             waiting.append((call.name, mode.asked))
         for name, asked in waiting:
-            wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
+            with assembling_for(target[0]):  # what did not compile is tried again here
+                wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
             show(f"{name}: {len(asked)} new, after {time.perf_counter() - start:.1f} s")
             for each in wrong:
                 show(f"  FAILED: {each}")

@@ -22,7 +22,7 @@ from triton.runtime import driver  # noqa: E402
 
 from dmattn import kernels  # noqa: E402
 from dmattn.kernels import traits  # noqa: E402
-from dmattn.kernels.base import ahead, tiles  # noqa: E402
+from dmattn.kernels.base import ahead, assembler, tiles  # noqa: E402
 from dmattn.kernels.base.no_device import NoDevice, gpu_target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting() or ahead.active_mode is None, reason="needs a Triton that compiles in the background")
@@ -95,6 +95,23 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
     monkeypatch.setattr(ahead.Compiling, "result", wrong)
     assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls)]) == 1
     assert "  FAILED: ptxas: no such register" in capsys.readouterr().out.splitlines()
+
+
+def test_what_is_tried_again_has_the_assembler_of_the_first_try(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str | None] = []
+
+    submit = ahead.Ahead.submit
+
+    def fails() -> None:
+        used.append(vars(triton.knobs.nvidia).get("ptxas"))
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(assembler, "_choice", lambda family: "another ptxas")
+    monkeypatch.setattr(ahead.Ahead, "submit", lambda mode, key, compile_it, finish: submit(mode, key, fails, finish))
+    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls)]) == 1
+    assert len(used) >= 6  # two tries of three kernels
+    assert set(used) == {"another ptxas"}
+    assert vars(triton.knobs.nvidia).get("ptxas") != "another ptxas"
 
 
 @pytest.mark.parametrize(
