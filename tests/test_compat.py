@@ -242,6 +242,16 @@ def test_flex_attention(batch: int, device: str) -> None:
     )
 
 
+def test_a_block_mask_whose_mask_mod_is_replaced_is_read_again() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, SQ, SQ, device="cpu")
+    inputs = [normal(B, H, SQ, D) for _ in range(3)]
+    compat.flex_attention(*inputs, block_mask=block_mask)
+    block_mask.mask_mod = lambda b, h, i, j: (i >= j) & (i - j < 3)
+    out = compat.flex_attention(*inputs, block_mask=block_mask)
+    torch.testing.assert_close(out, attention(*inputs, causal=True, window=(2, None)))
+
+
 def evoformer() -> list[Tensor]:
     return [normal(B, N, SQ, H, D), normal(B, N, SK, H, D), normal(B, N, SK, H, D)]
 
@@ -400,6 +410,7 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.flash_attn_varlen_qkvpacked_func, (normal(8, 3, H, D), ENDS, 2), {}, r"max_seqlen: expected"),
     (compat.flash_dmattn_func, (Q, K, K, Q > 0), {}, r"attn_mask: expected a shape broadcastable to"),
     (compat.flash_dmattn_func, (Q, K, K, Q), {}, r"attn_mask: expected dtype torch.bool"),
+    (compat.flash_attn_varlen_func, (PACKED, PACKED, PACKED, ENDS[0], ENDS, 4, 4), dict(alibi_slopes=normal(H)), r"cu_seqlens_q: expected"),
     (compat.flash_dmattn_func, (Q, K, K, None, Q), {}, r"attn_bias: expected a shape broadcastable to"),
     (compat.flash_dmattn_func, (Q, K, K), dict(is_causal=1), r"is_causal: expected True or False, received int"),
     (compat.flash_dmattn_func_auto, ("cudnn",), {}, r"backend: expected None or cuda or triton or flex, received cudnn"),
@@ -424,7 +435,8 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.memory_efficient_attention, (Q, Q, Q, object()), {}, r"attn_bias: expected a float tensor, one of LowerTriangularMask, .*attention_varlen"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(op=1), r"op: expected None, received 1"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(p=-1.0), r"p: expected a number from 0 to 1"),
-    (compat.memory_efficient_attention, (Q, Q, Q), dict(output_dtype=torch.int8), r"output_dtype: expected None or torch.float64, received torch"),
+    (compat.memory_efficient_attention, (Q, Q, Q), dict(output_dtype=torch.int8), r"output_dtype: expected None or torch.float64, received torch.int8"),
+    (compat.memory_efficient_attention, (Q[0], Q[0], Q[0]), dict(attn_bias=normal(9)), r"attn_bias: expected a shape broadcastable to"),
 ]  # fmt: skip
 
 
