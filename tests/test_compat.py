@@ -276,6 +276,19 @@ def test_evoformer(which: str, device: str) -> None:
     assert_equal(ours, lambda q, k, v, *given: plain(q, k, v, added=sum(given))[0], [*evoformer(), *biases], device)
 
 
+def test_evoformer_in_float16_with_a_bias_of_a_mask_that_learns() -> None:
+    """-1e9 is no number of float16."""
+    mask = torch.zeros(B, N, 1, 1, SK, dtype=torch.float16)
+    mask[..., 5:] = float("-inf")
+    given, bias = [x.half() for x in evoformer()], normal(B, 1, H, SQ, SK).half()
+    learned = mask.clone().requires_grad_()
+    out = compat.DS4Sci_EvoformerAttention(*given, [learned, bias])
+    torch.testing.assert_close(out, compat.DS4Sci_EvoformerAttention(*given, [mask, bias]), rtol=1e-2, atol=1e-2)
+    out.float().sum().backward()
+    assert learned.grad is not None
+    assert learned.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("hides", [-1e9, -1e4, float("-inf"), None], ids=str)
 def test_evoformer_with_the_bias_of_a_mask(hides: float | None, device: str) -> None:
     kept = normal(B, N, 1, 1, SK).to(device) > -0.5
@@ -424,10 +437,12 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.DS4Sci_EvoformerAttention, (*E3, [None, ZEROS]), {}, r"biases\[1\]: expected shape \(2, 1, 4, 5, 9\), received"),
     (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS.int()]), {}, r"biases\[0\]: expected a dtype of"),
     (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS - 0.5, PAIRS]), {}, r"biases\[0\]: expected 0 for a key that is attended and at most -10000 for another.*received -0.5"),
+    (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS + float("nan"), PAIRS]), {}, r"biases\[0\]: expected 0 for a key that is attended .*received nan"),
     (compat.DS4Sci_EvoformerAttention, (E3[0][0], *E3[1:], []), {}, r"Q: expected 5 axes \(batch, N, length, heads, head dim\)"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS), dict(return_aux=True), r"return_aux: expected False; dmattn.attention\(..., return_lse=True\) returns lse, received True"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS[..., 1:]), {}, r"bias: expected shape \(B, 1, H, Sq, Sk\) = \(2, 1, 4, 5, 9\), received"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS, ZEROS[..., 1:]), {}, r"mask: expected shape \(2, 3, 1, 1, 9\), received"),
+    (compat.triangle_attention, (*TRIANGLE, PAIRS), dict(kv_lengths=ZEROS[..., :1] + 7.5), r"kv_lengths: expected a tensor of integers, received torch.float32"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS, ZEROS), dict(kv_lengths=ZEROS), r"kv_lengths: expected None beside a mask"),
     (compat.triangle_attention, (TRIANGLE[0][0, 0], *TRIANGLE[1:], PAIRS), {}, r"q: expected 5 axes"),
     (compat.triangle_attention, (TRIANGLE[0], TRIANGLE[1][:, :1], TRIANGLE[2], PAIRS), {}, r"k: expected query's leading axes"),
