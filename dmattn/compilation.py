@@ -61,6 +61,7 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
     import triton
 
     from .kernels.base.ahead import Ahead, active_mode
+    from .kernels.base.assembler import assembling_for
     from .kernels.base.device import rehearsed_for
     from .kernels.base.no_device import on_gpu
 
@@ -75,7 +76,8 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
                 _rehearse(call)
             waiting.append((call.name, mode.asked))
         for name, asked in waiting:
-            wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
+            with assembling_for(target[0]):  # what did not compile is tried again here
+                wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
             done.append(CompiledCall(name, len(asked), time.perf_counter() - start, wrong))
             show(f"{name}: {len(asked)} new, after {done[-1].seconds:.1f} s")
             for each in wrong:

@@ -19,6 +19,11 @@ def once(level: int, message: str, key: str | None = None) -> None:
     logger.log(level, "dmattn: %s", message)
 
 
+def is_heard() -> bool:
+    """Whether the logger takes what :func:`slow` is told."""
+    return logger.isEnabledFor(logging.INFO)
+
+
 def slow(message: str) -> None:
     """Say what is slower than it might be, and why."""
     once(logging.INFO, message)

@@ -5,8 +5,7 @@ What a pass launches follows from how its tensors lie and not from what they hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import local
 from typing import Any
 
@@ -21,17 +20,9 @@ class _Thread(local):
     following: Pass | None = None
 
 
-thread = _Thread()  # `needs`: of what is learned, what needs a gradient of the forward pass that is being made; None where nothing does
-
-
-@contextmanager
-def followed_by(following: Pass | None) -> Iterator[None]:
-    """Within, the thread makes a pass that this one is to follow."""
-    thread.following = following
-    try:
-        yield
-    finally:
-        thread.following = None
+# `needs`: of what is learned, what needs a gradient of the forward pass that is being made; None where nothing does. `following`: the pass that
+# is to follow the one that is being made.
+thread = _Thread()
 
 
 def following() -> tuple[Pass, ...]:

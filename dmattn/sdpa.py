@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from threading import RLock
@@ -21,9 +22,12 @@ __all__ = ["replace_sdpa"]
 
 NAME = "scaled_dot_product_attention"
 TRACED = {"torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.functional_tensor.FunctionalTensor"}  # which stand for plain tensors
+MOST, FURTHER = 256, "further reasons"  # as many are told apart
 Sdpa = Callable[..., Tensor]
 
 _lock = RLock()
+if hasattr(os, "register_at_fork"):  # a child gets no lock that a thread of its parent holds
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _doors: list[Door] = []
 _open = 0  # replacements that last
 _fast_path = True  # whether torch's modules took theirs before the first of these
@@ -71,7 +75,7 @@ class Replacement:
 
     Attributes:
         calls: how many calls dmattn answered.
-        left: how many calls were left to torch's function, by the reason.
+        left: how many calls were left to torch's function, by the reason; those past 256 reasons together.
     """
 
     def __init__(self) -> None:
@@ -101,6 +105,8 @@ class Replacement:
                 torch.backends.mha.set_fastpath_enabled(_fast_path)
 
     def __enter__(self) -> Replacement:
+        if not self._lasts:
+            raise RuntimeError("dmattn: replace_sdpa: expected a replacement that lasts, received one that was restored: make another")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -115,6 +121,7 @@ class Replacement:
             if reason is None:
                 self.calls += 1
             else:
+                reason = reason if reason in self.left or len(self.left) < MOST else FURTHER
                 self.left[reason] = self.left.get(reason, 0) + 1
 
 

@@ -242,6 +242,16 @@ def test_flex_attention(batch: int, device: str) -> None:
     )
 
 
+def test_a_block_mask_whose_mask_mod_is_replaced_is_read_again() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, SQ, SQ, device="cpu")
+    inputs = [normal(B, H, SQ, D) for _ in range(3)]
+    compat.flex_attention(*inputs, block_mask=block_mask)
+    block_mask.mask_mod = lambda b, h, i, j: (i >= j) & (i - j < 3)
+    out = compat.flex_attention(*inputs, block_mask=block_mask)
+    torch.testing.assert_close(out, attention(*inputs, causal=True, window=(2, None)))
+
+
 def evoformer() -> list[Tensor]:
     return [normal(B, N, SQ, H, D), normal(B, N, SK, H, D), normal(B, N, SK, H, D)]
 
@@ -264,6 +274,19 @@ def test_evoformer(which: str, device: str) -> None:
         return out
 
     assert_equal(ours, lambda q, k, v, *given: plain(q, k, v, added=sum(given))[0], [*evoformer(), *biases], device)
+
+
+def test_evoformer_in_float16_with_a_bias_of_a_mask_that_learns() -> None:
+    """-1e9 is no number of float16."""
+    mask = torch.zeros(B, N, 1, 1, SK, dtype=torch.float16)
+    mask[..., 5:] = float("-inf")
+    given, bias = [x.half() for x in evoformer()], normal(B, 1, H, SQ, SK).half()
+    learned = mask.clone().requires_grad_()
+    out = compat.DS4Sci_EvoformerAttention(*given, [learned, bias])
+    torch.testing.assert_close(out, compat.DS4Sci_EvoformerAttention(*given, [mask, bias]), rtol=1e-2, atol=1e-2)
+    out.float().sum().backward()
+    assert learned.grad is not None
+    assert learned.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("hides", [-1e9, -1e4, float("-inf"), None], ids=str)
@@ -400,6 +423,7 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.flash_attn_varlen_qkvpacked_func, (normal(8, 3, H, D), ENDS, 2), {}, r"max_seqlen: expected"),
     (compat.flash_dmattn_func, (Q, K, K, Q > 0), {}, r"attn_mask: expected a shape broadcastable to"),
     (compat.flash_dmattn_func, (Q, K, K, Q), {}, r"attn_mask: expected dtype torch.bool"),
+    (compat.flash_attn_varlen_func, (PACKED, PACKED, PACKED, ENDS[0], ENDS, 4, 4), dict(alibi_slopes=normal(H)), r"cu_seqlens_q: expected"),
     (compat.flash_dmattn_func, (Q, K, K, None, Q), {}, r"attn_bias: expected a shape broadcastable to"),
     (compat.flash_dmattn_func, (Q, K, K), dict(is_causal=1), r"is_causal: expected True or False, received int"),
     (compat.flash_dmattn_func_auto, ("cudnn",), {}, r"backend: expected None or cuda or triton or flex, received cudnn"),
@@ -413,10 +437,12 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.DS4Sci_EvoformerAttention, (*E3, [None, ZEROS]), {}, r"biases\[1\]: expected shape \(2, 1, 4, 5, 9\), received"),
     (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS.int()]), {}, r"biases\[0\]: expected a dtype of"),
     (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS - 0.5, PAIRS]), {}, r"biases\[0\]: expected 0 for a key that is attended and at most -10000 for another.*received -0.5"),
+    (compat.DS4Sci_EvoformerAttention, (*E3, [ZEROS + float("nan"), PAIRS]), {}, r"biases\[0\]: expected 0 for a key that is attended .*received nan"),
     (compat.DS4Sci_EvoformerAttention, (E3[0][0], *E3[1:], []), {}, r"Q: expected 5 axes \(batch, N, length, heads, head dim\)"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS), dict(return_aux=True), r"return_aux: expected False; dmattn.attention\(..., return_lse=True\) returns lse, received True"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS[..., 1:]), {}, r"bias: expected shape \(B, 1, H, Sq, Sk\) = \(2, 1, 4, 5, 9\), received"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS, ZEROS[..., 1:]), {}, r"mask: expected shape \(2, 3, 1, 1, 9\), received"),
+    (compat.triangle_attention, (*TRIANGLE, PAIRS), dict(kv_lengths=ZEROS[..., :1] + 7.5), r"kv_lengths: expected a tensor of integers, received torch.float32"),
     (compat.triangle_attention, (*TRIANGLE, PAIRS, ZEROS), dict(kv_lengths=ZEROS), r"kv_lengths: expected None beside a mask"),
     (compat.triangle_attention, (TRIANGLE[0][0, 0], *TRIANGLE[1:], PAIRS), {}, r"q: expected 5 axes"),
     (compat.triangle_attention, (TRIANGLE[0], TRIANGLE[1][:, :1], TRIANGLE[2], PAIRS), {}, r"k: expected query's leading axes"),
@@ -424,7 +450,8 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.memory_efficient_attention, (Q, Q, Q, object()), {}, r"attn_bias: expected a float tensor, one of LowerTriangularMask, .*attention_varlen"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(op=1), r"op: expected None, received 1"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(p=-1.0), r"p: expected a number from 0 to 1"),
-    (compat.memory_efficient_attention, (Q, Q, Q), dict(output_dtype=torch.int8), r"output_dtype: expected None or torch.float64, received torch"),
+    (compat.memory_efficient_attention, (Q, Q, Q), dict(output_dtype=torch.int8), r"output_dtype: expected None or torch.float64, received torch.int8"),
+    (compat.memory_efficient_attention, (Q[0], Q[0], Q[0]), dict(attn_bias=normal(9)), r"attn_bias: expected a shape broadcastable to"),
 ]  # fmt: skip
 
 

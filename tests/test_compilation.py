@@ -23,7 +23,7 @@ from triton.runtime import driver  # noqa: E402
 
 from dmattn import kernels  # noqa: E402
 from dmattn.kernels import traits  # noqa: E402
-from dmattn.kernels.base import ahead, tiles  # noqa: E402
+from dmattn.kernels.base import ahead, assembler, tiles  # noqa: E402
 from dmattn.kernels.base.no_device import NoDevice, gpu_target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting() or ahead.active_mode is None, reason="needs a Triton that compiles in the background")
@@ -101,6 +101,23 @@ def test_a_kernel_that_does_not_compile_is_told(calls: Path, monkeypatch: pytest
     assert (found["family"], found["processors"], found["succeeded"], found["kernels"]) == ("sm_90", 132, False, 0)
     assert [call["call"] for call in found["calls"]] == [line for line in LINES.splitlines() if line.startswith("--")]
     assert found["calls"][0]["failures"] == ["ptxas: no such register"] * found["calls"][0]["kernels"] != []
+
+
+def test_what_is_tried_again_has_the_assembler_of_the_first_try(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str | None] = []
+
+    submit = ahead.Ahead.submit
+
+    def fails() -> None:
+        used.append(vars(triton.knobs.nvidia).get("ptxas"))
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(assembler, "_choice", lambda family: "another ptxas")
+    monkeypatch.setattr(ahead.Ahead, "submit", lambda mode, key, compile_it, finish: submit(mode, key, fails, finish))
+    assert cli.main(["compile", "--arch", "sm_90", "--like", str(calls)]) == 1
+    assert len(used) >= 6  # two tries of three kernels
+    assert set(used) == {"another ptxas"}
+    assert vars(triton.knobs.nvidia).get("ptxas") != "another ptxas"
 
 
 @pytest.mark.parametrize(

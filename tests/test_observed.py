@@ -228,6 +228,19 @@ dmattn.attention(query, query, query, bias=torch.eye(4) * 1e4)
     assert run.stderr.startswith("dmattn: bias: has entries as large as 1e+04"), run.stderr
 
 
+def test_a_counter_that_is_looked_for_gets_the_formulas_when_it_is_imported() -> None:
+    code = """
+import importlib.util, sys, dmattn, torch
+counter = "torch.utils.flop_counter"
+assert counter not in sys.modules and importlib.util.find_spec(counter) is not None
+finders = len(sys.meta_path)
+from torch.utils.flop_counter import flop_registry
+assert {torch.ops.dmattn.forward, torch.ops.dmattn.backward} <= set(flop_registry)
+assert len(sys.meta_path) == finders - 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+
+
 def test_the_setting_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting, asked in (("", False), ("0", False), ("1", True)):
         monkeypatch.setenv("DMATTN_CHECK", setting)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread, Timer
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import dmattn
-from dmattn import replace_sdpa
+from dmattn import replace_sdpa, sdpa
 from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about who calls the function, which is the same in both halves")
@@ -156,6 +157,48 @@ def test_replacements_end_in_any_order() -> None:
     second.restore()
     F.scaled_dot_product_attention(*qkv())
     assert (first.calls, second.calls) == (1, 2)
+
+
+def test_what_was_restored_is_not_entered() -> None:
+    replaced = replace_sdpa()
+    replaced.restore()
+    with pytest.raises(RuntimeError, match="dmattn: replace_sdpa: expected a replacement that lasts"), replaced:
+        pass
+
+
+def test_reasons_without_end_are_counted_together() -> None:
+    with replace_sdpa() as replaced:
+        for number in range(300):
+            with pytest.raises(RuntimeError):
+                F.scaled_dot_product_attention(*qkv(), attn_mask=normal(5, 10 + number))
+    assert sum(replaced.left.values()) == 300
+    assert len(replaced.left) == 257
+    assert replaced.left["further reasons"] == 44
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_forks_while_another_thread_counts() -> None:
+    holds, go = Event(), Event()
+
+    def hold() -> None:
+        with sdpa._lock:
+            holds.set()
+            go.wait(5)
+
+    with replace_sdpa() as replaced:
+        thread = Thread(target=hold)
+        thread.start()
+        holds.wait()
+        Timer(0.2, go.set).start()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sdpa._lock.acquire(timeout=5) else 1)
+        go.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        F.scaled_dot_product_attention(*qkv())
+        assert replaced.calls == 1
 
 
 def test_an_error_inside_restores() -> None:

@@ -59,6 +59,8 @@ def triangle_attention(
     elif kv_lengths is not None:
         kv_lengths = _five("kv_lengths", kv_lengths)
         _check_shape("kv_lengths", kv_lengths, (*q.shape[:2], 1, 1, 1))
+        if kv_lengths.dtype == torch.bool or kv_lengths.dtype.is_floating_point:
+            raise TypeError(f"dmattn: kv_lengths: expected a tensor of integers, received {kv_lengths.dtype}")
         mask = torch.arange(k.shape[3], device=kv_lengths.device) < kv_lengths
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 

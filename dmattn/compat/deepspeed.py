@@ -70,7 +70,8 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     if not by_key.requires_grad:
         _check_mask_bias(by_key)
         return attention(query, key, value, mask=by_key > advice.MASKLIKE, bias=of_pairs).transpose(2, 3)
-    cols = by_key.squeeze(-2).unsqueeze(-1).clamp(min=-1e9)  # (B, N, 1, Sk, 1): finite, as factors are
+    least = max(-1e9, torch.finfo(by_key.dtype).min)
+    cols = by_key.squeeze(-2).unsqueeze(-1).clamp(min=least)  # (B, N, 1, Sk, 1): finite, as factors are
     factors = FactoredBias(cols.new_ones(1, 1, 1, len_q, 1), cols)
     query, key, scale = joined(query, key, value, factors, None, None)
     return attention(query, key, value, bias=of_pairs, scale=scale).transpose(2, 3)
@@ -80,7 +81,7 @@ def _check_mask_bias(bias: Tensor) -> None:
     """Raise where it is known that a bias is none of a mask."""
     if not nothing_watches((bias,)) or not (bias.is_cpu or advice.asked):
         return
-    other = bias[(bias > advice.MASKLIKE) & (bias != 0)]
+    other = bias[~(bias <= advice.MASKLIKE) & (bias != 0)]  # NaN, too
     if other.numel():
         expected = f"0 for a key that is attended and at most {advice.MASKLIKE:g} for another, beside biases[1] and without a gradient"
         raise ValueError(f"dmattn: biases[0]: expected {expected}, received {other[0].item():g}")

@@ -112,7 +112,7 @@ def flash_attn_varlen_func(
     lengths = (max_seqlen_q, max_seqlen_k)
     if not all(isinstance(each, (numbers.Integral, torch.SymInt)) for each in lengths):
         raise TypeError(f"dmattn: max_seqlen_q: expected integers, received {kind(max_seqlen_q)} and {kind(max_seqlen_k)}")
-    bias = _slopes_of(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1], *lengths)
+    bias = _slopes_of(alibi_slopes, cu_seqlens_q.numel() - 1, q.shape[1], *lengths)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     ends = cu_seqlens_q, cu_seqlens_k
     out, lse = attention_varlen(q, k, v, *ends, max_seqlen_q=lengths[0], max_seqlen_k=lengths[1], bias=bias, return_lse=True, **options)

@@ -13,7 +13,7 @@ from ..checks import check_tensor
 from ..functional import attention
 from .named import by_its_names, check_plain
 
-_converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
+_converted: WeakKeyDictionary[Any, tuple[Any, BlockMask]] = WeakKeyDictionary()  # with the mask_mod and the lengths that were read
 _HINT = (
     "; a score_mod that adds a tensor is bias=tensor of dmattn.attention, of distances RelativeBias, of slopes RelativeBias.alibi, "
     "of factors FactoredBias; one with tanh is softcap; one that hides pairs is a block_mask"
@@ -42,7 +42,8 @@ def flex_attention(
         query: (B, H, Sq, D); key: (B or 1, Hk, Sk, D); value: (B or 1, Hk, Sk, Dv). Differentiable.
         score_mod: None. A function of one score cannot be taken apart: pass what it adds as a bias to :func:`dmattn.attention`, where it gets a
             deterministic gradient.
-        block_mask: FlexAttention's BlockMask, which is read at its first call and remembered for as long as it lives; or dmattn's, or None.
+        block_mask: FlexAttention's BlockMask, or dmattn's, or None. The former is read at its first call, and again where its mask_mod or its
+            lengths were replaced since; changes within its tensors, or in those that its mask_mod reads, are not seen.
         scale: by default D ** -0.5.
         enable_gqa: allow Hk < H, Hk dividing H.
         return_lse: return (out, lse).
@@ -84,6 +85,8 @@ def _mask_of(block_mask: Any) -> BlockMask | None:
         return block_mask
     if kind(block_mask) != FLEX:
         raise TypeError(f"dmattn: block_mask: expected a {FLEX}, a dmattn.BlockMask or None, received {kind(block_mask)}")
-    if block_mask not in _converted:
-        _converted[block_mask] = BlockMask.from_flex(block_mask)
-    return _converted[block_mask]
+    rules = block_mask.mask_mod, block_mask.seq_lengths
+    found = _converted.get(block_mask)
+    if found is None or found[0] != rules:
+        found = _converted[block_mask] = rules, BlockMask.from_flex(block_mask)
+    return found[1]

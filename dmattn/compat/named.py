@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..arguments import kind
 from ..checks import check_tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+PLAIN = bool, int, float, str, torch.dtype  # which a message quotes
 OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
 
 
@@ -74,6 +76,4 @@ def check_plain(name: str, value: Any, allowed: tuple[Any, ...], hint: str) -> N
     """Raise unless an argument without a counterpart is left as it is by default."""
     if not any(value is each for each in allowed):
         expected = " or ".join(str(each) for each in allowed)
-        raise ValueError(
-            f"dmattn: {name}: expected {expected}{hint}, received {value if isinstance(value, (bool, int, float, str)) else kind(value)}"
-        )
+        raise ValueError(f"dmattn: {name}: expected {expected}{hint}, received {value if isinstance(value, PLAIN) else kind(value)}")

@@ -77,7 +77,7 @@ def memory_efficient_attention(
                 f"dmattn: attn_bias: expected a float tensor, one of {', '.join(TRIANGLES)} or None{PACKED}, received {kind(attn_bias)}"
             )
         causal, top_left, attn_bias = True, TRIANGLES[name], None
-    if isinstance(attn_bias, Tensor) and of_one_head:
+    if isinstance(attn_bias, Tensor) and of_one_head and attn_bias.ndim > 1:
         attn_bias = attn_bias.unsqueeze(-3)
     out = as_torch(q, k, v, attn_bias, p, causal, scale, False, top_left).transpose(-3, -2)
     return out.squeeze(2) if of_one_head else out.transpose(1, 2) if len(layout) == 5 else out

@@ -8,11 +8,10 @@ That module imports Triton's compiler, and a counter copies torch's formulas whe
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -60,17 +59,15 @@ class _Registering:
     """A finder of modules that waits for torch's counter, and is gone once that is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != COUNTER:
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path) if name == COUNTER else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
                 register(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

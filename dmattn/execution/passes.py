@@ -26,10 +26,13 @@ def _attended(problem: Problem) -> Forward:
     out, lse, states = backend.allocate_forward(problem)
     problem = problem.with_states(states)
     if out.numel() or lse.numel():
-        needs = rehearsal.thread.needs
-        gradients = None if needs is None else (unwrap(backward), (out, None, out, lse, needs, True, problem))  # if d_out lies as `out` does
-        with rehearsal.followed_by(gradients):
+        thread = rehearsal.thread
+        if thread.needs is not None:
+            thread.following = _gradients, (out, None, out, lse, thread.needs, True, problem)  # if d_out lies as `out` does
+        try:
             backend.path(problem).forward(problem, out, lse)
+        finally:
+            thread.following = None
     return out, lse, problem.states, problem.seed, rules_of(problem)
 
 
@@ -60,6 +63,9 @@ def backward(
     if any(gradient is not None for gradient in wanted):
         backend.path(problem).backward(problem, out, lse, d_out, d_lse, wanted, partial)
     return gradients
+
+
+_gradients = unwrap(backward)
 
 
 @replayed

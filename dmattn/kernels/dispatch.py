@@ -6,11 +6,11 @@ Its `plan` (plans.py) says what else keeps it from a call, or why another row is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..notices import slow
+from ..notices import is_heard, slow
 from . import plans
 from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
 from .traits import (
@@ -51,6 +51,11 @@ class Row(NamedTuple):
     needs: frozenset[str] = frozenset()
     borrows: frozenset[str] = frozenset()
 
+    def serves(self, traits: Traits) -> bool:
+        """Whether :meth:`refusal` has no reason, without its words: each call asks."""
+        understood = traits.features <= self.understands and (self.targets is None or traits.family in self.targets)
+        return understood and self.plan(traits) is None
+
     def refusal(self, traits: Traits) -> str | None:
         """Why the row does not serve a call, or should not: all reasons, joined by "; ", or None if it serves."""
         if self.targets is not None and traits.family not in self.targets:
@@ -68,42 +73,48 @@ class Refusal(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A row that serves, what it makes in this call, and the rows before it that could have made some of that."""
+    """A row that serves, what it makes in this call, and the rows before it that could have made some of that and do not serve."""
 
     row: Row
     makes: frozenset[str]
-    refusals: tuple[Refusal, ...]
+    refusing: tuple[Row, ...]
+    traits: Traits
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The reasons of these rows."""
+        return _refusals(self.refusing, self.traits)
+
+
+def _refusals(rows: Iterable[Row], traits: Traits) -> tuple[Refusal, ...]:
+    return tuple(Refusal(row.name, reason) for row in rows if (reason := row.refusal(traits)) is not None)
 
 
 def choose_forward(traits: Traits) -> Choice:
     """The row that serves a forward pass."""
-    refusals: list[Refusal] = []
-    for row in FORWARD:
-        reason = row.refusal(traits)
-        if reason is None:
-            return Choice(row, row.makes, tuple(refusals))
-        refusals.append(Refusal(row.name, reason))
-    raise NotImplementedError(_nobody(traits, refusals))
+    for place, row in enumerate(FORWARD):
+        if row.serves(traits):
+            return Choice(row, row.makes, FORWARD[:place], traits)
+    raise NotImplementedError(_nobody(traits, FORWARD))
 
 
 def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     """The rows that together make all that a backward pass wants, in the order in which they are to run."""
     chosen: list[Choice] = []
-    refusals: list[tuple[Row, Refusal]] = []
+    refusing: list[Row] = []
     missing, made = traits.wanted, frozenset[str]()
     for row in BACKWARD:
         makes = row.makes & missing
         if not makes or not row.needs <= traits.wanted:
             continue
-        reason = row.refusal(traits)
-        if reason is not None:
-            refusals.append((row, Refusal(row.name, reason)))
+        if not row.serves(traits):
+            refusing.append(row)
             continue
-        chosen.append(Choice(row, makes | row.besides, tuple(refusal for other, refusal in refusals if other.makes & makes)))
+        chosen.append(Choice(row, makes | row.besides, tuple(other for other in refusing if other.makes & makes), traits))
         made |= makes | row.besides
         missing = (missing | row.reads - {TERM_COLUMNS}) - made
     if missing:
-        raise NotImplementedError(_nobody(traits, [refusal for row, refusal in refusals if row.makes & missing]))
+        raise NotImplementedError(_nobody(traits, [row for row in refusing if row.makes & missing]))
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if any(_reads_columns(choice, traits) for choice in chosen):
@@ -121,9 +132,9 @@ def _reads_columns(choice: Choice, traits: Traits) -> bool:
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
 
-def _nobody(traits: Traits, refusals: list[Refusal]) -> str:
+def _nobody(traits: Traits, rows: Sequence[Row]) -> str:
     """What is not supported, in words: the last row serves the most calls. The others' reasons do not help."""
-    return f"dmattn: no kernel serves this call on {named_family(traits.family)}: {refusals[-1].row} {refusals[-1].reason}"
+    return f"dmattn: no kernel serves this call on {named_family(traits.family)}: {rows[-1].name} {rows[-1].refusal(traits)}"
 
 
 def _loading(row: Row) -> Row:
@@ -224,6 +235,8 @@ NAMED_FOR = {row.name: row.targets for row in FORWARD + BACKWARD if row.targets 
 
 def say_what_is_slow(name: str, choices: tuple[Choice, ...], traits: Traits) -> None:
     """Log why kernels made for this GPU do not serve a pass."""
+    if not is_heard():
+        return
     for choice in choices:
         if choice.row.targets is None:
             for refusal in choice.refusals:

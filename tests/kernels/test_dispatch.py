@@ -348,6 +348,8 @@ def test_rows_refuse_one_change_with_a_reason() -> None:
     served |= {f"backward: {name}": traits for name, traits in BACKWARD_SERVED.items()}
     assert rows.keys() == served.keys()
     assert {name: row.refusal(served[name]) for name, row in rows.items()} == dict.fromkeys(rows)
+    assert all(row.serves(served[name]) for name, row in rows.items())
+    assert not any(rows[name].serves(served[name]._replace(**change)) for name, change, _ in REFUSED)
     found = {(name, reason): rows[name].refusal(served[name]._replace(**change)) or "" for name, change, reason in REFUSED}
     each = {key: reasons.split("; ") for key, reasons in found.items()}
     assert {key: reasons for key, reasons in each.items() if not any(reason.startswith(key[1]) for reason in reasons)} == {}

@@ -140,4 +140,5 @@ class Ahead:
 
 
 def _in_background(work: Callable[..., None], *arguments: Any) -> None:
-    Thread(target=work, args=arguments, name="dmattn-compile").start()
+    # No daemon, as a thread of autograd is: the interpreter would end, and the compiler's code with it, in the middle of a compilation.
+    Thread(target=work, args=arguments, name="dmattn-compile", daemon=False).start()

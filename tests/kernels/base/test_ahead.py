@@ -180,6 +180,14 @@ def test_an_error_that_passes_is_not_kept() -> None:
     assert (kernel.result(), kernel.result(), finished) == ("kernel", "kernel", ["kernel"])
 
 
+def test_what_a_thread_without_an_end_asks_for_is_compiled_before_the_interpreter_ends() -> None:
+    daemons: list[bool] = []
+    thread = Thread(target=lambda: Ahead(None, target=TARGET).submit("key", lambda: daemons.append(current_thread().daemon), id), daemon=True)
+    joined([thread])
+    settled()
+    assert daemons == [False]
+
+
 def launched(x: Tensor, *launches: Any) -> None:
     for kernel in launches:
         launch.launch(kernel, 1, x_ptr=x, SIZE=x.shape[0])
