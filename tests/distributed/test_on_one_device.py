@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dmattn import RelativeBias
 from dmattn.distributed import ring
-from dmattn.distributed.context_parallel import _prepared
+from dmattn.distributed.context_parallel import _bounds, _prepared
 from dmattn.distributed.ranks import Ranks
 from dmattn.equivalence import Case, Standard, judge
 from dmattn.execution.backend import interpreting
@@ -26,6 +26,7 @@ SMALL_CASES = [
     Sharded(Case("gqa-causal-64", 64, **SMALL, causal=True)),
     Sharded(Case("bias-of-keys-64", 64, **SMALL, bias="bg1k", causal=True, sinks="random")),
     Sharded(Case("bias-of-pairs-48", 48, **SMALL, bias="1hqk", mask="b11k")),
+    Sharded(Case("two-intervals-48", 48, **SMALL, intervals="global")),
 ]
 LARGE = dict(batch=1, heads=8, kv_heads=2, head_dim=128)
 LARGE_CASES = [
@@ -80,7 +81,7 @@ def of_rank(rank: int, size: int, sharded: Sharded, dtype: torch.dtype, device: 
     options: dict[str, Any] = dict(causal=case.causal, window=case.window, scale=case.scale, softcap=case.softcap, sinks=inputs.sinks)
     tensors = inputs.query, inputs.key, inputs.value
     call = _prepared(InThread(None, rank, size), *tensors, inputs.mask, bias, order=sharded.order, strategy="ring", **options)
-    bounds = () if call.intervals is None else tuple(x for x in call.intervals if isinstance(x, Tensor))
+    bounds = () if call.intervals is None else _bounds(call.intervals)
     masks = ring.Masks(None if call.mask_travels else call.mask, call.mask if call.mask_travels else None, bounds)
     ctx = SimpleNamespace(set_materialize_grads=lambda flag: None)
     ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
