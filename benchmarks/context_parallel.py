@@ -24,8 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,12 +34,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from benchmarks import exposed, harness
-from benchmarks.context_parallel_model import DISTANCES, PROBLEMS, STEPS, Problem, Record, predicted, print_models, seconds
-from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention
-from dmattn.distributed import context_parallel_attention, context_parallel_dynamic_mask_attention, messages, shard
+from benchmarks.context_parallel_cases import Case, OfTorch, without_messages
+from benchmarks.context_parallel_model import PROBLEMS, STEPS, Problem, Record, predicted, print_models, seconds
 from dmattn.report import show_table
 
 SHRINK = 2048
@@ -50,60 +49,6 @@ DISCARDED_SECONDS = 1.0  # a first run that takes longer counts
 COMPILE_SECONDS = 1.0  # of a contender that finds its kernels compiled, with making its tensors
 HEAD_START_CYCLES = 8_000_000  # about four milliseconds, more than the host needs for a call
 PATIENCE = timedelta(seconds=90)  # of ranks with each other: kernels that are not compiled yet take a while
-
-
-class Case:
-    """A problem on this rank: its share, and on request the whole."""
-
-    def __init__(self, problem: Problem, device: torch.device, dtype: torch.dtype, shared: bool) -> None:
-        self.problem, self.shared = problem, shared
-        random = torch.Generator(device).manual_seed(0)  # the same on all ranks
-
-        def made(*shape: int, axis: int | None = -2) -> Tensor:
-            """Of the whole, or this rank's share of an axis."""
-            x = torch.randn(shape, generator=random, device=device, dtype=dtype)
-            return shard(x, axis) if shared and axis is not None else x
-
-        heads, kv_heads, length, dim = problem.heads, problem.kv_heads, problem.length, problem.dim
-        query, key, value, self.d_out = (made(1, count, length, dim) for count in (heads, kv_heads, kv_heads, heads))
-        bias = None
-        if problem.keep is not None:
-            bias = made(1, kv_heads, length, axis=-1)
-        elif problem.bias == "keys":
-            bias = made(1, heads, 1, length, axis=-1)
-        elif problem.bias == "pairs":
-            bias = made(heads, length, length)
-        elif problem.bias == "distances":
-            bias = made(heads, DISTANCES, axis=None)
-        self.inputs = [x if x is None else x.requires_grad_() for x in (query, key, value, bias)]
-        self.mask = None
-        if problem.documents is not None:
-            self.mask = IntervalMask.documents(torch.arange(length, device=device) // problem.documents)
-
-    def forward(self) -> Tensor:
-        problem, (query, key, value, bias) = self.problem, self.inputs
-        if problem.keep is not None:
-            function: Any = context_parallel_dynamic_mask_attention if self.shared else dynamic_mask_attention
-            return function(query, key, value, bias, keep=problem.keep)
-        added = RelativeBias(bias, DISTANCES - 1) if problem.bias == "distances" else bias
-        options: dict[str, Any] = dict(mask=self.mask, bias=added, causal=problem.causal, window=problem.window)
-        if self.shared:
-            return context_parallel_attention(query, key, value, strategy=problem.strategy, **options)
-        return attention(query, key, value, **options)
-
-    def backward(self, out: Tensor) -> None:
-        torch.autograd.grad(out, [x for x in self.inputs if x is not None], self.d_out, retain_graph=True)
-
-    def both(self) -> None:
-        self.backward(self.forward())
-
-
-class OfTorch(Case):
-    """SDPA, which is torch's own context parallel within its context: that replaces the function in its module."""
-
-    def forward(self) -> Tensor:
-        query, key, value, _ = self.inputs
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.problem.causal)
 
 
 def _of_torch(problem: Problem, device: torch.device, dtype: torch.dtype, size: int) -> tuple[Record, float]:
@@ -126,10 +71,11 @@ def measured(case: Case, device: torch.device, ranks: int) -> Record:
     """Milliseconds of both passes, queued and from idle: medians over runs, of each the slowest of the ranks."""
     first = _run(case, device, ranks, queued=False)
     (spent,) = _slowest([sum(wall for _, wall in first.values())], device, ranks)
-    most = MOST_RUNS if device.type == "cuda" else FEWEST_RUNS
     queued = idle = [first]
-    if spent < DISCARDED_SECONDS * 1e3:
-        runs = max(FEWEST_RUNS, min(most, int(RUN_SECONDS * 1e3 / spent)))
+    if device.type != "cuda":  # whose calls are not queued
+        queued = idle = [_run(case, device, ranks, queued=False) for _ in range(FEWEST_RUNS)]
+    elif spent < DISCARDED_SECONDS * 1e3:
+        runs = max(FEWEST_RUNS, min(MOST_RUNS, int(RUN_SECONDS * 1e3 / spent)))
         queued = [_run(case, device, ranks, queued=True) for _ in range(runs)]
         idle = [_run(case, device, ranks, queued=False) for _ in range(max(FEWEST_RUNS, runs // 2))]
     medians = [statistics.median(run[step][0] for run in queued) for step in STEPS]
@@ -194,28 +140,6 @@ def _meet(device: torch.device, ranks: int) -> None:
     if ranks > 1:
         distributed.barrier()
     _wait(device)
-
-
-@contextmanager
-def without_messages() -> Iterator[None]:
-    """Nothing is sent between ranks in turns of the ring; what should have come is numbers of an earlier message."""
-    send, empty = messages.distributed.batch_isend_irecv, messages.Layout.empty
-    kept: dict[tuple[int, ...], Tensor] = {}
-
-    def old(layout: messages.Layout, device: torch.device) -> Tensor:
-        key = layout.size, *layout.places
-        if key not in kept:
-            kept[key] = empty(layout, device)
-            for x in layout.opened(kept[key]):
-                x.copy_(torch.randn(x.shape, device=device))
-        return kept[key]
-
-    messages.distributed.batch_isend_irecv = lambda operations: []
-    messages.Layout.empty = old  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        messages.distributed.batch_isend_irecv, messages.Layout.empty = send, empty  # type: ignore[method-assign]
 
 
 class Budget:
