@@ -45,7 +45,7 @@ SHRINK = 2048
 SHORT = 32768  # the most tokens of a call that only compiles
 LONGEST = 1 << 19  # tokens of weak scaling
 MOST_RUNS, FEWEST_RUNS, RUN_SECONDS = 10, 2, 1.0  # for each contender
-DISCARDED_SECONDS = 1.0  # a first run that takes longer counts
+DISCARDED_SECONDS = 0.5  # a first run that takes longer counts
 COMPILE_SECONDS = 1.0  # of a contender that finds its kernels compiled, with making its tensors
 HEAD_START_CYCLES = 8_000_000  # about four milliseconds, more than the host needs for a call
 PATIENCE = timedelta(seconds=90)  # of ranks with each other: kernels that are not compiled yet take a while
