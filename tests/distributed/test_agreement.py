@@ -133,6 +133,8 @@ def test_all_ranks_raise_on_two_gpus(processes: Groups) -> None:
     """Before a tensor is sent, and the group can be used again each time."""
     group = processes(SIZE, "cuda")
     for name, error, message in ON_ALL:
+        if "intervals" in name:  # its bounds have a CPU
+            continue
         for raised in group.errors(attend_badly, name, "cuda"):
             with pytest.raises(error, match=message):
                 raise raised
