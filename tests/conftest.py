@@ -213,6 +213,8 @@ def processes() -> Iterator[Callable[..., Any]]:
     def of(size: int, kind: str = "cpu") -> Processes:
         if kind == "cuda" and torch.cuda.device_count() < size:
             pytest.skip(f"needs {size} CUDA devices")
+        if (size, kind) in started and not started[size, kind].is_whole:
+            started.pop((size, kind)).close()
         if (size, kind) not in started:
             started[size, kind] = Processes(size, kind)
         return started[size, kind]

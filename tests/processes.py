@@ -20,6 +20,7 @@ from torch import distributed
 from dmattn.execution.backend import interpreting
 
 TIMEOUT = 60  # seconds, of the group
+COMPILING = 180  # likewise, where a rank may compile kernels that another has already
 
 
 @dataclass
@@ -47,6 +48,11 @@ class Processes:
         ]
         for process in self._processes:
             process.start()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no process has ended, as NCCL ends one that waited in vain."""
+        return all(process.is_alive() for process in self._processes)
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(rank, *arguments)` returns or, as a :class:`Failure`, raises on each rank."""
@@ -82,7 +88,7 @@ def _serve(rank: int, connection: Connection, size: int, kind: str, meeting: str
     os.environ["OMP_NUM_THREADS"] = "1"
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    limit = timedelta(seconds=TIMEOUT)
+    limit = timedelta(seconds=COMPILING if kind == "cuda" else TIMEOUT)
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
     while True:
         try:

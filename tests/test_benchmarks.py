@@ -123,42 +123,97 @@ def refusal(script: str, arguments: list[str], monkeypatch, capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_context_parallelism_is_measured_on_any_number_of_ranks(size, tmp_path, monkeypatch):
-    names, target = ["causal_16k_pair_bias", "window_4k_of_128k", "causal_32k_mha", "causal_32k_heads"], tmp_path / "result.json"
-    options = ["--tiny", "--device", "cpu", "--json", str(target), "--problems", ",".join(names)]
-    if size == 1:  # by itself the script is one process
-        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "context_parallel.py"), *options])
-        assert importlib.import_module("benchmarks.context_parallel").main(options) == 0
+def run_context_parallel(size: int, directory: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict:
+    """The result file of so many ranks; by itself the script is one process."""
+    target = directory / "result.json"
+    arguments = ["--tiny", "--device", "cpu", "--json", str(target), *options]
+    if size == 1:
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "context_parallel.py"), *arguments])
+        assert importlib.import_module("benchmarks.context_parallel").main(arguments) == 0
     else:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [sys.executable, *launcher, str(BENCHMARKS / "context_parallel.py"), *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        command = [sys.executable, *launcher, str(BENCHMARKS / "context_parallel.py"), *arguments]
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     result = json.loads(target.read_text())
     check_environment(result["environment"], "context_parallel.py")
     assert result["environment"]["ranks"] == size
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_context_parallelism_is_measured_on_any_number_of_ranks(size, tmp_path, monkeypatch):
+    names = ["causal_32k_heads", "causal_32k_distances", "dynamic_1k_of_32k", "causal_32k_mha", "causal_16k_pair_bias", "window_4k_of_128k"]
+    result = run_context_parallel(size, tmp_path, monkeypatch, "--problems", ",".join(names))
     assert [record["problem"] for record in result["problems"]] == names
     for record in result["problems"]:
         found = set(record["times"])
         assert found >= {"one", "shared"}
         assert ("without messages" in found) == (size > 1 and record["strategy"] == "ring")
+        assert ("torch, one GPU" in found) == (size > 1 and record["problem"] == "causal_32k_mha")
         assert all(time > 0 for times in record["times"].values() for time in times.values())
         assert ("predicted" in record) == (record["window"] is None)
         assert record["efficiency"]["forward"] == pytest.approx(record["times"]["one"]["forward"] / size / record["times"]["shared"]["forward"])
         assert record["refused"].keys() <= {"torch"}
 
 
-def test_the_model_of_many_ranks(monkeypatch, capsys):
-    """A turn takes as long as its work or its message, whichever is longer."""
+def test_problems_that_there_is_no_time_for_are_left_out_by_name(tmp_path, monkeypatch):
+    result = run_context_parallel(1, tmp_path, monkeypatch, "--problems", "causal_32k,causal_512k", "--seconds", "0")
+    for record in result["problems"]:
+        assert record["times"] == {}
+        assert record["refused"].keys() == {"one", "shared"}
+        assert all(why.startswith("TimeoutError: left out: ") for why in record["refused"].values())
+
+
+def test_the_most_telling_problems_come_first():
+    """A budget leaves out the last."""
     script = importlib.import_module("benchmarks.context_parallel")
+    names = [problem.name for problem in script.PROBLEMS]
+    assert len(set(names)) == len(names)
+    assert names[:4] == ["causal_32k", "causal_32k_key_bias", "causal_128k", "causal_128k_key_bias"]
+    assert {f"causal_{length}k{kind}" for length in (32, 128, 512) for kind in ("", "_key_bias", "_heads", "_distances")} <= set(names)
+    assert {f"dynamic_1k_of_{length}k" for length in (32, 128, 512)} <= set(names)
+
+
+def test_the_model_of_many_ranks(monkeypatch, tmp_path, capsys):
+    """A turn takes as long as its work or its message, whichever is longer."""
+    script = importlib.import_module("benchmarks.context_parallel_model")
     problem = script.Problem("long", 1 << 20)
-    fast, slow = (script.model(script.Machine("any", link=link), 64, problem, "ring")["forward"] for link in (1e15, 1e9))
+
+    def forward(link: float) -> dict:
+        return script.model(script.Machine("any", link=link, memory=1e18), 64, problem, "ring")["forward"]
+
+    fast, slow = forward(1e15), forward(1e9)
     assert fast["efficiency"] == pytest.approx(1.0)
     assert slow["ms"] == pytest.approx(1e3 * slow["sent_gb"] + fast["ms"] / 64)
-    assert script.main(["--model"]) == 0
+    target = tmp_path / "model.json"
+    assert importlib.import_module("benchmarks.context_parallel").main(["--model", "--json", str(target)]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("1048576 tokens on 64 GPUs", "ring", "heads", "fetch"))
+    records = json.loads(target.read_text())["model"]
+    assert {record["ranks"] for record in records if record["problem"] == "causal_32k"} == {2, 4, 8}
+
+
+def test_messages_that_nothing_hides_are_found_in_a_trace():
+    """After the kernel that sleeps; from its end to the last kernel's."""
+    script = importlib.import_module("benchmarks.exposed")
+    kernels = [
+        ("ncclDevKernel_AllGather", 0, 50),
+        ("spin_kernel(long)", 0, 100),
+        ("ncclDevKernel_SendRecv", 90, 150),
+        ("attention", 120, 300),
+        ("ncclDevKernel_SendRecv", 280, 340),
+        ("Memcpy DtoD", 360, 400),
+    ]
+    events = [dict(cat="kernel", name=name, ts=start, dur=end - start) for name, start, end in kernels]
+    events.append(dict(cat="cpu_op", name="nccl:recv", ts=0, dur=1000))
+    events.append(dict(ph="M", name="process_name"))
+    found = {name: round(1e3 * value) for name, value in script.figures(events).items()}
+    assert found == dict(all_ms=300, messages_ms=50 + 60, messages_alone_ms=20 + 40, nothing_ms=20)
+    assert script.figures([]) is None
+    with script.recorded(False) as nothing:
+        pass
+    assert nothing == []
 
 
 @no_gpu

@@ -137,7 +137,8 @@ def context_parallel_attention(
         TypeError, ValueError: an argument of the wrong type, shape, dtype, device or value, or ranks that disagree. Every rank raises,
             before any tensor is sent, and the group can be used again. A process without a group, or outside of it, raises alone.
 
-    A rank that fails later, such as for want of memory, leaves the others waiting for its messages until the group's timeout, when they raise.
+    A rank that fails later, such as for want of memory, leaves the others waiting for its messages until the group's timeout. Then gloo raises,
+    and NCCL's watchdog ends the process.
 
     Sources: Liu, Zaharia and Abbeel, Ring Attention, 2023 (arXiv:2310.01889); Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv:2309.14509); the
     zigzag order is that of Llama 3's training (arXiv:2407.21783) and of zhuzilin/ring-flash-attention.

@@ -118,26 +118,34 @@ def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tenso
         """The columns of a rank's keys."""
         return torch.cat([x[..., run.start : run.start + run.length] for run in runs(order, size, rank, len_k)], -1)
 
-    needed = needed_by(first, last, order, size, ranks.rank, len_q)
-    counts = [needed_by(first, last, order, size, rank, len_q).sum(-1) for rank in range(size)]
-    own = [held(needed, rank).sum() for rank in range(size)]
-    totals, from_rank = torch.stack([torch.stack([each.sum() for each in counts]), torch.stack(own)]).tolist()
+    def places(chosen: Tensor, number: int) -> Tensor:
+        """Where it is True, `number` times, in its flattened entries: without asking the device for that number."""
+        return torch.nonzero_static(chosen.flatten(), size=number)[:, 0]
+
+    needed_by_ranks = [needed_by(first, last, order, size, rank, len_q) for rank in range(size)]
+    needed = needed_by_ranks[ranks.rank]
+    of_ranks = [held(needed, rank) for rank in range(size)]  # that come from them
+    of_own = [held(each, ranks.rank) for each in needed_by_ranks]  # that go to them
+    numbers = [x.sum() for x in (*needed_by_ranks, *of_ranks, *of_own)]
+    *found, most = torch.stack([*numbers, needed.sum(-1).max()]).tolist()
+    totals, from_ranks, to_ranks = found[:size], found[size : 2 * size], found[2 * size :]
     if max(totals) == batch * heads * len_k:
         return None, None
+    most = max(1, most)
     place = needed.gather(-1, listed.long()).cumsum(-1) - 1  # among the rows that come, by lifetime
     place = torch.zeros_like(first, dtype=torch.long).scatter_(-1, listed.long(), place)
-    most = max(1, int(counts[ranks.rank].max()))
     place += torch.arange(batch * heads, device=first.device).view(batch, heads, 1) * most
-    received = torch.cat([held(place, rank)[held(needed, rank)] for rank in range(size)])
-    own_first, own_last = held(first, ranks.rank), held(last, ranks.rank)
-    sent = [needed_by(own_first, own_last, order, size, rank, len_q).flatten().nonzero()[:, 0] for rank in range(size)]
+    pairs = list(zip(of_ranks, from_ranks, strict=True))
+    received = torch.cat([held(place, rank).flatten()[places(*pair)] for rank, pair in enumerate(pairs)])
+    sent = tuple(places(*pair) for pair in zip(of_own, to_ranks, strict=True))
+    all_needed = places(needed, totals[ranks.rank])
     bounds = []
     for bound in (first, last):
         local = torch.zeros_like(bound)
         for run in runs(order, size, ranks.rank, len_q):
             local += (bound - run.start).clamp(0, run.length)
         rows = bound.new_zeros(batch * heads * most)
-        rows[place[needed]] = local[needed]
+        rows[place.flatten()[all_needed]] = local.flatten()[all_needed]
         bounds.append(rows.view(batch, heads, most))
-    wanted = Wanted(ranks, tuple(sent), received, tuple(int(count) for count in from_rank), most)
+    wanted = Wanted(ranks, sent, received, tuple(from_ranks), most)
     return wanted, IntervalMask(bounds[0], bounds[1], len_q // size)

@@ -86,9 +86,11 @@ class Ranks(NamedTuple):
             said = "\n".join(f"{name}: {value}" for name, value in described.items())
         except Exception as error:
             refusal, said = error, str(error)
-        heard = self._gathered(_message(refusal is not None, said))
+        heard = self._others_than(_message(refusal is not None, said))
         if refusal is not None:
             raise refusal
+        if heard is None:
+            return prepared
         failed = [rank for rank, message in enumerate(heard) if message[0]]
         if failed:
             quoted = _text(heard[failed[0]])
@@ -98,7 +100,8 @@ class Ranks(NamedTuple):
                 raise ValueError(_difference(_text(heard[0]), _text(message), rank))
         return prepared
 
-    def _gathered(self, message: bytes) -> list[bytes]:
+    def _others_than(self, message: bytes) -> list[bytes] | None:
+        """The messages of all ranks, None if they are this one. Else Python objects of each byte take as long as the messages."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if _backends(self.group).get("cuda") == "nccl" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
@@ -106,6 +109,8 @@ class Ranks(NamedTuple):
                 all_messages = self._gather(mine.to(device)).cpu()
         else:
             all_messages = self._gather(mine)
+        if torch.equal(all_messages, mine.expand_as(all_messages)):
+            return None
         return [bytes(each.tolist()) for each in all_messages]
 
     def _gather(self, mine: Tensor) -> Tensor:

@@ -14,68 +14,120 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Total:
-    """A sum of tensors that cover an axis or parts of it; of one that covers all of it, that tensor itself."""
+    """A sum of tensors that cover an axis or parts of it; of one that covers all of it, that tensor itself.
+
+    The last one waits for the next: what it is the last of is added and rounded at once, in a third of the memory's traffic. For each bit
+    that is the same.
+    """
 
     def __init__(self, like: Tensor, axis: int) -> None:
         self._like, self._axis, self._sum = like, axis, None
 
     def add(self, x: Tensor, places: slice | None = None) -> None:
-        """Add to some places, or to all."""
+        """Add to some places, or to all. Until the next one, or :meth:`result`, `x` is not to be written."""
         length = self._like.shape[self._axis]
         start, stop = (0, length) if places is None else (places.start, places.stop)
+        self._settle()
         if self._sum is None and stop - start == length:
             self._sum = x
+        else:
+            self._waiting = x, start, stop
+
+    _sum: Tensor | None
+    _is_own = False  # whether the sum is no caller's tensor
+    _waiting: tuple[Tensor, int, int] | None = None  # and its places
+
+    def result(self) -> Tensor:
+        """In the dtype of what it is like; zeros of nothing."""
+        if self._waiting is None:
+            return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
+        x, start, stop = self._waiting
+        if self._sum is None:
+            total = torch.zeros_like(self._like)
+            self._part(total, start, stop).copy_(x)
+            return total
+        is_all = stop - start == self._like.shape[self._axis]
+        total = torch.empty_like(self._sum, dtype=self._like.dtype) if is_all else self._sum.to(self._like.dtype, copy=True)
+        torch.add(self._part(self._sum, start, stop), x, out=self._part(total, start, stop))
+        return total
+
+    def _settle(self) -> None:
+        """Add what waits to a sum in float32 at least."""
+        if self._waiting is None:
             return
+        (x, start, stop), self._waiting = self._waiting, None
         dtype = wide(self._like.dtype)
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=dtype)
         elif self._sum.dtype != dtype or not self._is_own:
             self._sum = self._sum.to(dtype, copy=True)
         self._is_own = True
-        self._sum.narrow(self._axis, start, stop - start).add_(x)
+        self._part(self._sum, start, stop).add_(x)
 
-    _sum: Tensor | None
-    _is_own = False  # whether the sum is no caller's tensor
-
-    def result(self) -> Tensor:
-        """In the dtype of what it is like; zeros of nothing."""
-        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
+    def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return x.narrow(self._axis, start, stop - start)
 
 
 class Merged:
-    """Attention over several sets of keys as that over their union, of queries (..., H, Sq) with values of `value_dim`."""
+    """Attention over several sets of keys as that over their union, of queries (..., H, Sq) with values of `value_dim`.
+
+    As of :class:`Total`, the last set waits for the next.
+    """
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         self._query, self._value_dim = query, value_dim
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._waiting: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Join out and lse of some rows over further keys."""
-        if self._out is None and rows.stop - rows.start == self._query.shape[-2]:
+        """Join out and lse of some rows over further keys. Until the next ones, or :meth:`result`, they are not to be written."""
+        self._settle()
+        if self._out is None and self._is_all(rows):
             self._out, self._lse = out, lse
-            return
-        self._widen()
-        assert self._out is not None
-        assert self._lse is not None
-        total, total_lse = self._out[..., rows, :], self._lse[..., rows]
-        joined = torch.logaddexp(total_lse, lse)
-        base = joined.masked_fill(joined == float("-inf"), 0.0)
-        total.mul_((total_lse - base).exp_()[..., None]).addcmul_(out, (lse - base).exp_()[..., None])
-        total_lse.copy_(joined)
+        else:
+            self._waiting = rows, out, lse
 
     def result(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), with sinks (H,) as one more key that all rows see."""
         if self._out is None or sinks is not None:
+            self._settle()
             self._widen()
         assert self._out is not None
         assert self._lse is not None
+        dtype = self._query.dtype
         if sinks is not None:
             before, score = self._lse, sink_scores(sinks, self._lse.dtype)
             self._lse = torch.logaddexp(before, score)
             base = self._lse.masked_fill(self._lse == float("-inf"), 0.0)
             self._out.mul_((before - base).exp_()[..., None])
-        return self._out.to(self._query.dtype), self._lse
+        if self._waiting is None:
+            return self._out.to(dtype), self._lse
+        rows, out, lse = self._waiting
+        joined, of_total, of_new = _weights(self._lse[..., rows], lse)
+        if self._is_all(rows):
+            merged, merged_lse = torch.empty_like(self._out, dtype=dtype), joined
+        else:
+            merged, merged_lse = self._out.to(dtype, copy=True), self._lse.clone()
+            merged_lse[..., rows] = joined
+        torch.addcmul(self._out[..., rows, :] * of_total, out, of_new, out=merged[..., rows, :])
+        return merged, merged_lse
+
+    def _settle(self) -> None:
+        """Join what waits, in float32 at least."""
+        if self._waiting is None:
+            return
+        (rows, out, lse), self._waiting = self._waiting, None
+        self._widen()
+        assert self._out is not None
+        assert self._lse is not None
+        total, total_lse = self._out[..., rows, :], self._lse[..., rows]
+        joined, of_total, of_new = _weights(total_lse, lse)
+        total.mul_(of_total).addcmul_(out, of_new)
+        total_lse.copy_(joined)
+
+    def _is_all(self, rows: slice) -> bool:
+        return rows.stop - rows.start == self._query.shape[-2]
 
     def _widen(self) -> None:
         query = self._query
@@ -87,6 +139,13 @@ class Merged:
             self._lse = query.new_full(shape[:-1], float("-inf"), dtype=dtype)
         else:
             self._out = self._out.to(dtype)
+
+
+def _weights(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The lse over two sets of keys, and the shares (..., 1) that each has in out."""
+    joined = torch.logaddexp(first, second)
+    base = joined.masked_fill(joined == float("-inf"), 0.0)
+    return joined, (first - base).exp_()[..., None], (second - base).exp_()[..., None]
 
 
 def sink_scores(sinks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import needs_cuda
 from processes import TIMEOUT, Processes
 from torch import Tensor, distributed
 
@@ -21,11 +25,12 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="about arguments, which a
 SIZE, SHARE = 2, 8
 
 
-def attend(rank: int, **changed: Any) -> Tensor:
+def attend(rank: int, kind: str = "cpu", **changed: Any) -> Tensor:
     """A good call of two ranks with shares of 8 queries and keys, but for what is changed."""
-    shape = (2, 4, SHARE, 16)
+    shape, device = (2, 4, SHARE, 16), f"cuda:{rank}" if kind == "cuda" else "cpu"
     query, key, value = (torch.randn(shape, generator=torch.Generator().manual_seed(place)) for place in (rank, 10 + rank, 20 + rank))
     given = dict(query=query, key=key, value=value, causal=True) | changed
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
     return context_parallel_attention(given.pop("query"), given.pop("key"), given.pop("value"), **given)
 
 
@@ -74,8 +79,8 @@ def changes(name: str, rank: int) -> dict[str, Any]:
     return calls[name]()
 
 
-def attend_badly(rank: int, name: str) -> Tensor:
-    return attend(rank, **changes(name, rank))
+def attend_badly(rank: int, name: str, kind: str = "cpu") -> Tensor:
+    return attend(rank, kind, **changes(name, rank))
 
 
 ON_ALL = [
@@ -121,6 +126,21 @@ def test_all_ranks_raise(processes: Groups, name: str, error: type[Exception], m
         with pytest.raises(error, match=message):
             raise raised
     assert all(out.shape == (2, 4, SHARE, 16) for out in group.results(attend)), "the group can be used again"
+
+
+@needs_cuda
+def test_all_ranks_raise_on_two_gpus(processes: Groups) -> None:
+    """Before a tensor is sent, and the group can be used again each time."""
+    group = processes(SIZE, "cuda")
+    for name, error, message in ON_ALL:
+        if "intervals" in name:  # its bounds have a CPU
+            continue
+        for raised in group.errors(attend_badly, name, "cuda"):
+            with pytest.raises(error, match=message):
+                raise raised
+        assert all(out.shape == (2, 4, SHARE, 16) for out in group.results(attend, "cuda")), name
+    for raised in group.errors(attend):
+        assert "dmattn: query: expected a tensor on a device that the group sends from (nccl for cuda), received cpu" in str(raised)
 
 
 @pytest.mark.parametrize("name", ["one refuses", "one has an unknown keyword"])
@@ -186,6 +206,51 @@ def without_memory(rank: int, name: str) -> None:
         if rank == 1:
             time.sleep(patience)
         distributed.destroy_process_group(group)
+
+
+def without_memory_on_gpus(rank: int, meeting: str, kind: str) -> None:
+    """Rank 1 has no memory for its part of the backward pass, and stays without a word; NCCL ends the other process at the timeout."""
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=SIZE, timeout=timedelta(seconds=5))
+    query = torch.randn(2, 4, SHARE, 16, device=f"cuda:{rank}" if kind == "cuda" else "cpu", requires_grad=True)
+    out = attend(rank, kind, query=query)
+
+    def failing(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    if rank == 1:
+        ring.passes.backward = failing
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            out.sum().backward()
+        time.sleep(2 * TIMEOUT)
+    out.sum().backward()
+    if kind == "cuda":
+        torch.cuda.synchronize()
+
+
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="needs two CUDA devices")
+def test_a_rank_that_fails_midway_is_waited_for_until_the_timeout_on_two_gpus(tmp_path: Path) -> None:
+    assert_the_other_ends(f"file://{tmp_path}/meeting", "cuda")
+
+
+def assert_the_other_ends(meeting: str, kind: str) -> None:
+    context = get_context("spawn")
+    both = [context.Process(target=without_memory_on_gpus, args=(rank, meeting, kind), daemon=True) for rank in range(SIZE)]
+    for process in both:
+        process.start()
+    waiting, failed = both
+    try:
+        waiting.join(TIMEOUT)
+        assert waiting.exitcode not in (None, 0)
+        assert failed.is_alive(), "it caught what it raised, and stayed"
+    finally:
+        for process in both:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])

@@ -138,8 +138,10 @@ def standard_of(sharded: Sharded, inputs: Inputs) -> Standard:
     return Standard.of(inputs, sharded.case.options)
 
 
-def assert_like_one_process(group: Processes, sharded: Sharded, dtype: torch.dtype, seed: int = 0) -> None:
-    shares = group.results(results_of_rank, group.size, sharded, dtype, group.kind, seed)
+def assert_like_one_process(
+    group: Processes, sharded: Sharded, dtype: torch.dtype, seed: int = 0, of_rank: Callable[..., dict[str, Tensor]] = results_of_rank
+) -> None:
+    shares = group.results(of_rank, group.size, sharded, dtype, group.kind, seed)
     ours, inputs = assembled(sharded, shares), sharded.case.inputs(dtype, "cpu", seed)
     standard = standard_of(sharded, inputs)
     failed = [str(verdict) for verdict in judge(ours, standard) if not verdict.passed]
@@ -177,6 +179,22 @@ def test_drawn_problems(processes: Groups, number: int, size: int) -> None:
 @pytest.mark.parametrize("sharded", NAMED, ids=lambda sharded: sharded.name)
 def test_named_cases_on_two_gpus(processes: Groups, sharded: Sharded, dtype: torch.dtype) -> None:
     assert_like_one_process(processes(2, "cuda"), sharded, dtype)
+
+
+def repeated(rank: int, size: int, sharded: Sharded, dtype: torch.dtype, kind: str, seed: int) -> dict[str, Tensor]:
+    """Results of a rank, which are the same in every bit when it computes them again."""
+    first, second = (results_of_rank(rank, size, sharded, dtype, kind, seed) for _ in range(2))
+    for name, x in first.items():
+        assert x.isnan().equal(second[name].isnan()), name
+        assert x.nan_to_num().equal(second[name].nan_to_num()), name
+    return first
+
+
+@needs_cuda
+@pytest.mark.parametrize("number", range(12))
+def test_drawn_problems_on_two_gpus(processes: Groups, number: int) -> None:
+    """In bfloat16, and repeated in every bit."""
+    assert_like_one_process(processes(2, "cuda"), drawn(number, 2), torch.bfloat16, number, repeated)
 
 
 def test_the_standard_is_that_of_one_process() -> None:

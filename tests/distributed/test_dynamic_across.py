@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import needs_cuda
 from processes import Processes
 from torch import Tensor
 
@@ -73,9 +74,10 @@ def results(
     return {"out": out.detach(), "lse": lse.detach()} | {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
 
 
-def of_rank(rank: int, size: int, problem: Dynamic, dtype: torch.dtype) -> tuple[dict[str, Tensor], bool]:
+def of_rank(rank: int, size: int, problem: Dynamic, dtype: torch.dtype, kind: str = "cpu") -> tuple[dict[str, Tensor], bool]:
     """Its results, and whether keys were fetched."""
-    tensors = problem.tensors(dtype)
+    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
+    tensors = {name: x if x is None else x.to(device) for name, x in problem.tensors(dtype).items()}
     shares = {name: x if x is None or name not in AXES else share_of(x, AXES[name], problem.order, size, rank) for name, x in tensors.items()}
     exchange, seen = fetch._exchange, []
     fetch._exchange = lambda *arguments: seen.append(1) or exchange(*arguments)
@@ -107,9 +109,21 @@ PROBLEMS = [
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_like_one_process(processes: Groups, problem: Dynamic, size: int) -> None:
-    found = processes(size).results(of_rank, size, problem, torch.float64)
+    assert_like_one_process(processes(size), problem, torch.float64, rtol=1e-9, atol=1e-10)
+
+
+@needs_cuda
+@pytest.mark.parametrize("problem", [each for each in PROBLEMS if each.len_k], ids=lambda problem: problem.name)
+def test_like_one_process_on_two_gpus(processes: Groups, problem: Dynamic) -> None:
+    """One process has a CPU."""
+    assert_like_one_process(processes(2, "cuda"), problem, torch.float32, rtol=1e-4, atol=1e-5)
+
+
+def assert_like_one_process(group: Processes, problem: Dynamic, dtype: torch.dtype, **tolerances: float) -> None:
+    size = group.size
+    found = group.results(of_rank, size, problem, dtype, group.kind)
     assert all(is_fetched == problem.is_fetched for _, is_fetched in found)
-    wanted = results(dynamic_mask_attention, problem, problem.tensors(torch.float64))
+    wanted = results(dynamic_mask_attention, problem, problem.tensors(dtype))
     for name, x in wanted.items():
         parts = [each[name] for each, _ in found]
         axis = AXES.get(name.removeprefix("d_"))
@@ -117,7 +131,7 @@ def test_like_one_process(processes: Groups, problem: Dynamic, size: int) -> Non
         for rank, part in enumerate(parts):
             if axis is not None:
                 put_share(whole, part, axis, problem.order, size, rank)
-        torch.testing.assert_close(whole, x, rtol=1e-9, atol=1e-10, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(whole, x, **tolerances, msg=lambda said, name=name: f"{name}: {said}")
 
 
 def test_in_float32(processes: Groups) -> None:

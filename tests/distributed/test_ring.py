@@ -146,8 +146,9 @@ def test_gradients_that_are_wanted(processes: Groups, needed: tuple[bool, ...]) 
             torch.testing.assert_close(results[rank][place], own)
 
 
-def elsewhere(rank: int, name: str) -> Any:
-    query, key, value = (random(2, 4, 8, 16, seed=10 * rank + seed) for seed in range(3))
+def elsewhere(rank: int, name: str, kind: str = "cpu") -> Any:
+    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
+    query, key, value = (random(2, 4, 8, 16, seed=10 * rank + seed, needs=False).to(device).requires_grad_() for seed in range(3))
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.relu(context_parallel_attention(query * 2, key, value, causal=True))
@@ -182,6 +183,12 @@ def test_without_gradients(processes: Groups) -> None:
 @pytest.mark.parametrize("name", ["checkpoint", "compile"])
 def test_computed_again_or_compiled_it_is_the_same(processes: Groups, name: str) -> None:
     assert processes(2).results(elsewhere, name) == [True] * 2
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["checkpoint", "compile"])
+def test_computed_again_or_compiled_it_is_the_same_on_two_gpus(processes: Groups, name: str) -> None:
+    assert processes(2, "cuda").results(elsewhere, name, "cuda") == [True] * 2
 
 
 def test_a_second_derivative_is_refused(processes: Groups) -> None:

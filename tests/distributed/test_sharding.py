@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import needs_cuda
 from processes import Processes
 from torch import Tensor
 
@@ -20,13 +21,14 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def round_trip(rank: int, dim: int, order: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = whole((3, 16, 8)).requires_grad_()
+def round_trip(rank: int, dim: int, order: str, kind: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
+    x = whole((3, 16, 8)).to(device).requires_grad_()
     share = shard(x, dim, order=order)
-    (of_whole,) = torch.autograd.grad(share, x, whole(tuple(share.shape), seed=rank), retain_graph=True)
+    (of_whole,) = torch.autograd.grad(share, x, whole(tuple(share.shape), seed=rank).to(device), retain_graph=True)
     leaf = share.detach().requires_grad_()
     back = unshard(leaf, dim, order=order)
-    (of_share,) = torch.autograd.grad(back, leaf, whole(tuple(back.shape), seed=10 + rank))
+    (of_share,) = torch.autograd.grad(back, leaf, whole(tuple(back.shape), seed=10 + rank).to(device))
     return share.detach(), back.detach(), of_whole, of_share
 
 
@@ -34,7 +36,16 @@ def round_trip(rank: int, dim: int, order: str) -> tuple[Tensor, Tensor, Tensor,
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("dim", [1, -1])
 def test_inverses_and_adjoints(processes: Groups, size: int, order: str, dim: int) -> None:
-    results = processes(size).results(round_trip, dim, order)
+    assert_inverses_and_adjoints(processes(size), dim, order)
+
+
+@needs_cuda
+def test_inverses_and_adjoints_on_two_gpus(processes: Groups) -> None:
+    assert_inverses_and_adjoints(processes(2, "cuda"), 1, "zigzag")
+
+
+def assert_inverses_and_adjoints(group: Processes, dim: int, order: str) -> None:
+    results, size = group.results(round_trip, dim, order, group.kind), group.size
     x = whole((3, 16, 8))
     incoming = sum(whole((3, 16, 8), seed=10 + rank) for rank in range(size))
     length = x.shape[dim] // size

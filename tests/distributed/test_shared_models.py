@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_cuda
 from models import build
 from processes import Processes
 from torch import Tensor, distributed, nn
@@ -67,19 +68,23 @@ def batch_of(model: nn.Module, padded: bool) -> dict[str, Tensor]:
     return dict(input_ids=tokens * real, labels=labels) | (dict(attention_mask=real) if padded else {})
 
 
-def step(name: str, padded: bool, shared: dict[str, str] | None) -> tuple[float, dict[str, Tensor], Tensor]:
+def step(name: str, padded: bool, shared: dict[str, str] | None, device: str = "cpu") -> tuple[float, dict[str, Tensor], Tensor]:
     """The loss, gradients and logits of a model, whose sequences are `shared` so, or which is eager's."""
-    model = model_of(name)
+    model = model_of(name).to(device)
     if shared is not None:
         integration.enable(model, group=distributed.group.WORLD, **shared)
-    out = model(**batch_of(model, padded))
+    out = model(**on(device, batch_of(model, padded)))
     out.loss.backward()
     logits = out.logits.detach() if shared is None else unshard(out.logits.detach(), 1, order=shared.get("order", "zigzag"))
     return out.loss.item(), {key: x.grad for key, x in model.named_parameters() if x.grad is not None}, logits
 
 
-def step_of_rank(rank: int, *arguments: Any) -> tuple[float, dict[str, Tensor], Tensor]:
-    return step(*arguments)
+def on(device: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x.to(device) for key, x in batch.items()}
+
+
+def step_of_rank(rank: int, kind: str, *arguments: Any) -> tuple[float, dict[str, Tensor], Tensor]:
+    return step(*arguments, f"cuda:{rank}" if kind == "cuda" else "cpu")
 
 
 STEPS = [
@@ -92,9 +97,20 @@ STEPS = [
 
 @pytest.mark.parametrize(("name", "padded", "shared"), STEPS, ids=lambda x: "-".join(x.values()) if isinstance(x, dict) else None)
 def test_loss_and_gradients_are_those_of_one_process(processes: Groups, name: str, padded: bool, shared: dict[str, str]) -> None:
+    assert_loss_and_gradients(processes(2), name, padded, shared)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("name", "padded", "shared"), [each for each in STEPS if each[0] in ("llama", "gpt-oss", "t5")], ids=str)
+def test_loss_and_gradients_on_two_gpus(processes: Groups, name: str, padded: bool, shared: dict[str, str]) -> None:
+    """One process has a CPU."""
+    assert_loss_and_gradients(processes(2, "cuda"), name, padded, shared)
+
+
+def assert_loss_and_gradients(group: Processes, name: str, padded: bool, shared: dict[str, str]) -> None:
     """The mean over ranks of gradients is the gradient. A padded query's logits are each implementation's own choice."""
     loss, gradients, logits = step(name, padded, None)
-    ranks = processes(2).results(step_of_rank, name, padded, shared)
+    ranks = group.results(step_of_rank, group.kind, name, padded, shared)
     of_real = torch.ones(logits.shape[:2], dtype=torch.bool)
     if padded and "decoder_start_token_id" not in MODELS[name][1]:
         of_real = batch_of(model_of(name), True)["attention_mask"].bool()
@@ -110,9 +126,9 @@ def test_loss_and_gradients_are_those_of_one_process(processes: Groups, name: st
 WAYS = ("ddp", "fsdp2", "checkpoint", "compile", "lora")
 
 
-def curve(name: str, way: str) -> list[float]:
+def curve(name: str, way: str, device: str = "cpu") -> list[float]:
     """Losses of steepest descent on two batches by turns."""
-    model = wrapped = model_of(name)
+    model = wrapped = model_of(name).to(device)
     blocks = [module for module in model.modules() if type(module).__name__ in ("LlamaDecoderLayer", "T5Block")]
     if way.startswith("lora"):
         peft: Any = pytest.importorskip("peft")
@@ -128,7 +144,7 @@ def curve(name: str, way: str) -> list[float]:
     elif way == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+        mesh = distributed.init_device_mesh(torch.device(device).type, (distributed.get_world_size(),))
         for module in (*blocks, model):
             fully_shard(module, mesh=mesh)
     elif way == "checkpoint":
@@ -138,7 +154,7 @@ def curve(name: str, way: str) -> list[float]:
     learned = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.SGD(learned, lr=0.5), []
     for number in range(4):
-        loss = wrapped(**batch_of(model, number % 2 == 1)).loss
+        loss = wrapped(**on(device, batch_of(model, number % 2 == 1))).loss
         loss.backward()
         if way in ("checkpoint", "compile", "lora"):
             for parameter in learned:
@@ -150,16 +166,27 @@ def curve(name: str, way: str) -> list[float]:
     return losses
 
 
-def curves_of_rank(rank: int, name: str, ways: list[str]) -> dict[str, list[float]]:
-    return {way: curve(name, way) for way in ways}
+def curves_of_rank(rank: int, kind: str, name: str, ways: list[str]) -> dict[str, list[float]]:
+    return {way: curve(name, way, f"cuda:{rank}" if kind == "cuda" else "cpu") for way in ways}
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_curves_are_those_of_one_process(processes: Groups, name: str) -> None:
     """Under DDP and FSDP2, with checkpoints, in compiled blocks and with adapters."""
-    one = {way: curve(name, "lora of one process" if way == "lora" else "eager") for way in WAYS[-2:]}
+    assert_curves(processes(2), name, WAYS)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_curves_on_two_gpus(processes: Groups, name: str) -> None:
+    """One process has a CPU."""
+    assert_curves(processes(2, "cuda"), name, WAYS[:-1])
+
+
+def assert_curves(group: Processes, name: str, ways: tuple[str, ...]) -> None:
+    one = {way: curve(name, "lora of one process" if way == "lora" else "eager") for way in ways if way in ("compile", "lora")}
     assert max(one["compile"]) > 1.05 * min(one["compile"])
-    for found in processes(2).results(curves_of_rank, name, list(WAYS)):
+    for found in group.results(curves_of_rank, group.kind, name, list(ways)):
         for way, losses in found.items():
             assert losses == pytest.approx(one.get(way, one["compile"]), rel=2e-4), way
 
