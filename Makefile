@@ -17,7 +17,7 @@ installed := $(VENV)/installed
 unexport PYTHONDONTWRITEBYTECODE
 
 # A $(VENV) that this makes and cannot complete is removed again, interrupted too, so that the next attempt starts afresh.
-$(VENV)/installed: setup.py constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	@python=$(PYTHON); other="choose another with make PYTHON=..."; \
 	if test -e $(VENV); then python=$(VENV)/bin/python; other="remove $(VENV), then $$other"; fi; \
 	command -v $$python >/dev/null || { echo "make: $$python: no such Python; $$other" >&2; exit 1; }; \
