@@ -20,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("test_functional", "test_reference", "test_types", "test_versions", "test_packaging")
+TESTS = ("test_functional", "test_types", "test_versions", "test_packaging")
 NEEDED = (
     "LICENSE",
     "CHANGELOG.md",
