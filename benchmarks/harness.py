@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -160,15 +162,7 @@ def names(text: str, known: Collection[str]) -> list[str]:
 
 
 def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
-    """The items one by one, with a bar on stderr where rich is installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        for done, item in enumerate(items):
-            print(f"{label} {done + 1} of {len(items)}", file=sys.stderr)
-            yield item
-        return
+    """The items one by one, with a bar on stderr."""
     yield from track(items, label, console=Console(stderr=True), transient=True)
 
 

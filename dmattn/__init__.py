@@ -11,8 +11,10 @@ from .masks import IntervalMask
 from .module import DynamicMaskAttention, dynamic_bias
 from .sdpa import replace_sdpa
 from .varlen import attention_varlen
+from .versions import warn_if_untested
 
 resolve_vector_functions()
+warn_if_untested()
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
 from . import __version__
 from .commands import compile, completion, explain, info, verify
 from .commands.parser import Parser, Result, json_of
+from .versions import tested_with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit code, 0 when all is well."""
-    parser = Parser(prog="dmattn", description="Exact attention with a dynamic mask and a differentiable additive bias.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser = Parser(
+        prog="dmattn",
+        description="Exact attention with a dynamic mask and a differentiable additive bias.",
+        formatter_class=RawDescriptionHelpFormatter,  # which leaves the version on one line
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, tested with {tested_with()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in (info, verify, explain, compile):
         command.add(commands)

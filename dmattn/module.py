@@ -7,7 +7,6 @@ from numbers import Real
 from typing import Any, NoReturn
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,11 +49,11 @@ def dynamic_bias(value: Tensor, A: Tensor, dt_proj: Callable[[Tensor], Tensor]) 
     _check_floats("A", A)
     if tuple(A.shape) != (kv_heads,):
         raise ValueError(f"dmattn: A: expected shape (Hk,) = {(kv_heads,)}, received {tuple(A.shape)}")
-    steps = dt_proj(rearrange(value, "b h s d -> b s (h d)"))
+    steps = dt_proj(value.transpose(1, 2).flatten(2))
     if tuple(steps.shape) != (batch, len_k, kv_heads):
         raise ValueError(f"dmattn: dt_proj: expected a result of shape (B, Sk, Hk) = {(batch, len_k, kv_heads)}, received {tuple(steps.shape)}")
     # contiguous, as in PyTorch 2.13 softplus's gradient has other strides than its tracer says where layouts differ, and cannot be compiled
-    steps = rearrange(steps, "b s h -> b h s").contiguous()
+    steps = steps.transpose(1, 2).contiguous()
     return torch.exp(A[:, None] * F.softplus(steps))
 
 
@@ -204,13 +203,13 @@ class DynamicMaskAttention(nn.Module):
             key_padding_mask=real,
             scale=self.scale,
         )
-        return self.o_proj(rearrange(out, "b h s d -> b s (h d)"))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, keep={self.keep}, causal={self.causal}"
 
     def _heads(self, x: Tensor) -> Tensor:
-        return rearrange(x, "b s (h d) -> b h s d", d=self.head_dim)
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     def _held(self, cache: Any) -> int:
         """How many keys a cache holds for this layer."""
@@ -255,7 +254,7 @@ class DynamicMaskAttention(nn.Module):
             widens = torch.promote_types(query.dtype, angle.dtype) != query.dtype
             if widens and not torch.is_autocast_enabled(query.device.type):
                 raise ValueError(f"dmattn: position_embeddings {name}: expected the queries' dtype {query.dtype}, received {angle.dtype}")
-        cos, sin = (rearrange(angle, "b s d -> b 1 s d") for angle in position_embeddings)
+        cos, sin = (angle.unsqueeze(1) for angle in position_embeddings)
         return cos, sin
 
 

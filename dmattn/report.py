@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
 from .execution.backend import interpreting
+from .versions import installed
 
-PACKAGES = ("triton", "transformers", "numpy", "einops")
+PACKAGES = ("torch", "triton", "transformers", "numpy")
 OLDEST_GPU = (8, 0)
 MISSING = "not installed"
 
@@ -34,13 +34,7 @@ def versions() -> dict[str, str]:
     """Version of Python and of each package that matters, `MISSING` where it is not there."""
     from . import __version__
 
-    found = {"dmattn": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = MISSING
-    return found
+    return {"dmattn": __version__, "python": platform.python_version(), **{name: installed(name) or MISSING for name in PACKAGES}}
 
 
 def devices() -> dict[str, Device]:
@@ -76,16 +70,10 @@ def show_stage(text: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table: drawn by rich where it is installed, else in plain columns. The first column is text, the others align right."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-        print(title)
-        for row in (columns, *rows):
-            print("  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))))
-        return
+    """Print a table. The first column is text, the others align right."""
+    from rich.console import Console  # of this alone: calls and the help of the commands do without it
+    from rich.table import Table
+
     table = Table(title=title or None, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)

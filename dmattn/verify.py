@@ -170,7 +170,7 @@ def corpus() -> tuple[bytes, str]:
     """Real text: the README and the Python files of the repository, or of the package where it is installed without one; and its name."""
     package = Path(__file__).parent
     root = package.parent
-    if (root / "README.md").exists() and (root / "setup.py").exists():
+    if (root / "README.md").exists() and (root / "pyproject.toml").exists():
         files = [root / "README.md", *sorted(p for name in ("dmattn", "tests", "benchmarks", "examples") for p in (root / name).rglob("*.py"))]
     else:
         files = sorted(package.rglob("*.py"))

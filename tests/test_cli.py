@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, report, verify
+from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, report, verify, versions
 from dmattn.commands import explain as command
 from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
@@ -32,6 +32,7 @@ def test_info_names_versions_and_the_path_of_each_device(capsys):
     lines = capsys.readouterr().out.splitlines()
     named = dict(line.split(maxsplit=1) for line in lines)
     assert named["torch"] == torch.__version__
+    assert named["tested"] == versions.tested_with()
     assert ("Triton" if interpreting() else "PyTorch, in chunks") in named["cpu"]
     assert len([name for name in named if name.startswith("cuda:")]) == torch.cuda.device_count()
 
@@ -252,17 +253,22 @@ def test_training_text_is_the_repository_or_the_installed_package(monkeypatch, t
     assert verify.corpus() == (b"installed = True\n", "17 bytes of 1 files of the package")
 
 
-def test_tables_need_no_rich(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    report.show_table(("case", "error"), [["a", "1.0"], ["longer", "12.0"]], "Errors")
-    assert capsys.readouterr().out.splitlines() == ["Errors", "case    error", "a         1.0", "longer   12.0"]
+def test_a_table_has_its_title_and_each_row_on_one_line(capsys):
+    report.show_table(("case", "error"), [["a" * 90, "1.0"], ["longer", "12.0"]], "Errors")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "Errors"
+    assert [re.findall(r"[\w.]+", line) for line in lines if re.search(r"\w", line)][1:] == [
+        ["case", "error"],
+        ["a" * 90, "1.0"],
+        ["longer", "12.0"],
+    ]
 
 
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"dmattn {__version__}\n"
+    assert capsys.readouterr().out == f"dmattn {__version__}, tested with {versions.tested_with()}\n"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,7 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
     if "devices" in found:  # a GPU is described with the same words
         found["devices"], wanted["devices"] = ({"cpu": each["devices"]["cpu"]} for each in (found, wanted))
     if name == "verify":
-        found["versions"] = {"dmattn": found["versions"]["dmattn"]}
+        found["versions"], found["tested"] = ({name: found[each][name]} for each, name in (("versions", "dmattn"), ("tested", "torch")))
         assert printed.err.startswith("dmattn  ")
         assert "dmattn agrees on cpu" in printed.err
     assert shape_of(found) == shape_of(wanted)

@@ -62,6 +62,7 @@ LAYERS = (
         "selection",
         "states",
         "unions",
+        "versions",
     ),
     ("advice", "mask_checks"),
     ("biases", "mask_mods", "masks"),

@@ -1,4 +1,4 @@
-"""``dmattn info``: versions and devices."""
+"""``dmattn info``: versions, those that were tested, and devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .. import report
+from ..versions import TESTED, tested_with
 from .parser import Result, add_json
 
 __all__ = ["add", "environment", "text"]
@@ -22,13 +23,13 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def environment() -> dict[str, Any]:
-    """Versions by package, null where one is missing, and devices by name."""
+    """Versions by package, null where one is missing, the ranges that were tested, and devices by name."""
     versions = {name: None if version == report.MISSING else version for name, version in report.versions().items()}
-    return {"versions": versions, "devices": report.devices()}
+    return {"versions": versions, "tested": TESTED, "devices": report.devices()}
 
 
 def text() -> str:
-    """Versions, a line each, then devices, each with the code that serves its tensors."""
-    named = {**report.versions(), **report.devices()}
+    """Versions, a line each, those that were tested, then devices, each with the code that serves its tensors."""
+    named = {**report.versions(), "tested": tested_with(), **report.devices()}
     width = max(map(len, named))
     return "\n".join(f"{name:{width}}  {value}" for name, value in named.items())
