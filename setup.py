@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 COMPLETION = ["shtab>=1.13"]
 BENCH = ["matplotlib>=3.8", "rich>=13"]
+DOCS = ["mkdocs>=1.6.1", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"]
 TRANSFORMERS = ["transformers>=5.17"]
 TRAINING = ["accelerate>=1.10", "peft>=0.18"]  # which the tests train with
@@ -27,8 +28,9 @@ setup(
         "transformers": TRANSFORMERS,
         "bench": BENCH,
         "completion": COMPLETION,
+        "docs": DOCS,
         "test": TEST + TRANSFORMERS + TRAINING + COMPLETION + ["rich>=13"],
-        "dev": TEST + TRANSFORMERS + TRAINING + COMPLETION + BENCH + ["ruff>=0.15", "mypy>=1.18"],
+        "dev": TEST + TRANSFORMERS + TRAINING + COMPLETION + BENCH + DOCS + ["ruff>=0.15", "mypy>=1.18"],
     },
     entry_points={"console_scripts": ["dmattn = dmattn.cli:main"]},
 )
