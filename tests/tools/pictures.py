@@ -113,7 +113,7 @@ def tile() -> Picture:
     sheet.card(x, 230, 120, 64, "row maximum", "brought up to\ndate", BLUE)
     sheet.card(x + 140, 230, 120, 64, "row sum", "of exp(s - max)", BLUE)
     sheet.card(x + 280, 230, 120, 64, "output", "+ weights times\nthe V tile", BLUE)
-    sheet.arrow((x + 330, 185), (x + 330, 205), (x + 60, 205), (x + 60, 230))
+    sheet.arrow((x + 340, 185), (x + 340, 205), (x + 60, 205), (x + 60, 230))
     sheet.arrow((x + 200, 205), (x + 200, 230))
     sheet.arrow((x + 340, 205), (x + 340, 230))
     sheet.text(x, 330, "After the last tile: out = output / row sum, lse = max + log(row sum).\nThe tile itself is never stored.", 12)
