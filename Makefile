@@ -35,7 +35,7 @@ pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from im
 	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck lint test-wheel bench
+.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck lint docs test-wheel bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
@@ -50,6 +50,7 @@ help:
 	@echo "make gpu           the tests that need a GPU"
 	@echo "make memcheck      every kernel under NVIDIA's compute-sanitizer: memory out of bounds, then races in shared memory (minutes, a GPU)"
 	@echo "make lint          ruff and mypy"
+	@echo "make docs          the documentation site, into build/site; a warning is an error"
 	@echo "make test-wheel    sdist and wheel built, and tests run against the wheel in an environment of its own; FRESH=1 installs all that it needs,"
 	@echo "                   and DIST=dist keeps what was built there"
 	@echo "make bench         speed and equivalence of this machine's GPU, written to benchmarks/results/"
@@ -114,6 +115,10 @@ lint: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+
+# The theme warns of a successor of mkdocs unless told that this is known.
+docs: $(installed)
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build
 
 test-wheel: $(installed)
 	$(python) tests/tools/installed_wheel.py $(if $(FRESH),,--share-packages) $(if $(DIST),--dist $(DIST))

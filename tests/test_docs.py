@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +162,52 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
 
 
 def test_pages_with_code_are_found():
-    assert {"biases.md", "doors.md", "start.md", "transformers.md"} <= {page.name for page, *_ in PIECES}
+    assert {"biases.md", "doors.md", "start.md", "transformers.md", "migration.md", "t5.md"} <= {page.name for page, *_ in PIECES}
     assert set(SHARED) == {"context-parallel", "transformers"}
 
 
+@cache
+def templates() -> set[str]:
+    """Strings of the package, in which ... stands for what is filled in."""
+    found = set()
+    for file in (ROOT / "dmattn").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                found.add(re.sub(r"\.{4,}", "...", text))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def examples_of_errors(text: str) -> list[tuple[str, str]]:
+    """(call, error) of the calls of a page."""
+    code = "".join(re.findall(r"^```pycon\n(.*?)^```", text, flags=re.S | re.M))
+    return [(call, " ".join(error.split())) for call, error in re.findall(r"^>>> (.+)\n((?:(?!>>>).+\n)+)", code, flags=re.M)]
+
+
+ERRORS = ROOT / "docs" / "errors.md"
+
+
+@pytest.mark.parametrize(("call", "error"), examples_of_errors(ERRORS.read_text()), ids=lambda text: text[:70])
+def test_a_call_of_the_page_of_errors_raises_what_it_says(call, error):
+    names: dict[str, Any] = {}
+    exec(blocks("python", ERRORS)[0], names)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        eval(call, names)
+    assert f"{type(raised.value).__name__}: {raised.value}" == error
+
+
+def test_other_messages_of_the_page_of_errors_are_those_of_the_code():
+    messages = "".join(blocks("text", ERRORS)).splitlines()
+    assert len(messages) > 8
+    assert len(examples_of_errors(ERRORS.read_text())) > 15
+    assert not [message for message in messages if not message.startswith("dmattn: ") or message not in templates()]
+
+
 def test_the_map_of_the_pages_leads_to_every_page():
-    linked = set(re.findall(r"\]\(([\w./-]+)", (ROOT / "docs" / "start.md").read_text().split("\n## ")[1]))
+    (pages,) = re.findall(r"^## A map of the pages\n(.*?)^## ", (ROOT / "docs" / "start.md").read_text(), flags=re.S | re.M)
+    linked = set(re.findall(r"\]\(([\w./-]+)", pages))
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"start.md"} <= linked
 
 
@@ -227,7 +269,7 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
         tensor = shaped(taken) if name == "bias" or "bool `mask`" in taken else None
         if tensor is not None:
             given[name] = tensor > 0 if name == "mask" else tensor.requires_grad_()
-    if "](#" in bias + options:  # whose code is run above
+    if re.search(r"\(\[code\]", bias + options):  # which is run above
         return
     assert given or "any other" in model or "as above" in bias
     leading = re.search(r"leading axes (\(\w+, \w+\))", bias)
@@ -246,7 +288,7 @@ def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, 
 
 
 def test_the_readme_has_rows_of_that_table():
-    table = rows((ROOT / "README.md").read_text().replace("docs/biases.md#", "#").replace("docs/", ""), 3)
+    table = rows((ROOT / "README.md").read_text().replace("docs/", ""), 3)
     assert len(table) > 5
     assert not [row for row in table if row not in MODELS]
 
