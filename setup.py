@@ -7,7 +7,8 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 COMPLETION = ["shtab>=1.13"]
-BENCH = ["matplotlib>=3.8", "rich>=13"]
+PLOT = ["matplotlib>=3.8"]
+BENCH = [*PLOT, "rich>=13"]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"]
 TRANSFORMERS = ["transformers>=5.17"]
 TRAINING = ["accelerate>=1.10", "peft>=0.18"]  # which the tests train with
@@ -26,6 +27,7 @@ setup(
     extras_require={
         "transformers": TRANSFORMERS,
         "bench": BENCH,
+        "plot": PLOT,
         "completion": COMPLETION,
         "test": TEST + TRANSFORMERS + TRAINING + COMPLETION + ["rich>=13"],
         "dev": TEST + TRANSFORMERS + TRAINING + COMPLETION + BENCH + ["ruff>=0.15", "mypy>=1.18"],

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from dmattn import IntervalMask, attention
 from dmattn.distributed import context_parallel_attention, messages, shard
 from dmattn.report import show_table
@@ -314,7 +314,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", type=lambda text: harness.names(text, ("torch",)), default=["torch"], help="torch, or nothing")
     parser.add_argument("--model", action="store_true", help="print the model for 1M tokens on 64 GPUs, and measure nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: draw what the --json file holds")
     options = parser.parse_args(arguments)
+    if options.plot is not None:
+        plots.context_parallel(harness.read_json(options.json), options.plot)
+        return 0
     if options.model:
         records = print_model(Problem("1M", 1 << 20), 64, 2048)
         if options.json is not None:

@@ -215,7 +215,8 @@ def test_where_cudnn_cannot_run_its_reason_is_recorded(module, reason, monkeypat
     assert "cudnn" in speed.DEFAULT_PEERS
     workload = speed.WORKLOADS[0].tiny()
     for script in (speed, memory):
-        found = script.measure(workload, "fp32", torch.device("cpu"), ["cudnn"])["contenders"]
+        more = [speed.attention_of] if script is speed else []
+        found = script.measure(workload, "fp32", torch.device("cpu"), ["cudnn"], *more)["contenders"]
         assert reason in found["cudnn"]["forward"]["error"]
         assert "error" not in found["dmattn"]["forward"]
 
@@ -228,7 +229,7 @@ def test_cudnn_computes_the_same(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
     speed = importlib.import_module("benchmarks.speed")
     (workload,) = (workload.tiny() for workload in speed.WORKLOADS if workload.name == name)
-    found = speed.measure(workload, "bf16", torch.device("cuda"), ["cudnn"])["contenders"]["cudnn"]
+    found = speed.measure(workload, "bf16", torch.device("cuda"), ["cudnn"], speed.attention_of)["contenders"]["cudnn"]
     assert max(found["difference"]) < 0.02, found
 
 
@@ -430,16 +431,17 @@ def test_memory_grows_a_contender_until_it_runs_out_of_memory(memory, monkeypatc
 
 
 def test_the_slope_is_the_power_of_the_last_points(memory):
+    plots = memory.plots
     lengths = [1024 << i for i in range(6)]
-    assert memory.slope(lengths, [3 * n**2 for n in lengths]) == pytest.approx(2)
-    assert memory.slope(lengths, [7 * n for n in lengths]) == pytest.approx(1)
-    assert memory.slope(lengths, [10**9, 10**9, 5, *(n**2 for n in lengths[3:])]) == pytest.approx(2), "the first points are left out"
-    assert memory.slope(lengths, [*lengths[:3], None, None, None]) == pytest.approx(1), "points without a size are left out"
-    assert 1 < memory.slope(lengths, [10**8 + n**2 for n in lengths]) < 2
-    assert memory.slope(lengths, [0, 0, 0, *lengths[3:]]) == pytest.approx(1)
-    assert memory.slope(lengths, [*lengths[:5], 0]) is None
-    assert memory.slope(lengths, [1, *[None] * 5]) is None
-    assert memory.slope([8, 8], [1, 1]) is None
+    assert plots.slope(lengths, [3 * n**2 for n in lengths]) == pytest.approx(2)
+    assert plots.slope(lengths, [7 * n for n in lengths]) == pytest.approx(1)
+    assert plots.slope(lengths, [10**9, 10**9, 5, *(n**2 for n in lengths[3:])]) == pytest.approx(2), "the first points are left out"
+    assert plots.slope(lengths, [*lengths[:3], None, None, None]) == pytest.approx(1), "points without a size are left out"
+    assert 1 < plots.slope(lengths, [10**8 + n**2 for n in lengths]) < 2
+    assert plots.slope(lengths, [0, 0, 0, *lengths[3:]]) == pytest.approx(1)
+    assert plots.slope(lengths, [*lengths[:5], 0]) is None
+    assert plots.slope(lengths, [1, *[None] * 5]) is None
+    assert plots.slope([8, 8], [1, 1]) is None
 
 
 @pytest.mark.parametrize(("ours", "tiny", "code"), [(50, False, 0), (51, False, 1), (51, True, 0), (None, True, 0)])

@@ -80,7 +80,7 @@ def test_rows_are_many_and_of_every_kind(scripts):
     assert min(row.batch * row.heads for row in rows) == 4
     assert max(row.batch * row.heads for row in rows) > 49_000
     assert {row.bias for row in rows} >= {None, "1hqk", "bhqk", "b1qk", "11qk", "bgqk", "bh1k", "b11k", "bg1k", "bhq1"}
-    assert {row.distribution for row in rows} == {"normal", *scripts("distributions").DISTRIBUTIONS}
+    assert {row.distribution for row in rows} == {"normal", *scripts("matrix_rows").DISTRIBUTIONS}
     for particular in (
         "window",
         "documents",
@@ -106,7 +106,7 @@ def test_contenders_of_a_row_compute_the_same(name, scripts):
     (row,) = (row.tiny() for row in scripts("matrix_rows").MATRIX if row.name == name)
     tensors = row.tensors(torch.float32, torch.device("cpu"))
     assert tensors["query"].transpose(1, 2).is_contiguous()
-    found = speed.measure(row, "fp32", torch.device("cpu"), ["eager"])["contenders"]
+    found = speed.measure(row, "fp32", torch.device("cpu"), ["eager"], speed.attention_of)["contenders"]
     assert len(found["eager"]["difference"]) == (5 if row.factors else 4)
     assert max(found["eager"]["difference"]) < 1e-5
     assert row.flops(backward=True) > 0
@@ -154,7 +154,8 @@ def test_kernels_of_triangle_attention_get_their_layout(padded, scripts, monkeyp
     for name in ("protenix", "protenix.model", "protenix.model.tri_attention", "protenix.model.tri_attention.op"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["protenix.model.tri_attention.op"].TriAttentionFunction = type("Function", (), {"apply": staticmethod(protenix)})
-    found = scripts("speed").measure(workload, "fp32", torch.device("cpu"), ["trifast", "protenix", "openfold3"])["contenders"]
+    speed = scripts("speed")
+    found = speed.measure(workload, "fp32", torch.device("cpu"), ["trifast", "protenix", "openfold3"], speed.attention_of)["contenders"]
     for name in ("trifast", "protenix"):
         assert len(found[name]["difference"]) == 5, found[name]
         assert max(found[name]["difference"]) < 1e-5
