@@ -78,7 +78,9 @@ def kept_keys(
     first, last = (x.broadcast_to(1, 1, len_k)[0, 0].cpu() for x in (mask.first, mask.last))
     shares = _kept_shares(first, last, len_q)
     axes = _axes(axes)
-    axes.imshow(shares, cmap=_shades(), vmin=0, vmax=1, aspect="auto", interpolation="none", extent=(-0.5, len_k - 0.5, len_q - 0.5, -0.5))
+    axes.imshow(
+        shares.numpy(), cmap=_shades(), vmin=0, vmax=1, aspect="auto", interpolation="none", extent=(-0.5, len_k - 0.5, len_q - 0.5, -0.5)
+    )
     kept = (last.clamp(0, len_q) - first.clamp(0, len_q)).clamp(min=0).sum().item()
     axes.set(xlabel="key", ylabel="query", title=f"keeps {keep} of {len_k} keys: {_share(kept, len_q * len_k)} of pairs")
     return axes
@@ -118,7 +120,7 @@ def block_states(
     from matplotlib.colors import ListedColormap
 
     colors = ListedColormap([figures.GRID, figures.look_of("sdpa").color, figures.OURS])
-    axes.imshow(states.cpu(), cmap=colors, vmin=0, vmax=len(STATES) - 1, interpolation="none")
+    axes.imshow(states.cpu().numpy(), cmap=colors, vmin=0, vmax=len(STATES) - 1, interpolation="none")
     counts = [int((states == state).sum()) for state in range(len(STATES))]
     axes.set(xlabel=f"block of {block} keys", ylabel=f"block of {block} queries")
     axes.set_title(f"{_share(counts[0], states.numel())} of blocks skipped")
@@ -161,7 +163,7 @@ def bias_and_gradient(
         largest = values[values.isfinite()].abs().max().item() if values.isfinite().any() else 0.0
         place.set_facecolor(figures.FAINT)
         shown = values.masked_fill(~values.isfinite(), math.nan)
-        image = place.imshow(shown, cmap="PuOr_r", vmin=-(largest or 1.0), vmax=largest or 1.0, aspect="auto", interpolation="none")
+        image = place.imshow(shown.numpy(), cmap="PuOr_r", vmin=-(largest or 1.0), vmax=largest or 1.0, aspect="auto", interpolation="none")
         place.figure.colorbar(image, ax=place)
         place.set(xlabel="key", ylabel="query", title=title)
     return places
@@ -196,7 +198,7 @@ def relative_bias(bias: RelativeBias, *, batch: int = 0, heads: list[int] | None
     shades = colormaps["viridis"]
     for number, head in enumerate(chosen):
         color = figures.OURS if len(chosen) == 1 else shades(number / len(chosen))
-        axes.plot(distance, table[head].masked_fill(~table[head].isfinite(), math.nan), color=color, label=f"head {head}")
+        axes.plot(distance.numpy(), table[head].masked_fill(~table[head].isfinite(), math.nan).numpy(), color=color, label=f"head {head}")
     axes.axvline(0, color=figures.FAINT, linewidth=0.8, zorder=0)
     axes.set(xlabel="distance: key after query", ylabel="bias", title=f"bias by distance, {len(chosen)} of {len(table)} heads")
     if len(chosen) <= 8:

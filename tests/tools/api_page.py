@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 MODULES = (
     "dmattn",
     "dmattn.explain",
+    "dmattn.plot",
     "dmattn.compat",
     "dmattn.distributed",
     "dmattn.integrations.transformers",
