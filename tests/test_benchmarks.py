@@ -279,19 +279,23 @@ def test_host_time_measures_every_step_of_both(tmp_path):
     assert any("the computation included" in line for line in printed)
 
 
-def test_speed_plots_a_result_file(tmp_path):
+def test_speed_plots_a_result_file(tmp_path, monkeypatch, capsys):
     """The one in the repository, without measuring anything."""
-    pytest.importorskip("matplotlib")
     source, target = BENCHMARKS / "results" / "speed_nvidia_h200.json", tmp_path / "plot.png"
-    command = [sys.executable, str(BENCHMARKS / "speed.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "bias1h_d64" in done.stdout
+    assert plotted("speed", target, monkeypatch, "--json", str(source)) == 0
+    assert "bias1h_d64" in capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_dynamic_mask_plots_a_result_file(tmp_path):
-    """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
+def plotted(script: str, target: Path, monkeypatch, *arguments: str) -> int:
+    """The exit code of a script that draws. In this process: another would import PyTorch for seconds."""
     pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    return importlib.import_module(f"benchmarks.{script}").main([*arguments, "--plot", str(target)])
+
+
+def test_dynamic_mask_plots_a_result_file(tmp_path, monkeypatch, capsys):
+    """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
     points = []
     for length in (1024, 2048, 4096):
         steps = {step: {"median_ms": length / 1e3, "extra_bytes": 8 * length, "repeatable": True} for step in ("forward", "backward")}
@@ -301,12 +305,11 @@ def test_dynamic_mask_plots_a_result_file(tmp_path):
     environment = {"dtype": "bf16", "device": "a GPU", "versions": {"torch": "2"}}
     source, target = tmp_path / "result.json", tmp_path / "scaling.png"
     source.write_text(json.dumps({"environment": environment, "points": points}))
-    command = [sys.executable, str(BENCHMARKS / "dynamic_mask.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("dynamic_mask", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in done.stdout
-    assert "flex forward: out of memory: length-4096" in done.stdout
+    assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in printed
+    assert "flex forward: out of memory: length-4096" in printed
 
 
 @pytest.fixture
@@ -472,18 +475,16 @@ def test_memory_fails_where_ours_did_not_run(memory):
     assert [sentence.split(": ")[0] for sentence in memory.failures(result)] == ["w backward", "w step", "dense_bias-4096"]
 
 
-def test_memory_plots_a_result_file(tmp_path):
+def test_memory_plots_a_result_file(tmp_path, monkeypatch, capsys):
     """From recorded numbers; a contender without extra memory, which a logarithmic axis cannot show, and that failed at one length."""
-    pytest.importorskip("matplotlib")
     source, target = tmp_path / "result.json", tmp_path / "memory.png"
     source.write_text(json.dumps(made_memory(51)))
-    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("memory", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "eager step: out of memory, in the call: dense_bias-8192" in done.stdout
-    assert "w step: dmattn takes 5.10% of what it is given, more than 5%" in done.stdout
-    rows = {name: line for line in done.stdout.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
+    assert "eager step: out of memory, in the call: dense_bias-8192" in printed
+    assert "w step: dmattn takes 5.10% of what it is given, more than 5%" in printed
+    rows = {name: line for line in printed.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
     assert "N^1.00" in rows["dmattn"]
     assert "N^2.00" in rows["eager"]
     assert "0.8 / 0.0" in rows["dmattn"]
@@ -525,7 +526,3 @@ def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_
         assert ours["per_second"] > 0
     assert result["models"][2]["runs"]["dmattn"]["generation"]["token_ms"] > 0
     assert any("Training step" in line for line in printed)
-    pytest.importorskip("matplotlib", reason="draws the plot")
-    command = [sys.executable, str(BENCHMARKS / "transformers_models.py"), "--json", "result.json", "--plot", "plot.png"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    assert (tmp_path / "plot.png").stat().st_size > 10_000

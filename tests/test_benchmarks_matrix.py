@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_benchmarks import BENCHMARKS, check_environment, run
+from test_benchmarks import BENCHMARKS, check_environment, plotted, run
 
 from dmattn.execution.backend import interpreting
 
@@ -210,19 +210,17 @@ def test_a_contender_that_computes_something_else_is_no_peer(scripts):
     assert not forward["repeatable"]
 
 
-def test_matrix_plots_a_result_file(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_matrix_plots_a_result_file(tmp_path, monkeypatch, capsys):
     rows = [made("a", 1.0, 2.0), made("b", 2.0, 1.0), made("a", 1.0, 1.5, step="backward"), made("d", 1.0, None)]
     environment = {"dtype": "bf16", "device": "a GPU", "commit": "0123456789", "versions": {"torch": "2"}}
     means = {"forward": {"mean": 1.0, "won": 1, "of": 2}}
     source, target = tmp_path / "result.json", tmp_path / "plot.png"
     source.write_text(json.dumps({"environment": environment, "rows": rows, "means": means}))
-    command = [sys.executable, str(BENCHMARKS / "matrix.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("matrix", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "flex: out of memory: d" in done.stdout
-    assert "refused" not in done.stdout
+    assert "flex: out of memory: d" in printed
+    assert "refused" not in printed
 
 
 def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):

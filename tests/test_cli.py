@@ -25,7 +25,7 @@ from dmattn.execution.backend import interpreting
 ROOT = Path(__file__).resolve().parents[1]
 
 slow_in_the_interpreter = pytest.mark.skipif(
-    interpreting(), reason="verify at these sizes takes minutes in Triton's interpreter; the kernels have their own tests there"
+    interpreting(), reason="verify and bench at these sizes take minutes in Triton's interpreter; the kernels have their own tests there"
 )
 
 
@@ -330,6 +330,8 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
         Path("calls.txt").write_text(wanted["calls"][0]["call"])
     if name == "bench":
         pytest.importorskip("matplotlib", reason="draws the picture")
+        if interpreting():
+            pytest.skip("the interpreter takes a minute for these sizes; its kernels have their own tests")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(problems, "PROBLEMS", problems.PROBLEMS[:1])
         monkeypatch.setattr(problems, "on_a_cpu", lambda problem: problem.tiny())
@@ -371,6 +373,7 @@ def test_json_of_a_failure_says_so_and_so_does_the_exit_code(monkeypatch, capsys
     assert (found["models"], found["models_skipped"]) == ([], "--skip-models")
 
 
+@slow_in_the_interpreter
 def test_bench_writes_a_file_and_says_what_it_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(problems, "PROBLEMS", problems.PROBLEMS[1:2])
     monkeypatch.setattr(problems, "on_a_cpu", lambda problem: problem.tiny())

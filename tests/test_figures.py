@@ -126,7 +126,7 @@ def test_matrix_draws_sorted_ratios(plots):
     rows.append({**entry("d", 1.0, 1.0, "flex"), "peer_ms": None})
     plots.matrix({"environment": WHERE, "rows": rows, "means": {"forward": {"mean": 1.587, "won": 2, "of": 3}}}, Path())
     forward, backward = plots.drawn[0].axes
-    assert bars(forward) == [(8, figures.OURS), (2, figures.OURS), (1, figures.LOOKS["fa4"].color)]
+    assert bars(forward) == [(8, figures.OURS), (2, figures.OURS), (0.25, figures.LOOKS["fa4"].color)]
     assert labels(forward) == ["b", "like Swin: bias (1, H, Sq, Sk), head dim 32; batch 4096, 12 heads, 49 x 49", "c"]
     assert texts(forward)[0] == "FlashAttention-4, 0.25"
     assert forward.get_title() == "forward\ndmattn at least as fast in 2 of 3, geometric mean 1.59"
@@ -193,7 +193,7 @@ def test_models_are_those_of_the_last_file_that_has_them(plots):
     eager = figures.LOOKS["eager"].color
     assert bars(time) == [(1, figures.OURS), (2, eager), (1, figures.OURS)]
     assert bars(memory) == [(1, figures.OURS), (0.5, eager), (1, figures.OURS)]
-    assert texts(time) == ["100 tokens/s", "50 tokens/s", "2 tokens/s", "SDPA: out of memory"] or "SDPA: out of memory" in texts(time)
+    assert sorted(texts(time)) == ["100 tokens/s", "2 tokens/s", "50 tokens/s", "SDPA: out of memory"]
 
 
 def test_context_parallelism_draws_times_and_efficiency(plots):

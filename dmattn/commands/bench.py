@@ -13,7 +13,7 @@ from .parser import Parser, Result
 
 __all__ = ["add"]
 DTYPES = ("bf16", "fp16", "fp32")
-REMARK = "small problems on a CPU, by PyTorch operations: these times say nothing of a GPU"
+REMARK = "small problems on a CPU: these times say nothing of a GPU"
 
 
 def add(commands: Any) -> None:
