@@ -12,6 +12,7 @@ counts as slower if it is behind there too. Compared with a folder of the same s
 from __future__ import annotations
 
 import io
+import shutil
 import statistics
 import subprocess
 import tarfile
@@ -49,12 +50,18 @@ def run(other: str, rows: Sequence[Workload], settings: Settings, where: Record,
 
 
 def unpack(other: str, folder: Path) -> None:
-    """Put the package of `other` into a folder of its own: a commit's, the commit's of a result file, or that in a folder."""
+    """Put the package of `other` into a folder of its own: a commit's, the commit's of a result file, or that in a folder.
+
+    But for what measures it: ``dmattn.bench`` is the one at hand for both versions, and not every version has one.
+    """
     path = Path(other)
     if path.is_dir():
         if not (path / "dmattn" / "__init__.py").exists():
             harness.refuse(f"--against: expected a folder with the package dmattn in it, received {other}")
-        (folder / "dmattn").symlink_to((path / "dmattn").resolve())
+        (folder / "dmattn").mkdir()
+        for each in (path / "dmattn").resolve().iterdir():
+            (folder / "dmattn" / each.name).symlink_to(each)
+        _measured_from_here(folder)
         return
     commit = harness.read_json(path)["environment"]["commit"] if path.is_file() else other
     done = subprocess.run(("git", "archive", commit, "dmattn"), cwd=harness.ROOT, capture_output=True, check=False)
@@ -63,6 +70,16 @@ def unpack(other: str, folder: Path) -> None:
         harness.refuse(f"--against: expected a commit, a result file of one or a folder, received {other} ({said[-1] if said else commit})")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
+    _measured_from_here(folder)
+
+
+def _measured_from_here(folder: Path) -> None:
+    bench = folder / "dmattn" / "bench"
+    if bench.is_symlink():
+        bench.unlink()
+    elif bench.exists():
+        shutil.rmtree(bench)
+    bench.symlink_to(harness.ROOT / "dmattn" / "bench")
 
 
 def compare(rows: Sequence[Workload], versions: Sequence[Settings], jobs: int, deadline: float) -> list[Record]:

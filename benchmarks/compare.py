@@ -18,12 +18,13 @@ from torch import Tensor
 
 from benchmarks import harness, peers
 from benchmarks.workloads import EXACTNESS, EXACTNESS_ON_GPU, LSE_GRADIENT, QUICK_LENGTH
-from dmattn import attention, equivalence
+from dmattn import attention, equivalence, progress
+from dmattn.bench.peers import sdpa
 from dmattn.equivalence import Case, Inputs
 from dmattn.report import show_table
 
 FORWARD, BACKWARD = ("out", "lse"), ("d_query", "d_key", "d_value", "d_bias")
-PEERS: dict[str, Callable[..., Any]] = {"sdpa": peers.sdpa, "flex": peers.flex}
+PEERS: dict[str, Callable[..., Any]] = {"sdpa": sdpa, "flex": peers.flex}
 COLUMNS = ("case", "dtype", "tensor", "error", "relative", "budget", "eager", *PEERS, "")
 SHORT = {"d_query": "dQ", "d_key": "dK", "d_value": "dV", "d_bias": "dBias"}
 
@@ -36,7 +37,7 @@ def main(benchmark: str, title: str, names: Sequence[str], arguments: Sequence[s
     where = harness.environment(device)
     print(harness.describe(where), end="\n\n")
     work = [(case, dtype) for dtype in dtypes for case in cases]
-    compared = [compare(case, dtype, device, names, options.peers, options.budget) for case, dtype in harness.progress(work, "cases")]
+    compared = [compare(case, dtype, device, names, options.peers, options.budget) for case, dtype in progress.track(work, "cases")]
     show_table(COLUMNS, [row for record in compared for row in _rows(record)], title)
     for record in compared:
         for problem in record["problems"]:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import distributed
 
-from benchmarks import exposed, harness
+from benchmarks import exposed, harness, plots
 from benchmarks.context_parallel_cases import Case, OfTorch, without_messages
 from benchmarks.context_parallel_model import PROBLEMS, STEPS, Problem, Record, predicted, print_models, seconds
 from dmattn.report import show_table
@@ -254,7 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help=f"run each problem once, of {SHORT} tokens at most, and measure nothing")
     parser.add_argument("--model", action="store_true", help="print the model for 2, 4 and 8 GPUs and for 64, and measure nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: draw what the --json file holds")
     options = parser.parse_args(arguments)
+    if options.plot is not None:
+        plots.context_parallel(harness.read_json(options.json), options.plot)
+        return 0
     chosen = [problem for problem in PROBLEMS if options.problems is None or problem.name in options.problems]
     if options.model:
         records = print_models((2, 4, 8), chosen)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import peers
 from dmattn import FactoredBias
+from dmattn.bench.peers import FlexProblem
 
 
 def factors(points: Tensor) -> FactoredBias:
@@ -24,7 +24,7 @@ def dense(points: Tensor) -> Tensor:
     return -(points[..., :, None] - points[..., None, :]).square().sum(0)[:, None]
 
 
-class FlexDistances(peers.FlexProblem):
+class FlexDistances(FlexProblem):
     """FlexAttention that computes the distances itself."""
 
     def _options(self, bias: Tensor | None) -> dict[str, Any]:

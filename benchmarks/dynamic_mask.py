@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks import harness, peers
-from benchmarks.dynamic_mask_report import OURS, PASSES, PEERS, Record, plot, show, sound
+from benchmarks import harness, plots
+from benchmarks.dynamic_mask_report import OURS, PASSES, PEERS, Record, show, sound
 from dmattn import IntervalMask, attention, dynamic, dynamic_mask_attention
+from dmattn.bench import peers
 
 BACKENDS = {"sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa_math": SDPBackend.MATH, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 DENSE_PAIRS = 16 * 16384**2  # of heads, queries and keys: the largest dense mask made, 8 GiB as a bias
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         result = harness.read_json(options.json)
         show(result["points"], result["environment"]["dtype"])
-        plot(result, options.plot)
+        plots.dynamic_mask(result, [harness.read_json(each, "--beside") for each in options.beside], options.plot)
         return 0
     gc.freeze()  # what the imports left need not be looked through at each release of memory
     start = time.perf_counter()
@@ -347,6 +348,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/dynamic_mask_<GPU>.json, and none on a CPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and a plot of what the result file holds")
+    beside = "with --plot: further result files, whose peers are drawn at the same lengths"
+    parser.add_argument("--beside", nargs="+", type=Path, default=(), metavar="FILE", help=beside)
     return parser.parse_args(arguments)
 
 

@@ -1,10 +1,9 @@
-"""The tables and the plot of what `benchmarks/dynamic_mask.py` recorded."""
+"""The tables of what `benchmarks/dynamic_mask.py` recorded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
@@ -94,61 +93,6 @@ def show_published(records: Sequence[Record]) -> None:
     if table:
         columns = ("", "published (A100), its / SDPA", "factor", OURS, *(f"{name}, factor" for name in ("sdpa", *MASKED_SDPA)))
         show_table(columns, table, "flash-dmattn's published table beside this machine: batch 1, 2 heads on 1, head dim 128, keep 1024, ms")
-
-
-def plot(result: Record, target: Path) -> None:
-    """Draw time and memory against length, each pass of each contender a line, with a line that grows as the length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    records = _in_order(result["points"], "length")
-    if not records:
-        raise SystemExit("--plot draws the sweep over lengths, and the result file has none")
-    names = list(dict.fromkeys(name for record in records for name in record["contenders"]))
-    figure, panels = pyplot.subplots(2, 2, figsize=(12, 9.5), sharex=True, layout="constrained")
-    for (of_time, of_memory), step in zip(panels, PASSES, strict=True):
-        for i, name in enumerate(names):
-            style = dict(marker="o", linewidth=2.5 if name == OURS else 1.2, color=f"C{i}", zorder=3 if name == OURS else 2)
-            _line(of_time, records, [_milliseconds(record, name, step) for record in records], label=name, **style)
-            _line(of_memory, records, [_mebibytes(record, name, step) for record in records], label=name, **style)
-            if name == "flex" and step == "forward":
-                planned = dict(style, linestyle=":", label="flex, block mask made in the call")
-                _line(of_time, records, [_milliseconds(record, name, "planned_forward") for record in records], **planned)
-        _reference(of_time, records, [_milliseconds(record, OURS, step) for record in records])
-        _reference(of_memory, records, [_mebibytes(record, OURS, step) for record in records])
-        for axes, what in ((of_time, "time, ms"), (of_memory, "extra memory, MiB")):
-            axes.set(xscale="log", yscale="log", title=f"{step}: {what}", xlabel="length")
-            axes.set_xticks([record["len_k"] for record in records], [harness.short_length(record["len_k"]) for record in records])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-    entries = {label: line for line, label in zip(*panels[0][0].get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=9)
-    where = result["environment"]
-    keeps = sorted({record["keep"] for record in records})
-    shape = f"{records[0]['heads']}/{records[0]['kv_heads']} heads, head dim {records[0]['head_dim']}, keep {', '.join(map(str, keeps))}"
-    figure.suptitle(f"Dynamic mask attention, causal, {shape}, {where['dtype']}, {where['device']}, torch {where['versions']['torch']}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    print(target)
-
-
-def _line(axes: Any, records: Sequence[Record], values: Sequence[float | None], **style: Any) -> None:
-    """A line through the values there are; a logarithmic axis has no 0."""
-    found = [(record["len_k"], y) for record, y in zip(records, values, strict=True) if y]
-    if found:
-        axes.plot(*zip(*found, strict=True), **style)
-
-
-def _reference(axes: Any, records: Sequence[Record], values: Sequence[float | None]) -> None:
-    """A dashed line through the last value, growing as the length."""
-    found = [(record["len_k"], y) for record, y in zip(records, values, strict=True) if y]
-    if found:
-        at, y = found[-1]
-        linear = [y * record["len_k"] / at for record in records]
-        _line(axes, records, linear, linestyle="--", color="gray", label="linear in the length")
 
 
 def _in_order(records: Sequence[Record], group: str) -> list[Record]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import against, harness
+from benchmarks import against, harness, plots
 from benchmarks.contenders import OURS, PEERS
 from benchmarks.matrix_rows import MATRIX
 from benchmarks.workers import Record, Settings, ask, prepared_rows
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         result = harness.read_json(options.json)
         show(result)
-        plot(result, options.plot)
+        plots.matrix(result, options.plot)
         return 0
     device = harness.device_for(options.device, options.tiny)
     dtype = "bf16" if device.type == "cuda" else "fp32"
@@ -181,34 +181,6 @@ def _cells(entry: Record | None) -> list[str]:
         "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f}",
         "-" if speed is None else f"{speed:.2f}",
     ]
-
-
-def plot(result: Record, target: Path) -> None:
-    """Draw the ratio of each row, sorted, a panel for each pass: blue where ours is faster, orange where a peer is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn = {step: [(ratio(x), x) for x in result["rows"] if x["pass"] == step and ratio(x) is not None] for step in PASSES}
-    rows = max(map(len, drawn.values()))
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.17 * rows), layout="constrained")
-    for axes, (step, pairs) in zip(panels, drawn.items(), strict=True):
-        for place, (speed, entry) in enumerate(sorted(pairs, key=lambda pair: pair[0])):
-            axes.barh(place, speed - 1, 0.8, left=1, color="C0" if speed >= 1 else "C1")
-            text = f" {speed:.2f}, {entry['best_peer']} " if speed >= 1 else f" {entry['best_peer']}, {speed:.2f} "
-            axes.text(speed, place, text, va="center", ha="left" if speed >= 1 else "right", fontsize=6)
-        axes.set_yticks(range(len(pairs)), [entry["work"] for _, entry in sorted(pairs, key=lambda pair: pair[0])], fontsize=7)
-        axes.axvline(1.0, color="grey", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        mean = result["means"].get(step, {}).get("mean")
-        axes.set(title=step + ("" if mean is None else f", geometric mean {mean:.2f}"), xlabel="speed, fastest peer = 1 (right is faster)")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.25, y=0.005)
-    where = result["environment"]
-    figure.suptitle(f"Attention on one {where['device']}, torch {where['versions']['torch']}, commit {where['commit'][:7]}")
-    harness.save_figure(figure, target)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

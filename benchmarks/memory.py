@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -35,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import dynamic_mask, harness
+from benchmarks import dynamic_mask, harness, plots
 from benchmarks.contenders import OURS, PEERS, Attention, attention_of
-from benchmarks.speed import Record
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import IntervalMask, dynamic_mask_attention
+from dmattn.bench.compare import Record
 from dmattn.report import show_table
 
 STEP = "step"  # a training step, forward and backward
@@ -47,8 +45,7 @@ STEPS = (*PASSES, STEP)
 DEFAULT_PEERS = ("sdpa_efficient", "sdpa_cudnn", "eager")  # FlexAttention compiles for each shape, which takes longer than all others together
 LIMIT = 0.05  # of the bytes that a pass is given: what `dmattn.attention` promises
 LENGTHS = tuple(1024 << i for i in range(8))
-FITTED = 3  # points of the slope, the last ones: at short lengths what does not grow hides what does
-SIZES = {"peak_bytes": "peak memory", "extra_bytes": "extra memory"}  # of a training step, and how the plot calls them
+SIZES = ("peak_bytes", "extra_bytes")  # of a training step
 SHRINK = 128  # of lengths and kept keys where the code is tried
 
 
@@ -69,6 +66,13 @@ class Growth:
     def name(self) -> str:
         """That of its workload."""
         return self.workload.name
+
+    @property
+    def title(self) -> str:
+        """As a picture calls it, whose other axis is the length."""
+        dynamic = f"dynamic mask of {self.keep} keys, " if self.keep else ""
+        workload = replace(self.workload, padded=self.padded, bias=None if self.keep else self.workload.bias)
+        return f"{dynamic}{workload.title}, {workload.heads} heads"
 
     def at(self, length: int) -> Workload:
         """The problem with so many queries and keys."""
@@ -107,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for; the exit code is 0 when ours ran on all of it and kept its promise on the workloads."""
     options = _options(arguments)
     if options.plot is not None:
-        return _show(options.json, options.plot)
+        result = harness.read_json(options.json)
+        show(result)
+        plots.memory(result, {growth.name: growth.title for growth in GROWTHS}, options.plot)
+        return 0
     start = time.perf_counter()
     device = harness.device_for(options.device, options.tiny)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -203,17 +210,6 @@ def failures(result: Record) -> list[str]:
     return found
 
 
-def slope(lengths: Sequence[int], sizes: Sequence[int | None]) -> float | None:
-    """The exponent b in the least-squares fit of size = a * length ** b through the last points that have a size; None for fewer than two.
-
-    A size of 0 fits no power, and gives None where it is among the last points.
-    """
-    last = [(length, size) for length, size in zip(lengths, sizes, strict=True) if size is not None][-FITTED:]
-    if len({length for length, _ in last}) < 2 or not all(size for _, size in last):
-        return None
-    return statistics.linear_regression(*([math.log(x) for x in column] for column in zip(*last, strict=True))).slope
-
-
 def show(result: Record) -> None:
     """Print what kept contenders from running, both tables, and what is wrong with ours."""
     workloads, growths = result["workloads"], result["growth"]
@@ -232,55 +228,12 @@ def show(result: Record) -> None:
         for name in _names(records):
             sizes = [_sizes(records, name, what) for what in SIZES]
             cells = [" / ".join(map(_mebibytes, at)) for at in zip(*sizes, strict=True)]
-            powers = [slope(lengths, column) for column in sizes]
+            powers = [plots.slope(lengths, column) for column in sizes]
             rows.append([name, *cells, *("-" if power is None else f"N^{power:.2f}" for power in powers)])
-        columns = (title, *map(harness.short_length, lengths), "peak as", "extra as")
+        columns = (title, *map(plots.short_length, lengths), "peak as", "extra as")
         show_table(columns, rows, f"Peak / extra MiB of a training step: {records[-1]['shape']}")
     for sentence in failures(result):
         print(sentence)
-
-
-def plot(result: Record, target: Path) -> None:
-    """Draw peak and extra memory of a training step against the length, a line for each contender, a column of panels for each growth."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    growths = _by_growth(result["growth"])
-    if not growths:
-        raise SystemExit("--plot draws memory against the length, and the result file has none")
-    names = _names(result["growth"])
-    figure, panels = pyplot.subplots(2, len(growths), figsize=(1 + 4.5 * len(growths), 9), squeeze=False, layout="constrained")
-    for column, (title, records) in enumerate(growths.items()):
-        lengths = [record["length"] for record in records]
-        for axes, (what, label) in zip(panels[:, column], SIZES.items(), strict=True):
-            for i, name in enumerate(names):
-                sizes = _sizes(records, name, what)
-                found = [(length, size / 2**20) for length, size in zip(lengths, sizes, strict=True) if size]  # a logarithmic axis has no 0
-                if found:
-                    power = slope(lengths, sizes)
-                    ours = dict(linewidth=2.5, zorder=3) if name == OURS else dict(linewidth=1.2, zorder=2)
-                    entry = name if power is None else f"{name}, N^{power:.2f}"
-                    axes.plot(*zip(*found, strict=True), marker="o", color=f"C{i}", label=entry, **ours)
-            axes.set(xscale="log", yscale="log", title=f"{title}: {label}", xlabel="length", ylabel="MiB")
-            axes.set_xticks(lengths, [harness.short_length(length) for length in lengths])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-            if axes.lines:
-                axes.legend(fontsize=9)
-    where = result["environment"]
-    device = f"{where['device']}, {where['dtype']}, torch {where['versions']['torch']}, commit {where['commit']}"
-    figure.suptitle(f"Memory of a training step; N^b is the fit through the last {FITTED} lengths. {device}")
-    harness.save_figure(figure, target)
-
-
-def _show(source: Path | None, target: Path) -> int:
-    """Tables and plot of a result file."""
-    result = harness.read_json(source)
-    show(result)
-    plot(result, target)
-    return 0
 
 
 def _passes(function: Attention, tensors: dict[str, Any]) -> harness.Passes:

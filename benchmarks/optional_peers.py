@@ -6,43 +6,15 @@ They are imported when they are asked for. One that is not installed, or does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.workloads import Workload
 from dmattn import IntervalMask
-
-
-@dataclass(frozen=True)
-class OwnLayout:
-    """A function of (query, key, value, bias) whose tokens are in memory in its own way, which is not timed.
-
-    `enter` makes them of (B, H, S, D), `leave` undoes that. The function gets the query times `query_scale`.
-    """
-
-    function: Callable[..., Tensor]
-    enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor], Tensor]
-    query_scale: float = 1.0
-
-    def given(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The inputs as leaves in its layout; the bias as it is."""
-        *tokens, bias = inputs
-        own = [
-            self.enter(x.detach() * factor).requires_grad_(x.requires_grad) for x, factor in zip(tokens, (self.query_scale, 1, 1), strict=True)
-        ]
-        return [*own, bias]
-
-    def returned(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Out, or the gradients, as they are of (B, H, S, D)."""
-        tokens = [self.leave(x) for x in results[:3]]
-        if len(tokens) > 1:
-            tokens[0] = tokens[0] * self.query_scale
-        return [*tokens, *results[3:]]
+from dmattn.bench.contenders import OwnLayout
+from dmattn.bench.workload import Workload
 
 
 def attention_of(name: str, workload: Workload, tensors: dict[str, Any]) -> Callable[..., Tensor] | OwnLayout:

@@ -1,6 +1,6 @@
-"""Attention with a bias in O(Sq + Sk): tables of distances, ALiBi and factors. Ours takes it as it is, the others a dense one made in the call.
+"""Attention beside ALiBi and factors. Ours takes them as they are, the others a dense bias made in the call.
 
-FlexAttention computes tables and ALiBi in a score_mod, and takes factors as more columns of query and key.
+FlexAttention computes ALiBi in a score_mod, and takes factors as more columns of query and key.
 """
 
 from __future__ import annotations
@@ -11,34 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks import peers
-from dmattn import RelativeBias
+from dmattn.bench.peers import FlexProblem
 
 
-def dense(table: Tensor, len_q: int, len_k: int) -> Tensor:
-    """The bias of pairs, (1, H, Sq, Sk), of a table (H, R)."""
-    return RelativeBias(table).to_dense(len_q, len_k)[None]
-
-
-class FlexTable(peers.FlexProblem):
-    """FlexAttention that looks the distance up; its gradient of the table is made by atomics."""
-
-    def __init__(self, query: Tensor, key: Tensor, *, bias: Tensor, **options: Any) -> None:
-        super().__init__(query, key, bias=None, **options)
-        self.offset = (bias.shape[1] - 1) // 2 - (key.shape[2] - query.shape[2])
-        self.last = bias.shape[1] - 1
-
-    def _options(self, bias: Tensor | None) -> dict[str, Any]:
-        offset, last = self.offset, self.last
-        assert bias is not None
-
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + bias[h, (j - i + offset).clamp(0, last)]
-
-        return dict(score_mod=score_mod, block_mask=self.block_mask, scale=self.scale, enable_gqa=self.group != 1)
-
-
-class FlexAlibi(peers.FlexProblem):
+class FlexAlibi(FlexProblem):
     """FlexAttention that multiplies distances by the slopes, which it takes from a table of all distances."""
 
     def __init__(self, query: Tensor, key: Tensor, *, bias: Tensor, **options: Any) -> None:
@@ -67,7 +43,7 @@ def dense_factors(factors: Tensor) -> Tensor:
     return rows @ cols.transpose(-1, -2)
 
 
-class FlexFactors(peers.FlexProblem):
+class FlexFactors(FlexProblem):
     """FlexAttention of a larger head dim, query and key joined with their factors."""
 
     def __init__(self, query: Tensor, key: Tensor, *, bias: Tensor, **options: Any) -> None:

@@ -10,7 +10,6 @@ T5 runs once more with dmattn and its position bias as pairs, which its layers h
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from dmattn.integrations import doge
 from dmattn.integrations import transformers as integration
 from dmattn.integrations.transformers.bucket_tables import make_biases
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and record; the exit code is 0 when ours ran everywhere with a loss near eager's or, without it, any other's."""
     options = _options(arguments)
     if options.plot is not None:
-        plot(json.loads(options.json.read_text()), options.plot)
+        plots.models(harness.read_json(options.json), [harness.read_json(each, "--beside") for each in options.beside], options.plot)
         return 0
     device = harness.device_for(options.device, options.tiny)
     where = {**harness.environment(device), "transformers": transformers.__version__, "dtype": "bf16"}
@@ -226,30 +225,6 @@ def show(records: Sequence[Record]) -> None:
         show_table(("model", "attention", "prompt s", "ms a token"), generated, f"Generation, batch 1, {NEW_TOKENS} tokens")
 
 
-def plot(result: Record, target: Path) -> None:
-    """Draw speed and memory of training relative to ours."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    records = [record for record in result["models"] if "loss" in record["runs"].get(OURS, {}).get("training", {})]
-    names = list(dict.fromkeys(name for record in records for name in record["runs"]))
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    for axes, key, title in zip(panels, ("per_second", "peak_bytes"), ("training speed", "training memory"), strict=True):
-        for i, name in enumerate(names):
-            heights = [record["runs"].get(name, {}).get("training", {}).get(key) for record in records]
-            base = [record["runs"][OURS]["training"].get(key) for record in records]
-            places = [place + 0.8 * i / len(names) for place in range(len(records))]
-            axes.bar(places, [(h or 0) / b if b else 0 for h, b in zip(heights, base, strict=True)], width=0.8 / len(names), label=name)
-        axes.set_xticks([place + 0.3 for place in range(len(records))], [record["model"] for record in records], rotation=30, ha="right")
-        axes.set_ylabel(f"{title}, relative to {OURS}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
-    environment = result["environment"]
-    figure.suptitle(f"{environment['device']}, transformers {environment['transformers']}, bf16, commit {environment['commit']}", fontsize=9)
-    harness.save_figure(figure, target)
-
-
 def _set(network: nn.Module, implementation: str) -> None:
     """In every model inside, too: before Transformers 5.23 its own method leaves the encoder and the decoder of a T5 as they were."""
     if implementation in (OURS, PAIRS):
@@ -290,6 +265,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small models, for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there; with --plot, read it from there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot of the --json file instead of measuring")
+    beside = "with --plot: further result files, whose models are drawn instead of those of their names"
+    parser.add_argument("--beside", nargs="+", type=Path, default=(), metavar="FILE", help=beside)
     options = parser.parse_args(arguments)
     if options.plot is not None and (options.json is None or not options.json.exists()):
         parser.error("--plot draws what a result file holds: expected --json FILE of an earlier run")

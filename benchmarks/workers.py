@@ -164,12 +164,13 @@ class Row:
         import torch
 
         import dmattn
-        from benchmarks import contenders, harness, speed
+        from benchmarks import contenders, harness
         from benchmarks.matrix_rows import MATRIX
+        from dmattn.bench import compare
 
         if package is not None and not Path(dmattn.__file__).is_relative_to(package):
             raise ImportError(f"expected dmattn of {package}, found {dmattn.__file__}")
-        self.torch, self.harness, self.speed, self.attention_of, self.ours = torch, harness, speed, contenders.attention_of, contenders.OURS
+        self.torch, self.harness, self.compare, self.attention_of, self.ours = torch, harness, compare, contenders.attention_of, contenders.OURS
         (workload,) = (x for x in MATRIX if x.name == name)
         self.workload = workload.tiny() if tiny else workload
         self.device, self.peers = torch.device(device), peers
@@ -197,16 +198,16 @@ class Row:
         return {"seconds": time.perf_counter() - began, "contenders": took}
 
     def measure(self) -> Record:
-        """All contenders, as benchmarks/speed.py measures them."""
+        """All contenders, as ``dmattn.bench.compare`` measures them."""
         records: Record = {}
         timing = dict(budget_ms=BUDGET_MS, most_runs=MOST_RUNS, warm_ups=2)
-        self.speed.compete(records, self.workload, self.tensors, self.device, self.peers, self._function, **timing)
+        self.compare.compete(records, self.workload, self.tensors, self.device, self.peers, self._function, **timing)
         return {"contenders": records}
 
     def times(self, step: str) -> Record:
         """The median of a few runs of one of our passes: a turn of two processes that are measured alternately."""
         if not self.passes:
-            passes = self.speed.passes_of(self._function(self.ours), self.tensors)
+            passes = self.compare.passes_of(self._function(self.ours), self.tensors)
             (out,) = passes.forward()
             self.passes = {"forward": passes.forward, "backward": lambda: passes.backward(out)}
         measured = self.harness.measure(self.passes[step], self.device, PAIRED_BUDGET_MS, PAIRED_RUNS, warm_ups=1)
@@ -214,7 +215,7 @@ class Row:
 
     def _call(self, name: str) -> None:
         """Both passes of a contender once."""
-        passes = self.speed.passes_of(self._function(name), self.tensors)
+        passes = self.compare.passes_of(self._function(name), self.tensors)
         (out,) = passes.forward()
         if not self.workload.inference:
             passes.backward(out)

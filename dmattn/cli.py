@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 
-from . import __version__
-from .commands import compile, completion, explain, info, verify
+from . import __version__, progress
+from .commands import bench, compile, completion, explain, info, verify
 from .commands.parser import Parser, Result, json_of
 from .versions import tested_with
 
@@ -22,13 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, tested with {tested_with()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (info, verify, explain, compile):
+    for command in (info, verify, explain, compile, bench):
         command.add(commands)
     completion.add(commands, parser)
     options = parser.parse_args(arguments)
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+    with ExitStack() as told:
+        if options.json is True:  # and not the name of a file
+            told.enter_context(redirect_stdout(sys.stderr))
+            told.enter_context(progress.hidden())
         result: Result = options.run(options)
-    if options.json:
+    if options.json is True:
         print(json_of(result.fields))
     elif result.text is not None:
         print(result.text)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import progress
 from .execution import backend, passes
 from .problem import Problem
 
@@ -75,13 +76,19 @@ def compile_for(family: str, processors: int, calls: Iterable[Call], show: Calla
             with rehearsed_for(*target), mode.active():
                 _rehearse(call)
             waiting.append((call.name, mode.asked))
-        for name, asked in waiting:
-            with assembling_for(target[0]):  # what did not compile is tried again here
-                wrong = [str(error) for kernel in asked.values() if (error := _error_of(kernel)) is not None]
-            done.append(CompiledCall(name, len(asked), time.perf_counter() - start, wrong))
-            show(f"{name}: {len(asked)} new, after {done[-1].seconds:.1f} s")
-            for each in wrong:
-                show(f"  FAILED: {each}")
+        kernels = sum(len(asked) for _, asked in waiting)
+        with progress.bar(kernels, "kernels") as advance:
+            for name, asked in waiting:
+                wrong = []
+                for kernel in asked.values():
+                    with assembling_for(target[0]):  # what did not compile is tried again here
+                        error = _error_of(kernel)
+                    wrong += [] if error is None else [str(error)]
+                    advance(None)
+                done.append(CompiledCall(name, len(asked), time.perf_counter() - start, wrong))
+                show(f"{name}: {len(asked)} new, after {done[-1].seconds:.1f} s")
+                for each in wrong:
+                    show(f"  FAILED: {each}")
     count = sum(each.kernels - len(each.failures) for each in done)
     cache = str(triton.knobs.cache.dir)
     show(f"{count} kernels for {family} in {cache}")

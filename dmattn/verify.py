@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from . import progress
 from .equivalence import Case, check
 from .report import show_stage, show_table
 
@@ -119,7 +120,7 @@ def show_equivalence(device: torch.device) -> list[CaseFound]:
     """Print the largest error of each tensor of each case, and its share of the budget."""
     dtype = _dtype_on(device)
     rows, found = [], []
-    for case in CASES:
+    for case in progress.track(CASES, "cases"):
         verdicts = {verdict.name: verdict for verdict in check(case, dtype, device)}
         share = max(v.error / v.budget if v.budget else float(v.error > 0) for v in verdicts.values())
         errors = [
@@ -251,7 +252,7 @@ def train(model: PreTrainedModel, loss: Loss, batches: list[Tensor], device: tor
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for batch in batches:
+    for batch in progress.track(batches, "steps"):
         optimizer.zero_grad()
         step_loss = loss(model, batch)
         step_loss.backward()

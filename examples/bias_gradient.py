@@ -1,6 +1,6 @@
 """Learn an additive bias through attention: from outputs alone, recover the distance penalty that made them.
 
-Run ``python examples/bias_gradient.py``; takes seconds on a CPU.
+Run ``python examples/bias_gradient.py``; takes seconds on a CPU. ``--plot FILE`` draws the learned bias and its last gradient.
 """
 
 import argparse
@@ -10,8 +10,8 @@ import torch
 from dmattn import attention
 
 
-def recover(steps: int = 150) -> tuple[float, float]:
-    """Error of the learned bias before and after training, as the largest difference in attention weight."""
+def recover(steps: int = 150) -> tuple[float, float, torch.Tensor]:
+    """Error of the bias before and after training, as the largest difference in attention weight; and the bias, with its last gradient."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch, heads, kv_heads, length, head_dim = 16, 4, 2, 64, 32
@@ -31,7 +31,7 @@ def recover(steps: int = 150) -> tuple[float, float]:
         loss = (attention(query, key, value, bias=bias, causal=True) - target).square().mean()
         loss.backward()
         optimizer.step()
-    return before, weight_error(bias, true_bias)
+    return before, weight_error(bias, true_bias), bias
 
 
 def weight_error(bias: torch.Tensor, true_bias: torch.Tensor) -> float:
@@ -44,5 +44,11 @@ def weight_error(bias: torch.Tensor, true_bias: torch.Tensor) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Recover an additive bias from the outputs of attention alone, by its gradient.")
     parser.add_argument("--steps", type=int, default=150, help="of training (%(default)s)")
-    before, after = recover(parser.parse_args().steps)
+    parser.add_argument("--plot", metavar="FILE", help="draw the learned bias of the first head, and its last gradient (needs matplotlib)")
+    options = parser.parse_args()
+    before, after, learned = recover(options.steps)
     print(f"largest error in an attention weight: {before:.3f} with no bias, {after:.3f} with the learned one")
+    if options.plot:
+        from dmattn import plot
+
+        plot.bias_and_gradient(learned)[0].figure.savefig(options.plot)

@@ -33,6 +33,7 @@ def test_the_page_has_the_modules_that_are_public():
     assert set(ROWS) == {
         "dmattn",
         "dmattn.explain",
+        "dmattn.plot",
         "dmattn.compat",
         "dmattn.distributed",
         "dmattn.integrations.transformers",

@@ -270,7 +270,8 @@ def test_where_cudnn_cannot_run_its_reason_is_recorded(module, reason, monkeypat
     assert "cudnn" in speed.DEFAULT_PEERS
     workload = speed.WORKLOADS[0].tiny()
     for script in (speed, memory):
-        found = script.measure(workload, "fp32", torch.device("cpu"), ["cudnn"])["contenders"]
+        more = [speed.attention_of] if script is speed else []
+        found = script.measure(workload, "fp32", torch.device("cpu"), ["cudnn"], *more)["contenders"]
         assert reason in found["cudnn"]["forward"]["error"]
         assert "error" not in found["dmattn"]["forward"]
 
@@ -283,7 +284,7 @@ def test_cudnn_computes_the_same(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
     speed = importlib.import_module("benchmarks.speed")
     (workload,) = (workload.tiny() for workload in speed.WORKLOADS if workload.name == name)
-    found = speed.measure(workload, "bf16", torch.device("cuda"), ["cudnn"])["contenders"]["cudnn"]
+    found = speed.measure(workload, "bf16", torch.device("cuda"), ["cudnn"], speed.attention_of)["contenders"]["cudnn"]
     assert max(found["difference"]) < 0.02, found
 
 
@@ -333,19 +334,23 @@ def test_host_time_measures_every_step_of_both(tmp_path):
     assert any("the computation included" in line for line in printed)
 
 
-def test_speed_plots_a_result_file(tmp_path):
+def test_speed_plots_a_result_file(tmp_path, monkeypatch, capsys):
     """The one in the repository, without measuring anything."""
-    pytest.importorskip("matplotlib")
     source, target = BENCHMARKS / "results" / "speed_nvidia_h200.json", tmp_path / "plot.png"
-    command = [sys.executable, str(BENCHMARKS / "speed.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "bias1h_d64" in done.stdout
+    assert plotted("speed", target, monkeypatch, "--json", str(source)) == 0
+    assert "bias1h_d64" in capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
 
 
-def test_dynamic_mask_plots_a_result_file(tmp_path):
-    """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
+def plotted(script: str, target: Path, monkeypatch, *arguments: str) -> int:
+    """The exit code of a script that draws. In this process: another would import PyTorch for seconds."""
     pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    return importlib.import_module(f"benchmarks.{script}").main([*arguments, "--plot", str(target)])
+
+
+def test_dynamic_mask_plots_a_result_file(tmp_path, monkeypatch, capsys):
+    """From recorded numbers, as a GPU leaves them; a contender that failed at one length has a line through the others."""
     points = []
     for length in (1024, 2048, 4096):
         steps = {step: {"median_ms": length / 1e3, "extra_bytes": 8 * length, "repeatable": True} for step in ("forward", "backward")}
@@ -355,12 +360,11 @@ def test_dynamic_mask_plots_a_result_file(tmp_path):
     environment = {"dtype": "bf16", "device": "a GPU", "versions": {"torch": "2"}}
     source, target = tmp_path / "result.json", tmp_path / "scaling.png"
     source.write_text(json.dumps({"environment": environment, "points": points}))
-    command = [sys.executable, str(BENCHMARKS / "dynamic_mask.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("dynamic_mask", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in done.stdout
-    assert "flex forward: out of memory: length-4096" in done.stdout
+    assert "dmattn forward, 1024 to 4096 (x 4): time x 4.00 (N^1.00), extra memory x 4.00 (N^1.00)" in printed
+    assert "flex forward: out of memory: length-4096" in printed
 
 
 @pytest.fixture
@@ -485,16 +489,17 @@ def test_memory_grows_a_contender_until_it_runs_out_of_memory(memory, monkeypatc
 
 
 def test_the_slope_is_the_power_of_the_last_points(memory):
+    plots = memory.plots
     lengths = [1024 << i for i in range(6)]
-    assert memory.slope(lengths, [3 * n**2 for n in lengths]) == pytest.approx(2)
-    assert memory.slope(lengths, [7 * n for n in lengths]) == pytest.approx(1)
-    assert memory.slope(lengths, [10**9, 10**9, 5, *(n**2 for n in lengths[3:])]) == pytest.approx(2), "the first points are left out"
-    assert memory.slope(lengths, [*lengths[:3], None, None, None]) == pytest.approx(1), "points without a size are left out"
-    assert 1 < memory.slope(lengths, [10**8 + n**2 for n in lengths]) < 2
-    assert memory.slope(lengths, [0, 0, 0, *lengths[3:]]) == pytest.approx(1)
-    assert memory.slope(lengths, [*lengths[:5], 0]) is None
-    assert memory.slope(lengths, [1, *[None] * 5]) is None
-    assert memory.slope([8, 8], [1, 1]) is None
+    assert plots.slope(lengths, [3 * n**2 for n in lengths]) == pytest.approx(2)
+    assert plots.slope(lengths, [7 * n for n in lengths]) == pytest.approx(1)
+    assert plots.slope(lengths, [10**9, 10**9, 5, *(n**2 for n in lengths[3:])]) == pytest.approx(2), "the first points are left out"
+    assert plots.slope(lengths, [*lengths[:3], None, None, None]) == pytest.approx(1), "points without a size are left out"
+    assert 1 < plots.slope(lengths, [10**8 + n**2 for n in lengths]) < 2
+    assert plots.slope(lengths, [0, 0, 0, *lengths[3:]]) == pytest.approx(1)
+    assert plots.slope(lengths, [*lengths[:5], 0]) is None
+    assert plots.slope(lengths, [1, *[None] * 5]) is None
+    assert plots.slope([8, 8], [1, 1]) is None
 
 
 @pytest.mark.parametrize(("ours", "tiny", "code"), [(50, False, 0), (51, False, 1), (51, True, 0), (None, True, 0)])
@@ -525,18 +530,16 @@ def test_memory_fails_where_ours_did_not_run(memory):
     assert [sentence.split(": ")[0] for sentence in memory.failures(result)] == ["w backward", "w step", "dense_bias-4096"]
 
 
-def test_memory_plots_a_result_file(tmp_path):
+def test_memory_plots_a_result_file(tmp_path, monkeypatch, capsys):
     """From recorded numbers; a contender without extra memory, which a logarithmic axis cannot show, and that failed at one length."""
-    pytest.importorskip("matplotlib")
     source, target = tmp_path / "result.json", tmp_path / "memory.png"
     source.write_text(json.dumps(made_memory(51)))
-    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("memory", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "eager step: out of memory, in the call: dense_bias-8192" in done.stdout
-    assert "w step: dmattn takes 5.10% of what it is given, more than 5%" in done.stdout
-    rows = {name: line for line in done.stdout.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
+    assert "eager step: out of memory, in the call: dense_bias-8192" in printed
+    assert "w step: dmattn takes 5.10% of what it is given, more than 5%" in printed
+    rows = {name: line for line in printed.splitlines() for name in ("dmattn", "eager") if name in line and "N^" in line}
     assert "N^1.00" in rows["dmattn"]
     assert "N^2.00" in rows["eager"]
     assert "0.8 / 0.0" in rows["dmattn"]
@@ -578,7 +581,3 @@ def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_
         assert ours["per_second"] > 0
     assert result["models"][2]["runs"]["dmattn"]["generation"]["token_ms"] > 0
     assert any("Training step" in line for line in printed)
-    pytest.importorskip("matplotlib", reason="draws the plot")
-    command = [sys.executable, str(BENCHMARKS / "transformers_models.py"), "--json", "result.json", "--plot", "plot.png"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_benchmarks import BENCHMARKS, check_environment, run
+from test_benchmarks import BENCHMARKS, check_environment, plotted, run
 
 from dmattn.execution.backend import interpreting
 
@@ -80,7 +80,7 @@ def test_rows_are_many_and_of_every_kind(scripts):
     assert min(row.batch * row.heads for row in rows) == 4
     assert max(row.batch * row.heads for row in rows) > 49_000
     assert {row.bias for row in rows} >= {None, "1hqk", "bhqk", "b1qk", "11qk", "bgqk", "bh1k", "b11k", "bg1k", "bhq1"}
-    assert {row.distribution for row in rows} == {"normal", *scripts("distributions").DISTRIBUTIONS}
+    assert {row.distribution for row in rows} == {"normal", *scripts("matrix_rows").DISTRIBUTIONS}
     for particular in (
         "window",
         "documents",
@@ -106,7 +106,7 @@ def test_contenders_of_a_row_compute_the_same(name, scripts):
     (row,) = (row.tiny() for row in scripts("matrix_rows").MATRIX if row.name == name)
     tensors = row.tensors(torch.float32, torch.device("cpu"))
     assert tensors["query"].transpose(1, 2).is_contiguous()
-    found = speed.measure(row, "fp32", torch.device("cpu"), ["eager"])["contenders"]
+    found = speed.measure(row, "fp32", torch.device("cpu"), ["eager"], speed.attention_of)["contenders"]
     assert len(found["eager"]["difference"]) == (5 if row.factors else 4)
     assert max(found["eager"]["difference"]) < 1e-5
     assert row.flops(backward=True) > 0
@@ -154,7 +154,8 @@ def test_kernels_of_triangle_attention_get_their_layout(padded, scripts, monkeyp
     for name in ("protenix", "protenix.model", "protenix.model.tri_attention", "protenix.model.tri_attention.op"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["protenix.model.tri_attention.op"].TriAttentionFunction = type("Function", (), {"apply": staticmethod(protenix)})
-    found = scripts("speed").measure(workload, "fp32", torch.device("cpu"), ["trifast", "protenix", "openfold3"])["contenders"]
+    speed = scripts("speed")
+    found = speed.measure(workload, "fp32", torch.device("cpu"), ["trifast", "protenix", "openfold3"], speed.attention_of)["contenders"]
     for name in ("trifast", "protenix"):
         assert len(found[name]["difference"]) == 5, found[name]
         assert max(found[name]["difference"]) < 1e-5
@@ -209,19 +210,17 @@ def test_a_contender_that_computes_something_else_is_no_peer(scripts):
     assert not forward["repeatable"]
 
 
-def test_matrix_plots_a_result_file(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_matrix_plots_a_result_file(tmp_path, monkeypatch, capsys):
     rows = [made("a", 1.0, 2.0), made("b", 2.0, 1.0), made("a", 1.0, 1.5, step="backward"), made("d", 1.0, None)]
     environment = {"dtype": "bf16", "device": "a GPU", "commit": "0123456789", "versions": {"torch": "2"}}
     means = {"forward": {"mean": 1.0, "won": 1, "of": 2}}
     source, target = tmp_path / "result.json", tmp_path / "plot.png"
     source.write_text(json.dumps({"environment": environment, "rows": rows, "means": means}))
-    command = [sys.executable, str(BENCHMARKS / "matrix.py"), "--json", str(source), "--plot", str(target)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert plotted("matrix", target, monkeypatch, "--json", str(source)) == 0
+    printed = capsys.readouterr().out
     assert target.read_bytes().startswith(b"\x89PNG")
-    assert "flex: out of memory: d" in done.stdout
-    assert "refused" not in done.stdout
+    assert "flex: out of memory: d" in printed
+    assert "refused" not in printed
 
 
 def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, report, verify, versions
+from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, progress, report, verify, versions
+from dmattn.bench import problems
 from dmattn.commands import explain as command
 from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
@@ -23,7 +25,7 @@ from dmattn.execution.backend import interpreting
 ROOT = Path(__file__).resolve().parents[1]
 
 slow_in_the_interpreter = pytest.mark.skipif(
-    interpreting(), reason="verify at these sizes takes minutes in Triton's interpreter; the kernels have their own tests there"
+    interpreting(), reason="verify and bench at these sizes take minutes in Triton's interpreter; the kernels have their own tests there"
 )
 
 
@@ -275,7 +277,7 @@ def test_the_version_is_printed(capsys):
     ("arguments", "said"),
     [
         ("explan", "dmattn: error: unknown command 'explan': did you mean 'explain'?"),
-        ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, completion"),
+        ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, bench, completion"),
         ("--verison info", "dmattn: error: unknown option '--verison': did you mean '--version'?"),
         ("info --jsn", "dmattn info: error: unknown option '--jsn': did you mean '--json'?"),
         ("verify --skip_models", "dmattn verify: error: unknown option '--skip_models': did you mean '--skip-models'?"),
@@ -323,7 +325,7 @@ EXAMPLES = re.findall(
 
 @pytest.mark.parametrize(("name", "arguments", "documented"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
 def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, documented, monkeypatch, capsys, tmp_path):
-    assert [name for name, *_ in EXAMPLES] == ["info", "verify", "explain", "compile"]
+    assert [name for name, *_ in EXAMPLES] == ["info", "verify", "explain", "compile", "bench"]
     wanted = json.loads(documented)
     if name == "explain":
         pytest.importorskip("triton")
@@ -332,6 +334,13 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
         monkeypatch.setattr(compilation, "compile_for", lambda *given: compilation.Compiled(**wanted | dict(calls=calls)))
         monkeypatch.chdir(tmp_path)
         Path("calls.txt").write_text(wanted["calls"][0]["call"])
+    if name == "bench":
+        pytest.importorskip("matplotlib", reason="draws the picture")
+        if interpreting():
+            pytest.skip("the interpreter takes a minute for these sizes; its kernels have their own tests")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(problems, "PROBLEMS", problems.PROBLEMS[:1])
+        monkeypatch.setattr(problems, "on_a_cpu", lambda problem: problem.tiny())
     (model,) = wanted.get("models") or [None]
     monkeypatch.setattr(verify, "CASES", (equivalence.Case("plain", 17),))
     monkeypatch.setattr(verify, "_missing", lambda: None)
@@ -345,7 +354,19 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
         found["versions"], found["tested"] = ({name: found[each][name]} for each, name in (("versions", "dmattn"), ("tested", "torch")))
         assert printed.err.startswith("dmattn  ")
         assert "dmattn agrees on cpu" in printed.err
+    if name == "bench":
+        assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG")
+        assert "like T5" in printed.err
+        assert contains(found, wanted)
+        return
     assert shape_of(found) == shape_of(wanted)
+
+
+def contains(found: Any, wanted: Any) -> bool:
+    """Whether there is every key of `wanted`, and of the first entry of its lists."""
+    if isinstance(wanted, dict):
+        return all(name in found and contains(found[name], each) for name, each in wanted.items())
+    return contains(found[0], wanted[0]) if isinstance(wanted, list) else not isinstance(found, (dict, list))
 
 
 def test_json_of_a_failure_says_so_and_so_does_the_exit_code(monkeypatch, capsys):
@@ -358,12 +379,88 @@ def test_json_of_a_failure_says_so_and_so_does_the_exit_code(monkeypatch, capsys
     assert (found["models"], found["models_skipped"]) == ([], "--skip-models")
 
 
+@slow_in_the_interpreter
+def test_bench_writes_a_file_and_says_what_it_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(problems, "PROBLEMS", problems.PROBLEMS[1:2])
+    monkeypatch.setattr(problems, "on_a_cpu", lambda problem: problem.tiny())
+    target = tmp_path / "result.json"
+    assert cli.main(["bench", "--device", "cpu", "--peers", "sdpa", "sdpa_math", "--json", str(target), "--no-plot"]) == 0
+    printed = capsys.readouterr().out
+    assert "these times say nothing of a GPU" in printed
+    assert "like T5: table of 257 distances, head dim 16; batch 2, 4 heads, 64 x 64" in printed
+    (record,) = json.loads(target.read_text())["workloads"]
+    assert list(record["contenders"]) == ["dmattn", "sdpa", "sdpa_math"]
+    for contender in record["contenders"].values():
+        assert max(contender["difference"]) < 1e-4
+        assert min(contender[step]["median_ms"] for step in ("forward", "backward")) > 0
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_bench_problems_are_those_of_the_readme_and_have_small_ones_for_a_cpu():
+    """Small ones keep their kind: what tells them apart beside their sizes."""
+    for problem in problems.PROBLEMS:
+        small = problems.on_a_cpu(problem)
+        assert (small.title, small.particular) == (problem.title, problem.particular)
+        assert small.flops(backward=True) < 1e10 < problem.flops(backward=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--peers", "flax"], "--peers: expected names of flex, sdpa, sdpa_cudnn, sdpa_flash, sdpa_efficient, sdpa_math, received flax"),
+        (["--device", "nowhere"], "--device: expected cpu"),
+        (["--dtype", "fp8"], "expected one of bf16, fp16, fp32, received fp8"),
+    ],
+)
+def test_bench_names_a_bad_option(options, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bench_says_before_it_measures_that_matplotlib_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--device", "cpu", "--plot", "picture.png"])
+    assert stopped.value.code == 2
+    assert "--plot: expected matplotlib to be installed: pip install 'dmattn[plot]'" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe", "hidden"])
+def test_bars_are_drawn_on_a_terminal_alone(where, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", io.StringIO() if where == "pipe" else Terminal())
+    with progress.hidden() if where == "hidden" else contextlib.nullcontext():
+        assert list(progress.track(["a", "b"], "letters")) == ["a", "b"]
+        with progress.bar(1, "steps") as advance:
+            advance("last one")
+    printed = sys.stdout.getvalue()
+    assert ("letters" in printed) == ("steps: last one" in printed) == (where == "terminal")
+    assert where == "terminal" or not printed
+
+
+def test_verify_has_no_bar_with_json(monkeypatch, capsys):
+    """Its lines go to standard error, which may be a terminal."""
+    seen = []
+    monkeypatch.setattr(verify, "show_equivalence", lambda device: seen.append(progress._is_hidden.get()) or [])
+    for options in (["--json"], []):
+        assert cli.main(["verify", "--device", "cpu", "--skip-models", *options]) == 0
+    assert seen == [True, False]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_with_every_command_and_option(shell, capsys):
     pytest.importorskip("shtab")
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in ("info", "verify", "explain", "compile", "completion", "json", "bias-pitch", "bfloat16", "skip-models"):
+    for word in ("info", "verify", "explain", "compile", "bench", "completion", "json", "bias-pitch", "bfloat16", "skip-models"):
         assert word in script
     program = shutil.which(shell)
     if program is not None:

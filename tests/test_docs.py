@@ -152,17 +152,20 @@ PIECES = [
 
 
 @pytest.mark.parametrize(("page", "number"), [piece[:2] for piece in PIECES], ids=[f"{page.stem}-{heading}" for page, _, heading in PIECES])
-def test_code_of_a_page_runs_as_it_stands(page, number):
+def test_code_of_a_page_runs_as_it_stands(page, number, monkeypatch):
     torch.manual_seed(0)
     code = blocks("python", page)[number]
     assert "assert" in code
     if "from transformers" in code:
         pytest.importorskip("transformers", reason="the code uses it")
+    if re.search("import .*plot$", code, flags=re.M):
+        pytest.importorskip("matplotlib", reason="the code draws")
+        monkeypatch.setenv("MPLBACKEND", "Agg")
     exec(compile(code, page.name, "exec"), {})
 
 
 def test_pages_with_code_are_found():
-    assert {"biases.md", "doors.md", "start.md", "transformers.md", "migration.md", "t5.md"} <= {page.name for page, *_ in PIECES}
+    assert {"biases.md", "doors.md", "start.md", "transformers.md", "migration.md", "seeing.md", "t5.md"} <= {page.name for page, *_ in PIECES}
     assert set(SHARED) == {"context-parallel", "transformers"}
 
 

@@ -40,6 +40,14 @@ def test_a_bias_is_recovered_from_outputs():
     assert after < before / 2
 
 
+def test_the_learned_bias_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    target = tmp_path / "bias.png"
+    run = run_bias_gradient("--steps", "2", "--plot", str(target))
+    assert run.returncode == 0, run.stderr
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
 def test_processes_that_share_a_sequence_train_as_one():
     command = [sys.executable, str(EXAMPLES / "context_parallel.py"), "--processes", "2", "--length", "64", "--steps", "4"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
