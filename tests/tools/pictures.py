@@ -7,6 +7,7 @@ tests/test_pictures.py compares the files with what this draws.
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -178,9 +179,10 @@ def lifetimes() -> Picture:
         x, y = 50 + number * 410, 60
         sheet.text(x, 30, name)
         for row in range(length):
-            for col, key in enumerate(keys):
-                kept, seen = bool(mask[row, key]), key <= row
-                sheet.box(x + col * cell, y + row * cell, cell, cell, BLUE if kept else WHITE if seen else GREY, "#cccccc")
+            fills = [BLUE if mask[row, key] else WHITE if key <= row else GREY for key in keys]
+            for fill, run in groupby(range(length), key=fills.__getitem__):
+                cols = list(run)
+                sheet.box(x + cols[0] * cell, y + row * cell, len(cols) * cell, cell, fill, "#cccccc")
         for edge in range(0, length + 1, 8):
             sheet.shapes.append(f'<path d="M{x + edge * cell},{y} v{length * cell} M{x},{y + edge * cell} h{length * cell}" stroke="{INK}"/>')
         kept = mask[:, keys].reshape(6, 8, 6, 8).any(3).any(1).sum().item()
