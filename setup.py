@@ -10,6 +10,7 @@ COMPLETION = ["shtab>=1.13"]
 BENCH = ["matplotlib>=3.8", "rich>=13"]
 TEST = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26"]
 TRANSFORMERS = ["transformers>=5.17"]
+RECIPES = ["diffusers>=0.35", "sentence-transformers>=5", "timm>=1.0", "torchvision>=0.24", "x-transformers>=2.0"]
 TRAINING = ["accelerate>=1.10", "peft>=0.18"]  # which the tests train with
 
 setup(
@@ -27,6 +28,7 @@ setup(
         "transformers": TRANSFORMERS,
         "bench": BENCH,
         "completion": COMPLETION,
+        "recipes": RECIPES,
         "test": TEST + TRANSFORMERS + TRAINING + COMPLETION + ["rich>=13"],
         "dev": TEST + TRANSFORMERS + TRAINING + COMPLETION + BENCH + ["ruff>=0.15", "mypy>=1.18"],
     },
