@@ -97,7 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; the exit code is 0 where gradients and losses agree and the student learned."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = (("batch", 1, 2), ("rows", 128, 6), ("length", 384, 20), ("width", 256, 32), ("pair-width", 128, 16), ("heads", 8, 4), ("steps", 30, 30))
+    sizes = (
+        ("batch", 1, 2),
+        ("rows", 128, 6),
+        ("length", 384, 20),
+        ("width", 256, 32),
+        ("pair-width", 128, 16),
+        ("heads", 8, 4),
+        ("steps", 30, 30),
+    )
     for name, on_gpu, on_cpu in sizes:
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
     parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")

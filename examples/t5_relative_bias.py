@@ -1,7 +1,7 @@
 """Train T5's relative position bias: a causal layer without positions learns to repeat the token that came a few places before.
 
-Run ``python examples/t5_relative_bias.py``; takes seconds on a CPU. Nothing but the bias tells the layer how far away a token is. The same layer
-is trained three times from one seed: by plain PyTorch, by dmattn with the bias of all pairs, and by dmattn with a table of distances,
+Run ``python examples/t5_relative_bias.py``; takes seconds on a CPU. Nothing but the bias tells the layer how far away a token is. The same
+layer is trained three times from one seed: by plain PyTorch, by dmattn with the bias of all pairs, and by dmattn with a table of distances,
 ``RelativeBias.t5``, which takes O(length) memory.
 """
 

@@ -3,8 +3,8 @@
 Run ``python examples/timm_swin.py``; takes half a minute on a CPU. Needs timm. Random images of two classes, so nothing is downloaded.
 
 ``replace_sdpa`` reaches the layers where timm calls torch's function, which it does in Swin after ``set_fused_attn(True, experimental=True)``.
-timm then adds the mask of shifted windows to the bias, which makes a tensor (B * windows, H, N, N). The second way hands dmattn a query with the
-leading axes (B, windows), the bias (H, N, N) and the mask (windows, 1, N, N) as they are.
+timm then adds the mask of shifted windows to the bias, which makes a tensor (B * windows, H, N, N). The second way hands dmattn a query with
+the leading axes (B, windows), the bias (H, N, N) and the mask (windows, 1, N, N) as they are.
 """
 
 from __future__ import annotations
