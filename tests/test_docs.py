@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import library
 
 from dmattn import IntervalMask, attention, dynamic_mask_attention
 from dmattn.execution.backend import interpreting
@@ -25,6 +26,7 @@ TEXTS = [
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
+    *sorted(ROOT.glob("examples/*.md")),
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
@@ -155,6 +157,8 @@ def test_code_of_a_page_runs_as_it_stands(page, number):
     assert "assert" in code
     if "from transformers" in code:
         pytest.importorskip("transformers", reason="the code uses it")
+    for name in re.findall(r"^(?:import|from) (timm|x_transformers|diffusers|sentence_transformers)\b", code, flags=re.M):
+        library(name)
     exec(compile(code, page.name, "exec"), {})
 
 

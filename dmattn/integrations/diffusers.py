@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
 from ..functional import scaled_dot_product_attention
@@ -31,14 +30,15 @@ def register() -> None:
     The names of backends are the members of an enum, ``AttentionBackendName``, which this gives one more. Nothing else of Diffusers is
     changed. Calling it again is allowed.
     """
-    if MEMBER not in AttentionBackendName.__members__:
-        member = str.__new__(AttentionBackendName, NAME)
-        member._name_, member._value_, member.__objclass__ = MEMBER, NAME, AttentionBackendName
-        member._sort_order_ = len(AttentionBackendName._member_names_)
-        type.__setattr__(AttentionBackendName, MEMBER, member)
-        AttentionBackendName._member_names_.append(MEMBER)
-        AttentionBackendName._member_map_[MEMBER] = AttentionBackendName._value2member_map_[NAME] = member
-    _AttentionBackendRegistry.register(AttentionBackendName(NAME))(attend)
+    names, registry = _dispatch()
+    if MEMBER not in names.__members__:
+        member = str.__new__(names, NAME)
+        member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
+        member._sort_order_ = len(names._member_names_)
+        type.__setattr__(names, MEMBER, member)
+        names._member_names_.append(MEMBER)
+        names._member_map_[MEMBER] = names._value2member_map_[NAME] = member
+    registry.register(names(NAME))(attend)
 
 
 def unregister() -> None:
@@ -46,16 +46,17 @@ def unregister() -> None:
 
     A model that was set to "dmattn" cannot be called afterwards: call its ``reset_attention_backend()``, before or after.
     """
-    if MEMBER not in AttentionBackendName.__members__:
+    names, registry = _dispatch()
+    if MEMBER not in names.__members__:
         return
-    member = AttentionBackendName(NAME)
-    if _AttentionBackendRegistry.get_active_backend()[0] is member:
-        _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
-    for table in (_AttentionBackendRegistry._backends, _AttentionBackendRegistry._constraints, _AttentionBackendRegistry._supported_arg_names):
+    member = names(NAME)
+    if registry.get_active_backend()[0] is member:
+        registry.set_active_backend(names.NATIVE)
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
         table.pop(member, None)
-    type.__delattr__(AttentionBackendName, MEMBER)
-    AttentionBackendName._member_names_.remove(MEMBER)
-    del AttentionBackendName._member_map_[MEMBER], AttentionBackendName._value2member_map_[NAME]
+    type.__delattr__(names, MEMBER)
+    names._member_names_.remove(MEMBER)
+    del names._member_map_[MEMBER], names._value2member_map_[NAME]
 
 
 def attend(
@@ -97,3 +98,10 @@ def attend(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out.transpose(1, 2)
+
+
+def _dispatch() -> tuple[Any, Any]:
+    """The names of its backends, and their registry. Imported here, so that this module can be described without Diffusers."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    return AttentionBackendName, _AttentionBackendRegistry

@@ -24,6 +24,7 @@ MODULES = (
     "dmattn.compat",
     "dmattn.distributed",
     "dmattn.integrations.transformers",
+    "dmattn.integrations.diffusers",
     "dmattn.integrations.doge",
     "dmattn.reference",
 )
