@@ -9,9 +9,11 @@ THREADS ?= 1
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
 installed :=
+recipes :=
 else
 python := $(VENV)/bin/python
 installed := $(VENV)/installed
+recipes := $(VENV)/recipes
 
 # Bytecode is made as modules are imported: making all of it at installation takes longer than the demo.
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,6 +30,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	test -e $(VENV) || $(PYTHON) -m venv $(VENV); \
 	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"; \
 	touch $@
+
+# Other libraries that tests look at, in a folder of their own: tests/recipes.txt says why. Tests of one that is not there are skipped.
+$(VENV)/recipes: tests/recipes.txt $(VENV)/installed
+	@rm -rf $@ $@.new
+	@$(python) -m pip install --quiet --no-compile --no-deps --target $@.new --requirement tests/recipes.txt
+	@mv $@.new $@ && touch $@
 endif
 
 # One thread a worker: small operations on several threads wait for each other more than they compute. Plugins are used where they are installed.
@@ -96,7 +104,7 @@ test-replay: $(installed)
 	$(pytest) $(faked)
 	if $(python) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(pytest) -m gpu $(call files_of,$(repeating)); fi
 
-test-pytorch: $(installed)
+test-pytorch: $(installed) $(recipes)
 	TRITON_INTERPRET=0 $(pytest)
 
 test-kernels: $(installed)

@@ -49,7 +49,7 @@ def replace_sdpa() -> Replacement:
     **Reached**, in all threads of the process, autograd's included: every call of ``torch.nn.functional.scaled_dot_product_attention`` by
     that name, and by a name under which a module outside torch imported it before. So are ``torch.nn.MultiheadAttention`` with
     ``need_weights=False``, ``torch.nn.TransformerEncoderLayer`` and what is made of it, timm, torchvision's ViT, x-transformers with
-    ``attn_flash=True``, diffusers, and Transformers with "sdpa". The fused inference path of torch's modules
+    ``attn_flash=True``, UNets of Diffusers, and Transformers with "sdpa". The fused inference path of torch's modules
     (``torch.backends.mha.set_fastpath_enabled``) is off meanwhile, and afterwards as it was before. A ``CausalBias`` of
     ``torch.nn.attention.bias`` is served without its mask.
 

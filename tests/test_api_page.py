@@ -37,6 +37,7 @@ def test_the_page_has_the_modules_that_are_public():
         "dmattn.compat",
         "dmattn.distributed",
         "dmattn.integrations.transformers",
+        "dmattn.integrations.diffusers",
         "dmattn.integrations.doge",
         "dmattn.reference",
     }

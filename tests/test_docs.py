@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import library
 
 from dmattn import IntervalMask, attention, dynamic_mask_attention
 from dmattn.execution.backend import interpreting
@@ -28,6 +29,7 @@ TEXTS = [
     ROOT / "SECURITY.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
+    *sorted(ROOT.glob("examples/*.md")),
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
@@ -161,6 +163,8 @@ def test_code_of_a_page_runs_as_it_stands(page, number, monkeypatch):
     if re.search("import .*plot$", code, flags=re.M):
         pytest.importorskip("matplotlib", reason="the code draws")
         monkeypatch.setenv("MPLBACKEND", "Agg")
+    for name in re.findall(r"^(?:import|from) (timm|x_transformers|diffusers|sentence_transformers)\b", code, flags=re.M):
+        library(name)
     exec(compile(code, page.name, "exec"), {})
 
 

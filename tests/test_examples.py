@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from libraries import library
 
 from dmattn.execution.backend import interpreting
 
@@ -126,3 +127,102 @@ def test_topk_is_itself_again_after_the_example(train_doge):
     with train_doge.later_key_wins():
         assert torch.topk(scores, 3, dim=-1, largest=True, sorted=False).indices.tolist() == [2, 1, 4]
     assert torch.topk is topk
+
+
+TINY = {
+    "t5_relative_bias": "--length 24 --batch 4 --heads 2 --head-dim 8 --steps 60",
+    "pair_bias_block": "--rows 3 --length 9 --width 16 --pair-width 8 --heads 2 --steps 20",
+    "timm_swin": "--width 12 --heads 1 --batch 4 --steps 4 --depths 2 1",
+    "finetune_converted_llama": "--length 32 --keep 16 --batch 4 --width 32 --layers 1 --steps 20 --more 6",
+    "packed_training": "--longest 40 --documents 4 --width 16 --heads 2 --layers 1 --steps 15",
+    "long_context_decoding": "--lengths 48 96 --keep 16 --tokens 4 --heads 4 --head-dim 16",
+}
+WRONG = {  # a function of each that is replaced, by one which computes something else
+    "t5_relative_bias": ("of_distances", lambda module: lambda *x: module.of_pairs(*x) * 1.1),
+    "pair_bias_block": ("ours", lambda module: lambda q, k, v, bias, mask: module.plain(q, k, v, 0 * bias, mask)),
+    "timm_swin": ("forward", lambda module: wrong_swin(module.forward)),
+    "packed_training": ("packed_loss", lambda module: lambda model, texts, longest: module.padded_loss(model, texts[:-1], longest)),
+    "long_context_decoding": ("keeping", lambda module: lambda keep: module.dense if keep > 16 else few_newest(module.dense)),
+}
+
+
+def wrong_swin(forward):
+    """Without the mask of shifted windows."""
+    return lambda layer, x, mask=None: forward(layer, x)
+
+
+def few_newest(dense):
+    """Of a pass over all tokens something else than of a step."""
+    return lambda query, *x: dense(query if query.shape[2] == 1 else query.flip(2), *x)
+
+
+@pytest.fixture
+def example(request) -> ModuleType:
+    if request.param == "timm_swin":
+        library("torchvision")
+        library("timm")
+    if request.param == "finetune_converted_llama":
+        pytest.importorskip("transformers", reason="the example trains a model of Transformers")
+    return load(request.param)
+
+
+@pytest.mark.parametrize("example", TINY, indirect=True)
+def test_an_example_agrees(example, capsys):
+    assert example.main(TINY[example.__name__].split()) == 0
+    printed = capsys.readouterr().out
+    assert ": ok" in printed
+    assert "FAILED" not in printed
+
+
+@pytest.mark.parametrize("example", WRONG, indirect=True)
+def test_an_example_fails_where_something_else_is_computed(example, monkeypatch, capsys):
+    name, make = WRONG[example.__name__]
+    wrong = make(example)
+    monkeypatch.setattr(example, name, wrong)
+    if name == "of_distances":
+        monkeypatch.setitem(example.WAYS, "RelativeBias.t5", wrong)
+    assert example.main(TINY[example.__name__].split()) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_converted_llama_that_forgot_what_it_knew_fails(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="the example trains a model of Transformers")
+    example = load("finetune_converted_llama")
+    convert = example.integration.convert_to_dynamic_mask
+
+    def forgetting(model, **options):
+        convert(model, **options)
+        torch.nn.init.normal_(model.lm_head.weight)
+
+    monkeypatch.setattr(example.integration, "convert_to_dynamic_mask", forgetting)
+    assert example.main(TINY["finetune_converted_llama"].split()) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", TINY, indirect=True)
+def test_an_example_has_help(example, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        example.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(option in printed for option in re.findall(r"--[a-z-]+", TINY[example.__name__]))
+    assert f"python examples/{example.__name__}.py" in printed
+
+
+def test_the_notebook_runs_and_is_kept_without_results(capsys):
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None]
+    known: dict = {}
+    for cell in code:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), known)
+        assert capsys.readouterr().out
+
+
+def test_every_example_is_listed():
+    listed = (EXAMPLES / "README.md").read_text()
+    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
+    assert len(files) > 9
+    assert not [name for name in files if f"({name})" not in listed]

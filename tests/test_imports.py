@@ -92,7 +92,7 @@ LAYERS = (
     ("distributed.context_parallel",),
     ("distributed.dynamic",),
     ("distributed.__init__",),
-    ("equivalence", "integrations.__init__", "integrations.doge"),
+    ("equivalence", "integrations.__init__", "integrations.diffusers", "integrations.doge"),
     *(tuple(f"integrations.transformers.{name}" for name in names) for names in TRANSFORMERS),
     ("compilation", "report"),
     ("verify",),

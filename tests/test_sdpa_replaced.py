@@ -393,56 +393,15 @@ def test_a_symbolic_trace_keeps_torchs_function() -> None:
     torch.testing.assert_close(traced(*qkv()), KEPT[0](*qkv(), is_causal=True))
 
 
-def timm_vit() -> tuple[nn.Module, Tensor, int]:
-    timm = pytest.importorskip("timm")
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2), normal(1, 3, 32, 32), 2
-
-
-def timm_swin() -> tuple[nn.Module, Tensor, int]:
-    timm = pytest.importorskip("timm")
-    timm.layers.set_fused_attn(True, experimental=True)
-    try:
-        return timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=4, depths=(2, 2)), normal(1, 3, 64, 64), 4
-    finally:
-        timm.layers.set_fused_attn(True)
-
-
-def torchvision_vit() -> tuple[nn.Module, Tensor, int]:
-    torchvision = pytest.importorskip("torchvision")
-    return torchvision.models.VisionTransformer(32, 16, 2, 4, 64, 128), normal(1, 3, 32, 32), 2
-
-
-def x_transformers() -> tuple[nn.Module, Tensor, int]:
-    library = pytest.importorskip("x_transformers")
-    layers = library.Decoder(dim=32, depth=2, heads=4, attn_flash=True, alibi_pos_bias=True)
-    return library.TransformerWrapper(num_tokens=32, max_seq_len=16, attn_layers=layers), torch.arange(16)[None], 2
-
-
-def diffusers_attention() -> tuple[nn.Module, Tensor, int]:
-    attention = pytest.importorskip("diffusers.models.attention_processor")
-    return attention.Attention(32, heads=4, dim_head=8), normal(2, 9, 32), 1
-
-
-def transformers_llama() -> tuple[nn.Module, Tensor, int]:
+def test_a_llama_of_transformers() -> None:
+    """Other libraries are in test_libraries.py."""
     library = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
-    config = library.LlamaConfig(**sizes, attn_implementation="sdpa")
-    return library.LlamaForCausalLM(config), torch.arange(9)[None], 2
-
-
-@pytest.mark.parametrize("build", [timm_vit, timm_swin, torchvision_vit, x_transformers, diffusers_attention, transformers_llama])
-def test_other_libraries(build: Callable[[], tuple[nn.Module, Tensor, int]]) -> None:
     torch.manual_seed(0)
-    model, x, calls = build()
-    model.eval()
-
-    def out() -> Tensor:
-        found = model(x)
-        return found if isinstance(found, Tensor) else found.logits
-
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    model, tokens = library.LlamaForCausalLM(library.LlamaConfig(**sizes, attn_implementation="sdpa")).eval(), torch.arange(9)[None]
     with torch.no_grad():
-        want = out()
+        want = model(tokens).logits
         with replace_sdpa() as replaced:
-            got = out()
+            got = model(tokens).logits
     torch.testing.assert_close(got, want, **CLOSE)
-    assert (replaced.calls, replaced.left) == (calls, {})
+    assert (replaced.calls, replaced.left) == (2, {})
