@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class MergeProblem:
         def merged(query: Tensor, key: Tensor, value: Tensor, *, mask: Any, bias: Any, sinks: Tensor | None = None, **options: Any) -> Any:
             ends = (0, *self.cuts, key.shape[-2])
             shares = []
-            for number, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+            for number, (begin, end) in enumerate(pairwise(ends)):
                 keys = slice(begin, end)
                 of_pairs = dict(mask=_columns(mask, keys), bias=_columns(bias, keys), sinks=sinks if number == 0 else None)
                 shares.append(function(query, key[..., keys, :], value[..., keys, :], **of_pairs, **options))
@@ -202,8 +203,10 @@ def code(problem: Problem, dtype: torch.dtype, device: str, seed: int) -> str:
 
 def _constructor(x: Any) -> str:
     """A dataclass as code, without what is as by default."""
-    given = [f"{each.name}={_constructor(value)}" for each in fields(x) if (value := getattr(x, each.name)) != each.default] if is_dataclass(x) else []
-    return f"{type(x).__name__}({', '.join(given)})" if is_dataclass(x) else repr(x)
+    if not is_dataclass(x):
+        return repr(x)
+    given = {each.name: getattr(x, each.name) for each in fields(x) if getattr(x, each.name) != each.default}
+    return f"{type(x).__name__}({', '.join(f'{name}={_constructor(value)}' for name, value in given.items())})"
 
 
 def _without_lse_gradient(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,8 @@ def section(found: Record) -> list[str]:
     """As Markdown."""
     rows = [[row["check"], row["tensors"], row["times"], row["busy"]] for row in found["calls"]]
     return [
-        "Each call was repeated with both passes. All results and gradients had the bits of the first time, but where a failure is named. The last "
-        "column counts the repetitions after which the other stream was still at work.",
+        "Each call was repeated with both passes. All results and gradients had the bits of the first time, but where a failure is named. "
+        "The last column counts the repetitions after which the other stream was still at work.",
         "",
         *table(("call", "tensors", "repeated", "beside a busy stream"), rows),
     ]

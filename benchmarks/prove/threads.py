@@ -78,8 +78,8 @@ def summary(records: list[Record]) -> Record:
 def section(found: Record) -> list[str]:
     """As Markdown."""
     return [
-        f"{found['threads']} threads made these calls at once, each on a stream of its own and in another order, the first calls included. Afterwards "
-        "one thread made them alone. All results and gradients had the same bits, but where a failure is named.",
+        f"{found['threads']} threads made these calls at once, each on a stream of its own and in another order, the first calls included. "
+        "Afterwards one thread made them alone. All results and gradients had the same bits, but where a failure is named.",
         "",
         *table(("call", "times by threads"), [[row["check"], row["times"]] for row in found["calls"]]),
     ]
