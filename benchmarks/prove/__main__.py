@@ -1,7 +1,7 @@
 """``python -m benchmarks.prove``: all parts on this machine's GPU, into a result file and docs/proof.md.
 
-Parts run in groups, side by side in a group. Each has a share of `--seconds`, stops itself when that is spent, and says what it left. The result
-file is written anew after each group. With `--report` alone nothing is run: the page is written of the result file.
+Parts run in groups, side by side in a group. Each has a share of `--seconds`, stops itself when that is spent, and says what it left. The
+result file is written anew after each group. With `--only-report` nothing is run: the page is written of the result file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.prove.processes import side_by_side
 from benchmarks.prove.schedule import PARTS, Part, until
 
 COMMAND = "python -m benchmarks.prove"
-PROBLEMS, TINY_PROBLEMS = 3000, 40
+PROBLEMS, TINY_PROBLEMS = 3000, 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +67,8 @@ def _found(part: Part, records: list[Record], seconds: float) -> Record:
     """What the result file keeps of a part."""
     deaths = [f"{record['check']}: {record['problem']}" for record in records if record.get("died")]
     summary = part.module.summary([record for record in records if not is_left(record) and not record.get("died")])
-    return {"seconds": seconds, "summary": summary | {"failures": [*summary["failures"], *deaths]}, "not_run": [x["left"] for x in records if is_left(x)]}
+    summary["failures"] = [*summary["failures"], *deaths]
+    return {"seconds": seconds, "summary": summary, "not_run": [record["left"] for record in records if is_left(record)]}
 
 
 def _show(name: str, found: Record) -> None:
@@ -101,11 +102,13 @@ def _number_of_problems(options: argparse.Namespace) -> int:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     known = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog=COMMAND, description="Tests dmattn on a GPU in every way, and writes docs/proof.md.")
-    parser.add_argument("--parts", type=lambda text: harness.names(text, known), default=known, metavar="NAMES", help=f"of {','.join(known)}; by default all")
+    names = f"comma-separated, of {','.join(known)}; by default all"
+    parser.add_argument("--parts", type=lambda text: harness.names(text, known), default=known, metavar="NAMES", help=names)
     parser.add_argument("--seconds", type=float, default=480.0, help="for all of it, shared out to the parts; by default %(default)s")
     parser.add_argument("--problems", type=int, metavar="N", help=f"random ones; by default {PROBLEMS}, or {TINY_PROBLEMS} with --tiny")
     parser.add_argument("--seed", type=int, default=0, help="of the random problems; by default %(default)s")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes for the random problems, by default 12; 0 runs all in this one, as --tiny does")
+    jobs = "processes for the random problems, by default 12, to which others come; 0 runs all in this one, as --tiny does by default"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--tiny", action="store_true", help="small sizes for trying the code, on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/proof_<GPU>.json, and none on a CPU")

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.prove import hidden, huge
 from benchmarks.prove.hidden import Checks, judged, shrunk
-from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, left, table
+from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, left, raised, table
 from dmattn import attention
 from dmattn.equivalence import Case, Standard, judge, results
 
@@ -37,8 +37,10 @@ class Sort(NamedTuple):
 
 def work(run: Run) -> Iterator[Record]:
     """A record for each check."""
-    listed = [(sort.name, *each) for sort in SORTS for each in sort.checks(run.device, run.tiny)]
-    for item in run.in_time(run.mine(listed[::TINY_STEP] if run.tiny else listed), "checks"):
+    alone, *sorts = SORTS
+    largest = [(alone.name, *each) for each in alone.checks(run.device, run.tiny)] if run.share == 0 else []  # one at a time
+    others = [(sort.name, *each) for sort in sorts for each in sort.checks(run.device, run.tiny)][:: TINY_STEP if run.tiny else 1]
+    for item in run.in_time([*largest, *others[run.share :: run.of]][run.skip :], "checks"):
         if is_left(item):
             yield item
             continue
@@ -49,7 +51,8 @@ def work(run: Run) -> Iterator[Record]:
             yield left(f"{name}: {error}")
             continue
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"[:300]
+            yield raised(name, error, sort=sort)
+            continue
         yield check(name, problem, sort=sort)
 
 
@@ -68,8 +71,9 @@ def section(found: Record) -> list[str]:
 def huge_logits(device: str, tiny: bool) -> Checks:
     """Scores to 1000 and beyond."""
     for (name, case), factor, dtype in product(LOUD.items(), FACTORS, DTYPES):
-        yield f"queries times {factor:g}, {name}, {dtype}", lambda case=case, factor=factor, dtype=dtype: _loud(
-            shrunk(case, tiny), factor, DTYPES[dtype], device
+        yield (
+            f"queries times {factor:g}, {name}, {dtype}",
+            lambda case=case, factor=factor, dtype=dtype: _loud(shrunk(case, tiny), factor, DTYPES[dtype], device),
         )
 
 
@@ -123,11 +127,12 @@ def _denormal(mixed: bool, dtype: torch.dtype, device: str, tiny: bool) -> str |
 
 
 SORTS = (
+    Sort("more than 2^31 elements", "slices past the 2^31st element: the rule against float64 of that slice alone", huge.past_32_bits),
     Sort("huge logits", "finite, and the rule of equivalence.py", huge_logits),
     Sort("the lowest finite bias", "the rule: such a bias masks, and a row of nothing else sees nothing", lowest_bias),
     Sort(
         "denormals",
-        "the rule; where all inputs are denormal, an error up to the smallest normal number passes (a flush to 0), in fp16 four steps of denormals",
+        "the rule; of nothing but denormals an error up to the smallest normal number passes (a flush to 0), in fp16 four steps of denormals",
         denormals,
     ),
     Sort("all masked", "zeros and -inf, exactly", hidden.all_masked),
@@ -135,5 +140,4 @@ SORTS = (
     Sort("-inf in a bias", "the rule: it masks", hidden.minus_infinity_masks),
     Sort("zero sizes", "shapes as ever, zeros and -inf", hidden.zero_sizes),
     Sort("odd strides and addresses", "the rule", hidden.odd_strides),
-    Sort("more than 2^31 elements", "slices past the 2^31st element: the rule against float64 of that slice alone", huge.past_32_bits),
 )

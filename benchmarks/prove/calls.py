@@ -62,7 +62,7 @@ CALLS = (
     Call("decoding", AttentionProblem(Case("decoding", 1, 2100, heads=8, kv_heads=2, head_dim=128, bias="bg1k"))),
     Call("sinks and window", AttentionProblem(Case("sinks", 700, 700, **GROUPED, head_dim=64, causal=True, window=(127, 0), sinks="random"))),
     Call("softcap, fp32", AttentionProblem(Case("softcap", 200, 230, head_dim=40, softcap=20.0, bias="11qk")), torch.float32),
-    Call("packed", PackedProblem(Case("packed", 200, 260, batch=3, **GROUPED, head_dim=64, bias="1hqk", causal=True), (200, 3, 130), (206, 65, 130))),
+    Call("packed", PackedProblem(Case("packed", 200, 260, batch=3, **GROUPED, bias="1hqk", causal=True), (200, 3, 130), (206, 65, 130))),
     Call("dynamic mask", DynamicProblem(Case("dynamic", 300, 450, **GROUPED, head_dim=64, bias="bg1k"), 64, causal=True, has_padding=True)),
     Call("merged", MergeProblem(Case("merged", 130, 300, head_dim=64, mask="b11k", bias="1hqk"), (100,))),
 )

@@ -38,8 +38,9 @@ ZERO = ((0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (2, 2, 0, 0), (0
 def hidden_places(device: str, tiny: bool) -> Checks:
     """NaN, inf and -inf in a bias at hidden places: every result and gradient has the bits that it has without."""
     for (by, case), poison, dtype in product(HIDING.items(), POISONS, DTYPES):
-        yield f"{poison} in the bias hidden by {by}, {dtype}", lambda by=by, case=case, poison=poison, dtype=dtype: _poisoned(
-            shrunk(case, tiny), DTYPES[dtype], POISONS[poison], device
+        yield (
+            f"{poison} in the bias hidden by {by}, {dtype}",
+            lambda by=by, case=case, poison=poison, dtype=dtype: _poisoned(shrunk(case, tiny), DTYPES[dtype], POISONS[poison], device),
         )
 
 
@@ -52,8 +53,9 @@ def minus_infinity_masks(device: str, tiny: bool) -> Checks:
 def all_masked(device: str, tiny: bool) -> Checks:
     """No query sees a key: zeros, -inf in lse, and no gradient, exactly."""
     for (by, case), dtype in product(EMPTY.items(), DTYPES):
-        yield f"all masked by {by}, {dtype}", lambda case=case, dtype=dtype: _empty(
-            shrunk(case, tiny).inputs(DTYPES[dtype], device), case.options
+        yield (
+            f"all masked by {by}, {dtype}",
+            lambda case=case, dtype=dtype: _empty(shrunk(case, tiny).inputs(DTYPES[dtype], device), case.options),
         )
     for dtype in DTYPES:
         yield f"all masked by empty intervals, {dtype}", lambda dtype=dtype: _empty_intervals(DTYPES[dtype], device, tiny)

@@ -148,7 +148,7 @@ def _kind(number: int, decks: _Decks, tiny: bool) -> Kind:
     if rule is not None and "window" in rule:
         fixed["window"] = (45, 0) if fixed["causal"] else deal("window", ((45, 22), (None, 33), (70, None)))
     if op == "attention_varlen":
-        if fixed.get("factors") or fixed["bias"] is not None and fixed["bias"].endswith("r"):
+        if fixed.get("factors") or (fixed["bias"] or "").endswith("r"):
             fixed |= dict(mask=None, dropout_p=0.0)  # a mask by position in the sequence, and what is dropped: a padded batch has others
         return Kind(number, op, dtype, deal("packed", ("middle", "long")), 1, deal("lse", (True, False)), fixed)
     leading = deal("leading", LEADING)

@@ -54,7 +54,8 @@ def work(run: Run) -> Iterator[Record]:
         if before is None:
             continue
         grown = after - before
-        yield check(MEANING[name], f"grew by {grown} bytes" if grown > slack else None, grown=grown, shapes=len(prepared), warm=looks[0]["calls"])
+        problem = f"grew by {grown} bytes" if grown > slack else None
+        yield check(MEANING[name], problem, grown=grown, shapes=len(prepared), warm=looks[0]["calls"])
 
 
 def summary(records: list[Record]) -> Record:
@@ -79,8 +80,8 @@ def section(found: Record) -> list[str]:
     rows = [[look["calls"], *(_mebibytes(look[name]) for name in SLACK)] for look in found["looks"]]
     grown = [f"{name} by {_mebibytes(size)}" for name, size in found["grown"].items()]
     return [
-        f"{found['looks'][-1]['calls']} calls of {found['shapes']} shapes, each with its backward pass. The first {found['warm']} fill what dmattn and "
-        f"PyTorch remember; from then on memory grew: {'; '.join(grown)} (MiB). "
+        f"{found['looks'][-1]['calls']} calls of {found['shapes']} shapes, each with its backward pass. The first {found['warm']} fill what "
+        f"dmattn and PyTorch remember; from then on memory grew: {'; '.join(grown)} (MiB). "
         f"Allocated memory may not grow at all, the other two by {SLACK['resident'] >> 20} MiB.",
         "",
         *table(("calls", *(f"{MEANING[name]}, MiB" for name in SLACK)), rows),

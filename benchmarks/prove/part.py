@@ -1,7 +1,7 @@
 """What a part of the proof is given, and how it says what it found.
 
-A part is a module with three functions. ``work(run)`` yields records, each one check or one measurement. ``summary(records)`` makes of them what
-the result file keeps: "checks", a number, "failures", sentences, and figures of its own. ``section(summary)`` is that in Markdown.
+A part is a module with three functions. ``work(run)`` yields records, each one check or one measurement. ``summary(records)`` is what the
+result file keeps of them: "checks", a number, "failures", sentences, and figures of its own. ``section(summary)`` is that in Markdown.
 """
 
 from __future__ import annotations
@@ -72,6 +72,12 @@ def is_left(item: Any) -> bool:
 def check(name: str, problem: str | None, **details: Any) -> Record:
     """The record of a check: `problem` says how it failed, None that it did not."""
     return {"check": name, "problem": problem, **details}
+
+
+def raised(name: str, error: Exception, **details: Any) -> Record:
+    """The record of a check that ended with an exception. It is "fatal" where no later call of the process can work."""
+    fatal = dict(fatal=True) if isinstance(error, torch.AcceleratorError) else {}
+    return check(name, f"{type(error).__name__}: {error}"[:500], **fatal, **details)
 
 
 def failures(records: Iterable[Record]) -> list[str]:

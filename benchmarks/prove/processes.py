@@ -57,7 +57,7 @@ def _followed(part: Part, run: Run) -> tuple[list[Record], float]:
             break
         if not (found and found[-1].get("fatal")):
             records.append({"check": f"{part.name}, {name}", "problem": f"it died after {len(records)} records: {said}", "died": True})
-        if part.processes < 1.0 or attempt == RESTARTS or not run.seconds:
+        if not part.resumes or attempt == RESTARTS or not run.seconds:
             records.append(left(f"the rest of {name}, which died"))
             break
     return records, time.monotonic() - began

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-import torch
-
 from benchmarks.prove.kinds import drawn
-from benchmarks.prove.part import Record, Run, cell, failures, is_left, quantiles, table
+from benchmarks.prove.part import Record, Run, cell, failures, is_left, quantiles, raised, table
 from benchmarks.prove.problems import code
 from dmattn.equivalence import Verdict
 
-KINDS, TINY_KINDS = 120, 40  # 3000 problems have 25 of each
+KINDS, TINY_KINDS = 120, 24  # 3000 problems have 25 of each
 
 
 def work(run: Run) -> Iterator[Record]:
@@ -75,9 +73,8 @@ def _tried(number: int, count: int, run: Run) -> Record:
     try:
         verdicts = given.problem.verdicts(given.dtype, run.device, given.tensors)
     except Exception as error:
-        wrong = [f"{type(error).__name__}: {str(error)[:500]}"]
-        if run.on_gpu and isinstance(error, torch.AcceleratorError):
-            record["fatal"] = True  # no later call of this process can work
+        record |= raised(record["check"], error)
+        wrong = [record["problem"]]
     else:
         record["shares"] = {verdict.name: _share(verdict) for verdict in verdicts}
         wrong = [str(verdict) for verdict in verdicts if not verdict.passed]

@@ -41,7 +41,7 @@ def written(result: dict[str, Any], source: Path, page: Path = PAGE) -> str:
         *table(("part", "checks", "failed", "seconds", "not run"), [_row(part, parts[part.name]) for part in PARTS if part.name in parts]),
         "",
         "A result passes by the rule of [equivalence.py](../dmattn/equivalence.py): its largest error against float64 is at most twice that of "
-        "plain PyTorch in the same dtype, and a band of two roundings. This is meant by the rule below.",
+        "plain PyTorch in the same dtype, plus a band of two roundings. Below, this is the rule.",
     ]
     for part in PARTS:
         if part.name in parts:
@@ -73,7 +73,8 @@ def _section(part: Part, found: Record, source: Path, page: Path) -> list[str]:
             lines += ["", f"{len(wrong)} failed:", ""]
             for failure in wrong[:SHOWN_FAILURES]:
                 sentence, _, code = failure.partition("\n")
-                lines += [f"- {_escaped(sentence)}", *(["", "  ```python", *(f"  {line}" for line in code.splitlines()), "  ```", ""] if code else [])]
+                lines.append(f"- {_escaped(sentence)}")
+                lines += ["", "  ```", *(f"  {line}" for line in code.splitlines()), "  ```", ""] if code else []
             lines += [f"- {len(wrong) - SHOWN_FAILURES} more are in the result file."] if len(wrong) > SHOWN_FAILURES else []
         else:
             lines += ["", f"None of {summary['checks']} checks failed." if summary["checks"] else "Nothing was checked."]

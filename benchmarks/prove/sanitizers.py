@@ -1,7 +1,7 @@
-"""NVIDIA's compute-sanitizer over the cases of tests/memcheck.py: memcheck, racecheck and initcheck, several processes of each side by side.
+"""NVIDIA's compute-sanitizer over the cases of tests/memcheck.py: memcheck, racecheck and initcheck, a few processes of each side by side.
 
-racecheck and initcheck see the portable kernels alone. Racecheck knows nothing of the barriers by which Hopper's kernels wait. Whether initcheck
-counts memory as written that Hopper's copy engine wrote is not known.
+racecheck and initcheck see the portable kernels alone. Racecheck knows nothing of the barriers by which Hopper's kernels wait. Whether
+initcheck counts memory as written that Hopper's copy engine wrote is not known.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def reported(log: str) -> tuple[int, Counter[str], Counter[str]]:
 
 def _start(sanitizer: str, tool: Tool, part: int, folder: Path, run: Run) -> Process:
     log = folder / f"{tool.name}_{part}.log"
-    script = [sys.executable, "tests/memcheck.py", *tool.script, "--part", f"{part}/{PARTS}", "--seconds", f"{max(1.0, run.seconds - ENDING):.0f}"]
-    command = [sanitizer, "--tool", tool.name, *tool.options, "--print-limit", str(PRINTED), *script]
+    script = ["tests/memcheck.py", *tool.script, "--part", f"{part}/{PARTS}", "--until", f"{run.until - ENDING:.0f}"]
+    command = [sanitizer, "--tool", tool.name, *tool.options, "--print-limit", str(PRINTED), sys.executable, *script]
     with log.open("wb") as output:
         environment = os.environ | {"TRITON_INTERPRET": "0"}
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
@@ -150,7 +150,7 @@ def _ended(each: Process, run: Run) -> Record:
     """What a process said, which is ended where it takes too long."""
     killed = False
     try:
-        code: int | None = each.process.wait(max(1.0, run.until - time.time()))
+        code: int | None = each.process.wait(max(0.2, run.until - time.time()))
     except subprocess.TimeoutExpired:
         code, killed = None, True
         _kill(each.process)
