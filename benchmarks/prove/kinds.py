@@ -1,7 +1,8 @@
 """Kinds of random problems, and the problems of a kind.
 
 A kind fixes whatever a kernel is compiled for: dtype, head dims, which mask, bias and options there are, and what lengths are multiples of. Its
-problems draw the rest: lengths, batch, numbers and tensors. So many problems share a kernel, whose compilation takes a second or more.
+problems draw the rest: lengths, batch, numbers and tensors. So many problems share a kernel, whose compilation takes a second or more. Kinds
+with a mask draw lengths and batch from a few that are their own, for the same reason.
 
 Each property is dealt from a deck that has every value, shuffled: all values come up, as often as the deck has them.
 """
@@ -43,6 +44,7 @@ KEEPS = ("random", "random", "random-empty-rows", "topk", "blocks")
 RULES = (None, None, None, "causal", "causal", "window", "causal window")
 SCALES = (None, None, None, None, 1.0, 0.125, 0.3)
 LEADING = ("b",) * 7 + ("bn", "bnm", "")
+SHAPES = 2  # of a kind that has few
 EXTRAS = (*(None,) * 7, "softcap", "softcap", "dropout", "sinks", "sinks", "far sinks")
 BIAS_DTYPES = (None, None, None, None, torch.float32)
 
@@ -58,6 +60,11 @@ class Kind:
     step: int
     reads_lse: bool
     fixed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_few_shapes(self) -> bool:
+        """Whether kernels are compiled anew for most lengths: lists of blocks have strides that do, or do not, divide by 16."""
+        return self.lengths == "decoding" or any(self.fixed.get(name) for name in ("mask", "intervals"))
 
     @property
     def features(self) -> list[str]:
@@ -196,8 +203,9 @@ def _with_axes(fixed: dict[str, Any], leading: str, decks: _Decks) -> dict[str, 
 
 
 def _problem(kind: Kind, chance: random.Random, tiny: bool) -> Problem:
-    batch = chance.randint(2, 4)
-    len_q, len_k = _lengths(kind, chance, tiny)
+    shapes = random.Random(f"shapes {kind.number} {chance.randrange(SHAPES)}") if kind.has_few_shapes else chance
+    batch = shapes.randint(2, 4)
+    len_q, len_k = _lengths(kind, shapes, tiny)
     fixed = dict(kind.fixed)
     if fixed.get("dropout_p"):
         len_k = max(len_k, 2)

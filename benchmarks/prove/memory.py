@@ -17,21 +17,22 @@ from benchmarks.prove.calls import CALLS, Call
 from benchmarks.prove.part import Record, Run, check, failures, left, table
 
 TIMES, TINY_TIMES = 10_000, 60
-SHAPES, TINY_SHAPES = 144, 2  # of each call
+SHAPES, FEW_SHAPES, TINY_SHAPES = 180, 24, 2  # of each call
 EVERY, TINY_EVERY = 500, 10  # calls between two looks
 NAMES = (
     *("causal, grouped heads", "bias of every pair", "bias shared by the batch", "bias of keys", "documents"),
     *("table of distances", "short windows", "packed", "dynamic mask"),
 )
+WITH_LISTS = ("documents", "short windows", "dynamic mask")  # whose kernels are compiled anew for some lengths: they get few shapes
 SLACK = {"allocated": 0, "reserved": 64 << 20, "resident": 64 << 20}  # bytes: blocks of the allocator, and pages of the host's
 MEANING = {"allocated": "allocated on the device", "reserved": "reserved on the device", "resident": "resident on the host"}
 
 
 def work(run: Run) -> Iterator[Record]:
     """A record for each look, then one of each memory that may not have grown."""
-    times, every, shapes = (TINY_TIMES, TINY_EVERY, TINY_SHAPES) if run.tiny else (TIMES, EVERY, SHAPES)
+    times, every = (TINY_TIMES, TINY_EVERY) if run.tiny else (TIMES, EVERY)
     chance = random.Random(f"memory {run.seed}")
-    prepared = [drawn.prepared(run.device, seed=number) for number, drawn in enumerate(_drawn(shapes, chance, run.tiny))]
+    prepared = [drawn.prepared(run.device, seed=number) for number, drawn in enumerate(_drawn(chance, run.tiny))]
     chance.shuffle(prepared)
     warm = -(-2 * len(prepared) // every) * every  # each shape once, and as many again at random
     looks: list[Record] = []
@@ -88,13 +89,13 @@ def section(found: Record) -> list[str]:
     ]
 
 
-def _drawn(shapes: int, chance: random.Random, tiny: bool) -> list[Call]:
-    """So many shapes of each call. Lengths are odd, so that kernels are shared."""
+def _drawn(chance: random.Random, tiny: bool) -> list[Call]:
+    """Shapes of each call. Lengths are odd, so that kernels are shared."""
     found = []
     for call in CALLS:
         if call.name not in NAMES:
             continue
-        for _ in range(shapes):
+        for _ in range(TINY_SHAPES if tiny else FEW_SHAPES if call.name in WITH_LISTS else SHAPES):
             most = 40 if tiny or call.name == "short windows" else 200
             len_q, len_k = (chance.randrange(most // 3, most) | 1 for _ in range(2))
             if call.name == "documents":

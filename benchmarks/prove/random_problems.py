@@ -10,7 +10,7 @@ from benchmarks.prove.part import Record, Run, cell, failures, is_left, quantile
 from benchmarks.prove.problems import code
 from dmattn.equivalence import Verdict
 
-KINDS, TINY_KINDS = 120, 24  # 3000 problems have 25 of each
+KINDS, TINY_KINDS = 96, 24  # 3000 problems have 31 of each
 
 
 def work(run: Run) -> Iterator[Record]:
