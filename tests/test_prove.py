@@ -20,6 +20,7 @@ from benchmarks.prove import (
     huge,
     kinds,
     memory,
+    oom,
     part,
     problems,
     processes,
@@ -282,6 +283,90 @@ def test_memory_that_grows_is_found(monkeypatch):
     monkeypatch.setattr(memory, "_memory", lambda given: dict(allocated=next(sizes), reserved=0, resident=0))
     (failure,) = memory.summary(list(memory.work(run())))["failures"]
     assert failure == f"allocated on the device: grew by {2 << 26} bytes"
+
+
+class FakeGPU:
+    """Stands for the torch of the part that runs out of memory: a device of so many bytes."""
+
+    OutOfMemoryError, uint8, equal, bfloat16 = torch.OutOfMemoryError, torch.uint8, torch.equal, torch.bfloat16
+    device = staticmethod(torch.device)
+
+    def __init__(self, size: int) -> None:
+        self.size, self.cuda = size, self
+
+    def empty(self, size, **given):
+        if size > self.size:
+            raise torch.OutOfMemoryError("full")
+        self.size -= size
+        return size
+
+    def mem_get_info(self):
+        return self.size, None
+
+    def memory_allocated(self):
+        return 0
+
+    def max_memory_allocated(self):
+        return 100 << 20
+
+    def nothing(self):
+        return None
+
+    synchronize = empty_cache = reset_peak_memory_stats = nothing
+
+
+def test_memory_is_taken_but_for_what_is_spared(monkeypatch):
+    gpu = FakeGPU(90_000_000_000)
+    monkeypatch.setattr(oom, "torch", gpu)
+    oom._taken(123 << 20)
+    assert 0 <= gpu.size - (123 << 20) < oom.PIECE
+
+
+@pytest.mark.parametrize(
+    ("raised", "again", "verdict"),
+    [
+        (torch.OutOfMemoryError, 0.0, None),
+        (torch.OutOfMemoryError, 1.0, "other bits"),
+        (RuntimeError, 0.0, "raised RuntimeError"),
+        (None, 0.0, "memory never ran out"),
+    ],
+    ids=["as it should be", "other bits", "another error", "enough memory"],
+)
+def test_a_pass_without_memory(raised, again, verdict, monkeypatch):
+    """The passes of a small problem on a fake device, the first call of each pair of which fails."""
+    gpu = FakeGPU(1 << 33)
+    monkeypatch.setattr(oom, "torch", gpu)
+    passes = oom.speed.passes_of
+    starving = []
+    real = oom._taken
+    monkeypatch.setattr(oom, "_taken", lambda spare: (starving.append(spare), real(spare))[1])
+
+    def failing(function):
+        def call(*given):
+            if starving:
+                starving.clear()
+                if raised is not None:
+                    raise raised("no memory")
+                return function(*given)
+            return tuple(x + again * torch.rand(1).item() for x in function(*given))
+
+        return call
+
+    def of(*given):
+        made = passes(*given)
+        made.forward, made.backward = failing(made.forward), failing(made.backward)
+        return made
+
+    monkeypatch.setattr(oom.speed, "passes_of", of)
+    workload = next(each for each in oom.WORKLOADS if each.name == "biasbh_d128_causal").tiny()
+    monkeypatch.setattr(oom, "WORKLOADS", [workload])
+    found = oom.summary(list(oom.work(run())))
+    assert [row["name"] for row in found["calls"]] == [f"{workload.name}, forward", f"{workload.name}, backward"]
+    assert found["calls"][0]["need"] == 100 << 20
+    assert all(row["ran_out"] == (6 if raised is torch.OutOfMemoryError else 0) for row in found["calls"])
+    assert bool(found["failures"]) == (verdict is not None)
+    assert verdict is None or any(verdict in failure for failure in found["failures"])
+    assert oom.section(found)
 
 
 MEMCHECK, RACECHECK, INITCHECK = sanitizers.TOOLS

@@ -31,7 +31,7 @@ def work(run: Run) -> Iterator[Record]:
             yield workload
             continue
         try:
-            yield from _starved(workload)
+            yield from _starved(workload, run.device)
         except Exception as error:
             yield raised(workload.name, error)
 
@@ -60,8 +60,8 @@ def section(found: Record) -> list[str]:
     ]
 
 
-def _starved(workload: Workload) -> Iterator[Record]:
-    tensors = workload.tensors(torch.bfloat16, torch.device("cuda"))
+def _starved(workload: Workload, device: str) -> Iterator[Record]:
+    tensors = workload.tensors(torch.bfloat16, torch.device(device))
     passes = speed.passes_of(contenders.attention_of(contenders.OURS, workload, tensors), tensors)
     (out,) = passes.forward()
     for name, call in (("forward", passes.forward), ("backward", partial(passes.backward, out))):

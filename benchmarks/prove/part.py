@@ -76,7 +76,7 @@ def check(name: str, problem: str | None, **details: Any) -> Record:
 
 def raised(name: str, error: Exception, **details: Any) -> Record:
     """The record of a check that ended with an exception. It is "fatal" where no later call of the process can work."""
-    fatal = dict(fatal=True) if isinstance(error, torch.AcceleratorError) else {}
+    fatal = dict(fatal=True) if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error) else {}
     return check(name, f"{type(error).__name__}: {error}"[:500], **fatal, **details)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import torch
+
 from benchmarks.prove.kinds import drawn
-from benchmarks.prove.part import Record, Run, cell, failures, is_left, quantiles, raised, table
+from benchmarks.prove.part import Record, Run, cell, failures, is_left, left, quantiles, raised, table
 from benchmarks.prove.problems import code
 from dmattn.equivalence import Verdict
 
@@ -72,6 +74,9 @@ def _tried(number: int, count: int, run: Run) -> Record:
     }
     try:
         verdicts = given.problem.verdicts(given.dtype, run.device, given.tensors)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return left(f"{record['check']}: the GPU, which processes share, had no memory left")
     except Exception as error:
         record |= raised(record["check"], error)
         wrong = [record["problem"]]
