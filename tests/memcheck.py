@@ -269,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(*(name for name, _ in listed), sep="\n")
         return 0
+    print(f"cases: {len(listed)} in this part", flush=True)
     failed = done = 0
     for name, wrongs in listed:
         if options.until is not None and time.time() >= options.until:

@@ -89,6 +89,7 @@ def _tried(call: Call, expected: tuple[Tensor, ...], spare: int, repeats: bool) 
     except Exception as error:
         wrong = f"raised {type(error).__name__} in the place of torch.OutOfMemoryError: {error}"[:300]
     del taken
+    gc.collect()  # what an error's trace may hold
     _release()
     differing = [place for place, (x, y) in enumerate(zip(call(), expected, strict=True)) if not torch.equal(x, y)]
     if differing:
@@ -123,6 +124,6 @@ def _taken(spare: int) -> list[Tensor]:
 
 
 def _release() -> None:
-    gc.collect()
+    """Give back to the driver what PyTorch keeps."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

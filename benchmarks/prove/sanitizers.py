@@ -30,6 +30,7 @@ ENDING = 25.0  # seconds that a case may take beyond the time, and the tool to s
 PRINTED = 2000  # errors; the rest are counted alone
 NAMED = re.compile(r"(?:^=+\s+at |access at )(?:0x[0-9a-f]+ in )?(?:void )?([A-Za-z_][\w:]*)")
 SUMMED = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+LISTED = re.compile(r"cases: (\d+) in this part")
 CASES = re.compile(r"cases: (\d+) of (\d+) run, (\d+) failed")
 
 
@@ -162,7 +163,9 @@ def judged(tool: Tool, part: int, log: str, code: int | None, killed: bool) -> R
     errors, ours, others = reported(log)
     done = CASES.search(log)
     lines = [line for line in log.splitlines() if line.endswith(" ok") or " FAILED " in f"{line} "]
-    run, cases, failed = map(int, done.groups()) if done else (len(lines), 0, sum("FAILED" in line for line in lines))
+    listed = LISTED.search(log)
+    cases = int(listed[1]) if listed else 0
+    run, _, failed = map(int, done.groups()) if done else (len(lines), cases, sum("FAILED" in line for line in lines))
     wrong = []
     if ours:
         wrong.append("; ".join(f"{count} errors in {name}" for name, count in ours.most_common(5)))
