@@ -43,7 +43,7 @@ pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from im
 	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck lint docs test-wheel bench
+.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck prove lint docs test-wheel bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
@@ -57,6 +57,7 @@ help:
 	@echo "make test-kernels  the second half of make test"
 	@echo "make gpu           the tests that need a GPU"
 	@echo "make memcheck      every kernel under NVIDIA's compute-sanitizer: memory out of bounds, then races in shared memory (minutes, a GPU)"
+	@echo "make prove         everything that a GPU alone can show, in one report: docs/proof.md and benchmarks/results/proof_<GPU>.json (8 minutes)"
 	@echo "make lint          ruff and mypy"
 	@echo "make docs          the documentation site, into build/site; a warning is an error"
 	@echo "make test-wheel    sdist and wheel built, and tests run against the wheel in an environment of its own; FRESH=1 installs all that it needs,"
@@ -118,6 +119,12 @@ memcheck: $(installed)
 	@# It knows nothing of barriers in shared memory, by which Hopper's kernels wait, NVIDIA's own (nvjet) as well.
 	TRITON_INTERPRET=0 compute-sanitizer --tool racecheck --kernel-name-exclude kernel_substring=nvjet --error-exitcode 1 \
 		$(python) tests/memcheck.py --portable
+
+# LIMIT is in seconds: the parts have their shares of that time, and say what they left.
+LIMIT ?= 480
+
+prove: $(installed)
+	TRITON_INTERPRET=0 $(python) -m benchmarks.prove --seconds $(LIMIT)
 
 lint: $(installed)
 	$(python) -m ruff check .

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation each, or what lies past the end of a tensor is another's memory
+# An allocation each, or what lies past the end of a tensor is another's memory, and what nobody wrote was written for another.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
@@ -212,31 +218,67 @@ def _error(got: torch.Tensor, true: torch.Tensor) -> float:
     return (difference.max() / true.masked_fill(got == true, 0.0).abs().max().clamp(min=1)).item()
 
 
-def main() -> int:
-    """Run the cases, packed sequences, and dynamic masks, in every dtype; 0 when all are within their budgets.
+def tries(portable: bool) -> list[tuple[str, Callable[[], list[str]]]]:
+    """Every case in every dtype by name, as a function that says what is wrong; dtype after dtype."""
+    listed: list[tuple[str, Callable[[], list[str]]]] = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cases_ = [case for case in CASES if not (portable and case.name.startswith("hopper-"))]
+        listed += [(f"{case.name} {dtype}", partial(check_case, case, dtype)) for case in cases_]
+        listed += [(f"{packed.name} {dtype}", partial(check_packed, packed, dtype)) for packed in PACKED]
+        listed += [(f"dynamic-mask {sizes} {dtype}", partial(check_dynamic, *sizes, dtype)) for sizes in DYNAMIC]
+    return listed
 
-    With --portable, without the kernels for Hopper and the cases that are there for them.
-    """
-    portable = "--portable" in sys.argv
-    traits.GLUON = traits.GLUON and not portable
-    failed = 0
-    for case in CASES:
-        if portable and case.name.startswith("hopper-"):
-            continue
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
-            failed += bool(wrong)
-            print(case.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
-    for packed in PACKED:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            wrong = check_packed(packed, dtype)
-            failed += bool(wrong)
-            print(packed.name, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
-    for sizes in DYNAMIC:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            wrong = check_dynamic(*sizes, dtype)
-            failed += bool(wrong)
-            print("dynamic-mask", *sizes, dtype, "FAILED" if wrong else "ok", *wrong, flush=True)
+
+def check_case(case: Case, dtype: torch.dtype) -> list[str]:
+    """What is beyond its budget."""
+    return [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
+
+
+def part(text: str) -> tuple[int, int]:
+    """I/N, the I-th of N parts."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, received {text}")
+    return int(number), int(of)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--portable", action="store_true", help="without the kernels for Hopper, and the cases that are there for them")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="the I-th of N parts of the cases, of which each has as many")
+    parser.add_argument(
+        "--until",
+        type=float,
+        metavar="T",
+        help="begin no case after this, in seconds since 1970; cases are in a random order then, so that all kinds come up",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases, packed sequences, and dynamic masks, in every dtype; 0 when all are within their budgets."""
+    options = parsed(arguments)
+    traits.GLUON = traits.GLUON and not options.portable
+    listed = tries(options.portable)
+    if options.until is not None:
+        random.Random(0).shuffle(listed)
+    number, of = options.part
+    listed = listed[number - 1 :: of]
+    if options.list:
+        print(*(name for name, _ in listed), sep="\n")
+        return 0
+    print(f"cases: {len(listed)} in this part", flush=True)
+    failed = done = 0
+    for name, wrongs in listed:
+        if options.until is not None and time.time() >= options.until:
+            break
+        wrong = wrongs()
+        failed += bool(wrong)
+        done += 1
+        print(name, "FAILED" if wrong else "ok", *wrong, flush=True)
+    print(f"cases: {done} of {len(listed)} run, {failed} failed", flush=True)
     return int(failed > 0)
 
 

@@ -1,0 +1,73 @@
+"""Speed on inputs of several distributions: skipped maxima and the power of products depend on what tensors hold.
+
+Rows of benchmarks/speed.py with and without a bias, on each distribution of benchmarks/distributions.py, beside cuDNN's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from benchmarks import contenders, speed
+from benchmarks.distributions import DISTRIBUTIONS, NORMAL
+from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, table
+from benchmarks.workloads import PASSES, WORKLOADS
+
+ROWS = ("plain_d128", "biasbh_d128_causal")
+PEERS = ("sdpa_cudnn", "cudnn")  # SDPA's has no gradient of a bias, NVIDIA's frontend has
+TIMING = dict(budget_ms=120.0, most_runs=20)
+
+
+def work(run: Run) -> Iterator[Record]:
+    """A record for each row and distribution."""
+    rows = [row.tiny() if run.tiny else row for row in WORKLOADS if row.name in ROWS]
+    names = (NORMAL, *DISTRIBUTIONS)
+    listed = [replace(row, distribution=name) for name in (names[:1] + names[-1:] if run.tiny else names) for row in rows]
+    peers = PEERS if run.on_gpu else ("sdpa_math",)
+    for row in run.in_time(run.mine(listed), "rows"):
+        if is_left(row):
+            yield row
+            continue
+        device = torch.device(run.device)
+        tensors = row.tensors(DTYPES["bf16" if run.on_gpu else "fp32"], device)
+        times: Record = {}
+        speed.compete(times, row, tensors, device, peers, partial(contenders.attention_of, workload=row, tensors=tensors), **TIMING)
+        ours = times[contenders.OURS]
+        steps = {step: ours.get(step, {}) for step in PASSES}
+        wrong = [f"{step}: {one.get('error', 'repeats otherwise')}" for step, one in steps.items() if not one.get("repeatable")]
+        yield check(f"{row.name}, {row.distribution}", "; ".join(wrong) or None, row=row.name, distribution=row.distribution, times=times)
+
+
+def summary(records: list[Record]) -> Record:
+    """Milliseconds of all contenders, or why one has none."""
+    checks = [record for record in records if "check" in record]
+    rows = []
+    for record in checks:
+        times = {name: {step: found.get(step, {}).get("median_ms") for step in PASSES} for name, found in record["times"].items()}
+        errors = {name: found[step]["error"] for name, found in record["times"].items() for step in PASSES if "error" in found.get(step, {})}
+        rows.append({"row": record["row"], "distribution": record["distribution"], "times": times, "errors": errors})
+    return {"checks": len(checks), "failures": failures(records), "rows": rows}
+
+
+def section(found: Record) -> list[str]:
+    """As Markdown."""
+    rows, reasons = [], {}
+    for row in found["rows"]:
+        for step in PASSES:
+            ours = row["times"].get(contenders.OURS, {}).get(step)
+            others = {name: times[step] for name, times in row["times"].items() if name != contenders.OURS and times[step] is not None}
+            best = min(others, key=others.__getitem__, default=None)
+            ratio = None if best is None or ours is None else others[best] / ours
+            beside = None if best is None else f"{best} {cell(others[best], '.3f')}"
+            rows.append([row["row"], row["distribution"], step, cell(ours, ".3f"), beside, cell(ratio)])
+        reasons |= {f"{name} ({row['row']}): {reason}": None for name, reason in row["errors"].items()}
+    return [
+        "Median milliseconds, each run with a cold L2 cache. The ratio is the peer's time over dmattn's.",
+        "",
+        *table(("row", "inputs", "pass", "dmattn", "fastest of cuDNN's", "ratio"), rows),
+        "",
+        *(["Not measured:", "", *(f"- {reason}" for reason in reasons), ""] if reasons else []),
+    ][:-1]
