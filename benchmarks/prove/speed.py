@@ -1,6 +1,6 @@
 """Speed on inputs of several distributions: skipped maxima and the power of products depend on what tensors hold.
 
-Rows of benchmarks/speed.py with and without a bias, on each distribution of benchmarks/distributions.py, beside cuDNN's kernels.
+Rows of benchmarks/speed.py with and without a bias, on each distribution of dmattn/bench/distributions.py, beside cuDNN's kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from benchmarks import contenders, speed
-from benchmarks.distributions import DISTRIBUTIONS, NORMAL
 from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, table
 from benchmarks.workloads import PASSES, WORKLOADS
+from dmattn.bench.distributions import DISTRIBUTIONS, NORMAL
 
 ROWS = ("plain_d128", "biasbh_d128_causal")
 PEERS = ("sdpa_cudnn", "cudnn")  # SDPA's has no gradient of a bias, NVIDIA's frontend has
