@@ -337,7 +337,7 @@ def test_a_pass_without_memory(raised, again, verdict, monkeypatch):
     gpu = FakeGPU(1 << 33)
     monkeypatch.setattr(oom, "torch", gpu)
     monkeypatch.setattr(oom.gc, "collect", lambda: 0)  # it takes a second by now, and nothing is to be collected
-    passes = oom.speed.passes_of
+    passes = oom.compare.passes_of
     starving = []
     real = oom._taken
     monkeypatch.setattr(oom, "_taken", lambda spare: (starving.append(spare), real(spare))[1])
@@ -358,7 +358,7 @@ def test_a_pass_without_memory(raised, again, verdict, monkeypatch):
         made.forward, made.backward = failing(made.forward), failing(made.backward)
         return made
 
-    monkeypatch.setattr(oom.speed, "passes_of", of)
+    monkeypatch.setattr(oom.compare, "passes_of", of)
     workload = next(each for each in oom.WORKLOADS if each.name == "biasbh_d128_causal").tiny()
     monkeypatch.setattr(oom, "WORKLOADS", [workload])
     found = oom.summary(list(oom.work(run())))

@@ -17,10 +17,9 @@ from torch import Tensor
 from benchmarks import contenders, harness
 from benchmarks.prove.part import DTYPES, Record, Run, cell, is_left, table
 from benchmarks.workloads import Workload
-from dmattn import reference
+from dmattn import figures, reference
 
 PEERS = ("eager", "sdpa", "flex", "fa4")
-SHOWN = {"dmattn": "dmattn", "eager": "eager", "sdpa": "SDPA", "flex": "FlexAttention", "fa4": "FlashAttention-4"}
 TENSORS = ("out", "d_query", "d_key", "d_value", "d_bias")
 SEEDS, TINY_SEEDS = 4, 1
 SAMPLED = 1 << 20  # of the errors of a tensor, for median and 90 %; the largest is that of all
@@ -61,13 +60,13 @@ def summary(records: list[Record]) -> Record:
     refused: dict[str, list[str]] = defaultdict(list)
     for record in found:
         if "error" in record:
-            refused[f"{SHOWN[record['contender']]}: {record['error']}"].append(f"{record['workload']} {record['dtype']}")
+            refused[f"{figures.look_of(record['contender']).name}: {record['error']}"].append(f"{record['workload']} {record['dtype']}")
     return {"checks": len(ours), "failures": wrong, "errors": [record for record in found if "error" not in record], "refused": refused}
 
 
 def section(found: Record) -> list[str]:
     """As Markdown: for each problem and dtype the median, 90 % and largest error of out, and the largest of the gradients."""
-    rows, names = [], [name for name in SHOWN if any(record["contender"] == name for record in found["errors"])]
+    rows, names = [], [name for name in figures.LOOKS if any(record["contender"] == name for record in found["errors"])]
     for workload, dtype in dict.fromkeys((record["workload"], record["dtype"]) for record in found["errors"]):
         own = [record for record in found["errors"] if (record["workload"], record["dtype"]) == (workload, dtype)]
         of = {record["contender"]: record["tensors"] for record in own}
@@ -78,7 +77,7 @@ def section(found: Record) -> list[str]:
         "Median / 90 % / largest error, in units in the last place of the largest true value. `d_bias` is the gradient of whatever is learned "
         "beside query, key and value: a bias, a table or sinks.",
         "",
-        *table(("problem", "dtype", "tensor", *(SHOWN[name] for name in names)), rows),
+        *table(("problem", "dtype", "tensor", *(figures.look_of(name).name for name in names)), rows),
         "",
         *([] if not found["refused"] else ["Not compared:", ""]),
         *(f"- {reason}: {', '.join(places)}" for reason, places in found["refused"].items()),
@@ -86,20 +85,17 @@ def section(found: Record) -> list[str]:
     ][:-1]
 
 
+@figures.styled()
 def plot(found: Record, target: Path) -> bool:
     """Draw the largest errors of all problems, a panel for each tensor and dtype; False where there are none."""
     if not found["errors"]:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [name for name in SHOWN if any(record["contender"] == name for record in found["errors"])]
-    figure, panels = pyplot.subplots(len(DTYPES), len(TENSORS), figsize=(14, 8), layout="constrained", squeeze=False)
+    names = [name for name in figures.LOOKS if any(record["contender"] == name for record in found["errors"])]
+    figure, panels = figures.panels(len(DTYPES), len(TENSORS), (14, 8))
     for row, dtype in zip(panels, DTYPES, strict=True):
         for axes, tensor in zip(row, TENSORS, strict=True):
             for place, name in enumerate(names):
+                color = figures.look_of(name).color
                 errors = [
                     record["tensors"][tensor]
                     for record in found["errors"]
@@ -107,15 +103,14 @@ def plot(found: Record, target: Path) -> bool:
                 ]
                 for number, each in enumerate(errors):
                     across = place + 0.6 * (number + 0.5) / len(errors) - 0.3
-                    axes.plot([across, across], [max(each["median"], 1e-4), max(each["largest"], 1e-4)], color=f"C{place}", linewidth=1)
-                    axes.plot(across, max(each["most"], 1e-4), "o", color=f"C{place}", markersize=3)
+                    axes.plot([across, across], [max(each["median"], 1e-4), max(each["largest"], 1e-4)], color=color, linewidth=1)
+                    axes.plot(across, max(each["most"], 1e-4), "o", color=color, markersize=3)
             axes.set_yscale("log")
-            axes.set_xticks(range(len(names)), [SHOWN[name] for name in names], fontsize=7, rotation=30, ha="right")
+            axes.set_xticks(range(len(names)), [figures.look_of(name).name for name in names], fontsize=7, rotation=30, ha="right")
             axes.tick_params(axis="y", labelsize=7)
             axes.set_title(f"{tensor}, {dtype}", fontsize=9)
-            axes.spines[["top", "right"]].set_visible(False)
     figure.supylabel("error in ulp of the largest true value: median to largest, point at 90 %", fontsize=9)
-    harness.save_figure(figure, target)
+    figures.save(figure, target)
     return True
 
 

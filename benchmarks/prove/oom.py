@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks import contenders, speed
+from benchmarks import contenders
 from benchmarks.prove.part import Record, Run, check, failures, is_left, raised, table
 from benchmarks.workloads import WORKLOADS, Workload
+from dmattn.bench import compare
 from dmattn.execution.replay import forget
 
 NAMES = ("biasbh_d128_causal", "bias1h_d64", "blockmask_10pct", "t5_relative")  # of benchmarks/workloads.py
@@ -62,7 +63,7 @@ def section(found: Record) -> list[str]:
 
 def _starved(workload: Workload, device: str) -> Iterator[Record]:
     tensors = workload.tensors(torch.bfloat16, torch.device(device))
-    passes = speed.passes_of(contenders.attention_of(contenders.OURS, workload, tensors), tensors)
+    passes = compare.passes_of(contenders.attention_of(contenders.OURS, workload, tensors), tensors)
     (out,) = passes.forward()
     for name, call in (("forward", passes.forward), ("backward", partial(passes.backward, out))):
         expected = tuple(x.detach() for x in call())

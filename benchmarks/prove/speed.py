@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
-from benchmarks import contenders, speed
+from benchmarks import contenders
 from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, table
 from benchmarks.workloads import PASSES, WORKLOADS
+from dmattn.bench import compare
 from dmattn.bench.distributions import DISTRIBUTIONS, NORMAL
 
 ROWS = ("plain_d128", "biasbh_d128_causal")
@@ -34,7 +35,7 @@ def work(run: Run) -> Iterator[Record]:
         device = torch.device(run.device)
         tensors = row.tensors(DTYPES["bf16" if run.on_gpu else "fp32"], device)
         times: Record = {}
-        speed.compete(times, row, tensors, device, peers, partial(contenders.attention_of, workload=row, tensors=tensors), **TIMING)
+        compare.compete(times, row, tensors, device, peers, partial(contenders.attention_of, workload=row, tensors=tensors), **TIMING)
         ours = times[contenders.OURS]
         steps = {step: ours.get(step, {}) for step in PASSES}
         wrong = [f"{step}: {one.get('error', 'repeats otherwise')}" for step, one in steps.items() if not one.get("repeatable")]
