@@ -24,8 +24,19 @@ from dmattn.execution.replay import forget
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for a model, nor waits for one that cannot be reached
 
+
+def take_gpus_by_turns(worker: int) -> None:
+    """Where there are several GPUs, each process of xdist begins with another one, and sees all of them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(number) for number in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    turn = worker % max(1, len(gpus))
+    if turn:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[turn:] + gpus[:turn])
+
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    take_gpus_by_turns(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 
 
 def patch_the_language_once() -> None:
