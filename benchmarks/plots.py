@@ -297,10 +297,11 @@ def _efficiencies(axes: Any, records: Sequence[Record]) -> None:
 def _of_problem(record: Record) -> str:
     """A problem of context parallelism for readers, from its fields."""
     words = ["causal"] if record["causal"] and record["window"] is None else []
-    words += {"keys": ["bias per key"], "pairs": ["bias of pairs"]}.get(record["bias"], [])
+    words += {"keys": ["bias per key"], "pairs": ["bias of pairs"], "distances": ["table of distances"]}.get(record["bias"], [])
+    words += [] if record["keep"] is None else [f"dynamic mask of {record['keep']} keys"]
     words += [] if record["window"] is None else [f"causal window of {record['window'][0] + 1} keys"]
     words += [] if record["documents"] is None else [f"documents of {record['documents']}"]
-    words += [] if record["strategy"] == "ring" else [f"shared by {record['strategy']}"]
+    words += ["shared by heads"] if record["strategy"] == "heads" else []
     heads = f"{record['heads']} heads" + ("" if record["heads"] == record["kv_heads"] else f" on {record['kv_heads']}")
     return f"{', '.join(words)}\n{record['length']} tokens, {heads}, head dim {record['dim']}"
 

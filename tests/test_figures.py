@@ -197,20 +197,24 @@ def test_models_are_those_of_the_last_file_that_has_them(plots):
 
 
 def test_context_parallelism_draws_times_and_efficiency(plots):
-    fields = dict(length=32768, heads=32, kv_heads=8, dim=128, causal=True, bias="keys", window=None, documents=None, strategy="ring")
+    fields = dict(
+        length=32768, heads=32, kv_heads=8, dim=128, causal=True, bias="keys", window=None, documents=None, keep=None, strategy="ring"
+    )
     times = {
         "one": {"forward": 8.0, "backward": 20.0},
         "shared": {"forward": 2.5, "backward": 8.0},
         "torch": {"forward": 4.0, "backward": 10.0},
     }
     record = {"problem": "p", **fields, "times": times, "efficiency": {"forward": 0.8, "backward": 0.625}}
-    plots.context_parallel({"environment": WHERE, "problems": [record, {**record, "times": {}}]}, Path())
+    others = [{**record, "bias": "distances", "efficiency": {}}, {**record, "bias": None, "keep": 64, "strategy": "fetch", "efficiency": {}}]
+    plots.context_parallel({"environment": WHERE, "problems": [record, {**record, "times": {}}, *others]}, Path())
     forward, backward, efficiency = plots.drawn[0].axes
     one, torchs = figures.FAINT, figures.LOOKS["torch"].color
-    assert bars(forward) == [(1, one), (0.3125, figures.OURS), (0.5, torchs)]
-    assert bars(backward) == [(1, one), (0.4, figures.OURS), (0.5, torchs)]
-    assert texts(forward) == ["8.000 ms", "2.500 ms", "4.000 ms"]
-    assert labels(forward) == ["causal, bias per key\n32768 tokens, 32 heads on 8, head dim 128"]
+    assert bars(forward) == 3 * [(1, one), (0.3125, figures.OURS), (0.5, torchs)]
+    assert bars(backward) == 3 * [(1, one), (0.4, figures.OURS), (0.5, torchs)]
+    assert texts(forward) == 3 * ["8.000 ms", "2.500 ms", "4.000 ms"]
+    kinds = "causal, bias per key", "causal, table of distances", "causal, dynamic mask of 64 keys"
+    assert labels(forward) == [f"{kind}\n32768 tokens, 32 heads on 8, head dim 128" for kind in kinds]
     assert [line.get_xdata()[0] for line in efficiency.lines] == [80, 62.5, 100]
 
 
