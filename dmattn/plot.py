@@ -66,6 +66,10 @@ def kept_keys(
     scores = key_bias.detach()[batch : batch + 1, head : head + 1]
     len_k = scores.shape[-1]
     len_q = len_k if len_q is None else len_q
+    if not isinstance(len_q, int) or isinstance(len_q, bool) or min(len_q, len_k) < 1:
+        raise ValueError(f"dmattn: len_q: expected at least one query and one key, received {len_q} and {len_k}")
+    if key_padding_mask is not None:
+        _check_padding(key_padding_mask, (key_bias.shape[0], len_k))
     valid = None if key_padding_mask is None else key_padding_mask[batch : batch + 1, None].expand(scores.shape)
     if keep < len_k:
         mask = IntervalMask(*intervals_of(scores, valid, keep, len_q, causal)[1:])
@@ -189,7 +193,7 @@ def relative_bias(bias: RelativeBias, *, batch: int = 0, heads: list[int] | None
     _check_entry(tables.shape, batch, 0)
     table = tables[batch if len(tables) > 1 else 0]
     chosen = list(range(len(table))) if heads is None else heads
-    if not set(chosen) <= set(range(len(table))):
+    if not isinstance(chosen, (list, tuple)) or not chosen or not set(chosen) <= set(range(len(table))):
         raise ValueError(f"dmattn: heads: expected numbers from 0 to {len(table) - 1}, received {heads}")
     axes = _axes(axes)
     distance = torch.arange(table.shape[-1]) - bias.zero
@@ -248,6 +252,12 @@ def _entry(name: str, x: Tensor, batch: int, head: int) -> Tensor:
     x = x[(None,) * (4 - x.ndim)]
     _check_entry(x.shape, batch, head)
     return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+
+def _check_padding(mask: Any, shape: tuple[int, int]) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
+        received = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else kind(mask)
+        raise ValueError(f"dmattn: key_padding_mask: expected a bool tensor (B, Sk) = {shape}, received {received}")
 
 
 def _check_entry(shape: Any, batch: int, head: int) -> None:

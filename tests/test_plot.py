@@ -143,6 +143,13 @@ def test_pictures_are_drawn_on_given_axes():
         (lambda: plot.kept_keys(torch.zeros(4), 2), r"key_bias: expected a float tensor \(B, Hk, Sk\)"),
         (lambda: plot.kept_keys(scores(4), 0), "keep: expected at least 1, received 0"),
         (lambda: plot.kept_keys(scores(4), 2, head=2), "head: expected a number from 0 to 1, received 2"),
+        (lambda: plot.kept_keys(scores(4), 2, len_q=0), "len_q: expected at least one query and one key, received 0 and 4"),
+        (
+            lambda: plot.kept_keys(scores(4), 2, key_padding_mask=torch.ones(1, 4)),
+            "key_padding_mask: expected a bool tensor .*, received torch",
+        ),
+        (lambda: plot.kept_keys(scores(4), 2, key_padding_mask=3), "key_padding_mask: expected a bool tensor .*, received int"),
+        (lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=3), "heads: expected numbers from 0 to 1, received 3"),
         (lambda: plot.block_states(torch.zeros(4, 4)), "mask: expected a bool tensor, a BlockMask or an IntervalMask, received torch.float32"),
         (lambda: plot.block_states(block_mask(), block=0), "block: expected an integer from 1, received 0"),
         (lambda: plot.block_states(IntervalMask(*(torch.zeros(4, dtype=torch.int32),) * 2)), "len_q: expected a number of queries"),

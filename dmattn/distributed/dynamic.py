@@ -113,6 +113,8 @@ def context_parallel_dynamic_mask_attention(
 def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor, len_q: int) -> tuple[Wanted | None, IntervalMask | None]:
     """What ranks fetch, and the intervals of it in places of this rank's queries, in the order of `listed`; None if a rank needs all keys."""
     size, (batch, heads, len_k) = ranks.size, first.shape
+    if batch == 0:
+        return None, None
 
     def held(x: Tensor, rank: int) -> Tensor:
         """The columns of a rank's keys."""

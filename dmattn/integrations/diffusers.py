@@ -12,6 +12,7 @@ Models that call torch's function themselves, as UNets do, are reached by :func:
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = ["attend", "register", "unregister"]
 
 NAME = "dmattn"
 MEMBER = NAME.upper()
+_lock = Lock()  # of the enum and the registry, which threads share
 
 
 def register() -> None:
@@ -31,14 +33,15 @@ def register() -> None:
     changed. Calling it again is allowed.
     """
     names, registry = _dispatch()
-    if MEMBER not in names.__members__:
-        member = str.__new__(names, NAME)
-        member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
-        member._sort_order_ = len(names._member_names_)
-        type.__setattr__(names, MEMBER, member)
-        names._member_names_.append(MEMBER)
-        names._member_map_[MEMBER] = names._value2member_map_[NAME] = member
-    registry.register(names(NAME))(attend)
+    with _lock:
+        if MEMBER not in names.__members__:
+            member = str.__new__(names, NAME)
+            member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
+            member._sort_order_ = len(names._member_names_)
+            type.__setattr__(names, MEMBER, member)
+            names._member_names_.append(MEMBER)
+            names._member_map_[MEMBER] = names._value2member_map_[NAME] = member
+        registry.register(names(NAME))(attend)
 
 
 def unregister() -> None:
@@ -47,16 +50,17 @@ def unregister() -> None:
     A model that was set to "dmattn" cannot be called afterwards: call its ``reset_attention_backend()``, before or after.
     """
     names, registry = _dispatch()
-    if MEMBER not in names.__members__:
-        return
-    member = names(NAME)
-    if registry.get_active_backend()[0] is member:
-        registry.set_active_backend(names.NATIVE)
-    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
-        table.pop(member, None)
-    type.__delattr__(names, MEMBER)
-    names._member_names_.remove(MEMBER)
-    del names._member_map_[MEMBER], names._value2member_map_[NAME]
+    with _lock:
+        if MEMBER not in names.__members__:
+            return
+        member = names(NAME)
+        if registry.get_active_backend()[0] is member:
+            registry.set_active_backend(names.NATIVE)
+        for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+            table.pop(member, None)
+        type.__delattr__(names, MEMBER)
+        names._member_names_.remove(MEMBER)
+        del names._member_map_[MEMBER], names._value2member_map_[NAME]
 
 
 def attend(

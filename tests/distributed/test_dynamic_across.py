@@ -25,6 +25,7 @@ class Dynamic:
     """A problem with random scores; `tied` ones are all equal, `falling` ones keep the first keys to the end."""
 
     name: str
+    batch: int = 2
     len_q: int = 64
     len_k: int = 64
     keep: int = 4
@@ -41,21 +42,21 @@ class Dynamic:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
 
-        key_bias = normal(2, 2, self.len_k)
+        key_bias = normal(self.batch, 2, self.len_k)
         if self.scores == "tied":
             key_bias = torch.zeros_like(key_bias)
         elif self.scores == "falling":
-            key_bias = -torch.arange(self.len_k, dtype=dtype).expand(2, 2, -1).contiguous() / self.len_k
+            key_bias = -torch.arange(self.len_k, dtype=dtype).expand(self.batch, 2, -1).contiguous() / self.len_k
         padding = torch.arange(self.len_k) < torch.tensor([[self.len_k - 5], [self.len_k // 2]]) if self.padded else None
         return dict(
-            query=normal(2, 4, self.len_q, 8),
-            key=normal(2, 2, self.len_k, 8),
-            value=normal(2, 2, self.len_k, 16),
+            query=normal(self.batch, 4, self.len_q, 8),
+            key=normal(self.batch, 2, self.len_k, 8),
+            value=normal(self.batch, 2, self.len_k, 16),
             key_bias=key_bias,
             sinks=normal(4) if self.sinks else None,
             key_padding_mask=padding,
-            d_out=normal(2, 4, self.len_q, 16),
-            d_lse=normal(2, 4, self.len_q),
+            d_out=normal(self.batch, 4, self.len_q, 16),
+            d_lse=normal(self.batch, 4, self.len_q),
         )
 
 
@@ -103,6 +104,7 @@ PROBLEMS = [
     Dynamic("keep-all", keep=64, is_fetched=False),
     Dynamic("keep-more-than-all", keep=100, padded=True),
     Dynamic("no-key", len_k=0, is_fetched=False),
+    Dynamic("no-row", batch=0, is_fetched=False),
 ]
 
 
@@ -113,7 +115,7 @@ def test_like_one_process(processes: Groups, problem: Dynamic, size: int) -> Non
 
 
 @needs_cuda
-@pytest.mark.parametrize("problem", [each for each in PROBLEMS if each.len_k], ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", [each for each in PROBLEMS if each.len_k and each.batch], ids=lambda problem: problem.name)
 def test_like_one_process_on_two_gpus(processes: Groups, problem: Dynamic) -> None:
     """One process has a CPU."""
     assert_like_one_process(processes(2, "cuda"), problem, torch.float32, rtol=1e-4, atol=1e-5)
