@@ -1,4 +1,4 @@
-"""What ``DMATTN_CHECK=1`` finds in a bias: right results that cost more, or are less exact, than they need be.
+"""What ``DMATTN_CHECK=1`` finds: biases that cost more, or are less exact, than they need be, and queries whose heads look like tokens.
 
 Read from the environment when dmattn is imported. Each call of plain tensors then reads its bias, and waits for it on a GPU: to try a model
 with, not to train it. Each finding is logged once, at WARNING, to the logger "dmattn". Compiled code is not looked at.
@@ -27,6 +27,15 @@ def setting() -> bool:
 
 
 asked = setting()
+
+
+def look_at_layout(query: Tensor, key: Tensor) -> None:
+    """Log where there are more heads than queries and keys, as in (B, S, H, D), which computes attention of heads where lengths are equal."""
+    if min(query.ndim, key.ndim) < 3:
+        return  # which is refused
+    heads, len_q, len_k = query.shape[-3], query.shape[-2], key.shape[-2]
+    if len_q > 1 and heads > max(len_q, len_k):
+        once(logging.WARNING, f"query: has {heads} heads of {len_q} queries; (B, S, H, D) layout? transpose(1, 2)", "layout of query")
 
 
 @torch.no_grad()

@@ -191,7 +191,7 @@ class RelativeBias:
         2 * max_distance + 1 numbers a head. The gradient of `weight` is that of an embedding.
 
         Args:
-            weight: float, (buckets, H), ``relative_attention_bias.weight``. Differentiable.
+            weight: float, (buckets, H), ``relative_attention_bias.weight``, as an ``nn.Embedding(buckets, H)`` has it. Differentiable.
             bidirectional: True in encoders, False in decoders.
             max_distance: from here on distances share the last bucket of their direction.
 

@@ -185,7 +185,7 @@ def broadcastable(
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
-            hint = "; RelativeBias.t5 takes its weight as (buckets, H)"
+            hint = "; of RelativeBias.t5, the weight is (buckets, H)"
         else:
             for at in range(1, tensor.ndim if tensor.ndim < len(full) else 1):
                 if _fits(with_axes(tensor.unsqueeze(at), len(full)), full, kv_heads, head_axis):

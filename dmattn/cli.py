@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -34,5 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is True:
         print(json_of(result.fields))
     elif result.text is not None:
-        print(result.text)
+        try:
+            print(result.text, flush=True)
+        except BrokenPipeError:  # of a reader that has seen enough, such as head
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter to close
     return 0 if result.well else 1

@@ -208,7 +208,7 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
 def target_of(target: str, processors: int | None, argument: str = "target") -> tuple[str, int]:
     """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
     if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
-        raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)}, received {target}")
+        raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)} (sm_90: H100, H200), received {target}")
     if processors is None and target not in PEAKS:
         raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
     return target, PEAKS[target].processors if processors is None else processors

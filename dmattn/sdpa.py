@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.nn import Parameter, functional
 from .arguments import CAUSAL_BIAS, kind
 from .functional import as_torch
 from .graphs import asked_in_tracing
+from .notices import once
 
 __all__ = ["replace_sdpa"]
 
@@ -111,6 +113,8 @@ class Replacement:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.restore()
+        if kind is None and not self.calls and not self.left:
+            once(logging.WARNING, "replace_sdpa: torch's function was not called; does the model make its own weights? (timm: set_fused_attn)")
 
     def __repr__(self) -> str:
         left = "".join(f"; {count} left to torch: {reason}" for reason, count in list(self.left.items()))

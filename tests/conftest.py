@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import libraries
 import pytest
 import torch
 
@@ -167,6 +169,14 @@ def device(request: pytest.FixtureRequest) -> str:
 def half(device: str) -> torch.dtype:
     """The half precision to try: bfloat16, but in the interpreter float16."""
     return torch.float16 if device == "cpu" and interpreting() else torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def libraries_for_their_tests_alone() -> Iterator[None]:
+    """Processes that a later test starts do not find the folder of libraries.py, whose torchvision they could not import."""
+    yield
+    while str(libraries.FOLDER) in sys.path:
+        sys.path.remove(str(libraries.FOLDER))
 
 
 @pytest.fixture

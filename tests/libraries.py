@@ -16,7 +16,7 @@ _schemas: list[torch.library.Library] = []
 
 
 def library(name: str) -> ModuleType:
-    """A module of one of the libraries; the test is skipped where it is not installed."""
+    """A module of one of the libraries, for the length of a test (conftest.py); the test is skipped where it is not installed."""
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
         if find_spec("torchvision") is not None:  # others import it where it is there

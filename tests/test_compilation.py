@@ -123,7 +123,11 @@ def test_what_is_tried_again_has_the_assembler_of_the_first_try(calls: Path, mon
 @pytest.mark.parametrize(
     ("text", "options", "named"),
     [
-        (LINES, ["--arch", "sm_70"], "--arch: expected a family of GPUs such as sm_80, sm_90, sm_100, gfx942, received sm_70"),
+        (
+            LINES,
+            ["--arch", "sm_70"],
+            "--arch: expected a family of GPUs such as sm_80, sm_90, sm_100, gfx942 (sm_90: H100, H200), received sm_70",
+        ),
         (LINES, ["--arch", "h200"], "--arch: expected a family of GPUs"),
         (LINES, ["--arch", "sm_120"], "processors: expected the number of multiprocessors of sm_120"),
         (LINES, ["--arch", "sm_90", "--processors", "0"], "--processors: expected a positive integer"),

@@ -202,6 +202,15 @@ def test_what_the_check_finds(name: str, messages: Said, monkeypatch: pytest.Mon
     assert re.match(f"dmattn: {finding}", message)
 
 
+def test_the_check_finds_heads_that_look_like_tokens(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query = normal(2, 40, 8, D)
+    attention(query[:, :8], query[:, :8], query[:, :8])
+    assert messages() == []
+    attention(query, query, query)
+    assert messages() == ["dmattn: query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"]
+
+
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn import scaled_dot_product_attention
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import dmattn
-from dmattn import replace_sdpa, sdpa
+from dmattn import notices, replace_sdpa, sdpa
 from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about who calls the function, which is the same in both halves")
@@ -199,6 +199,20 @@ def test_a_process_that_forks_while_another_thread_counts() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         F.scaled_dot_product_attention(*qkv())
         assert replaced.calls == 1
+
+
+def test_a_function_that_nobody_called_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    notices.forget()
+    with replace_sdpa():
+        pass
+    assert "replace_sdpa: torch's function was not called" in caplog.text
+    caplog.clear()
+    notices.forget()
+    with replace_sdpa():
+        F.scaled_dot_product_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)))
+    with pytest.raises(KeyError), replace_sdpa():
+        raise KeyError
+    assert not caplog.text
 
 
 def test_an_error_inside_restores() -> None:

@@ -58,6 +58,7 @@ def attend(
         return operators.by_operator(Problem.canonical(query, key, value, *options))
     if advice.asked:
         advice.look_at(learned, _name_of(bias, *others))
+        advice.look_at_layout(query, key)
     query, key, value = autocast(query, key, value)
     fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
     return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
