@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from . import figures
-from .arguments import kind
+from .arguments import check_flag, kind
 from .biases import RelativeBias
 from .bits import BLOCK
 from .block_mask import BlockMask
+from .checks import check_tensor
 from .dynamic import check_keep, intervals_of
 from .masks import IntervalMask
 
@@ -57,19 +58,19 @@ def kept_keys(
         TypeError, ValueError: an argument of the wrong type, shape or value, named with what was expected and received.
         ImportError: matplotlib is missing.
     """
-    if not isinstance(key_bias, Tensor):
-        raise TypeError(f"dmattn: key_bias: expected a torch.Tensor, received {kind(key_bias)}")
+    _check_values("key_bias", key_bias)
     if key_bias.ndim != 3 or not key_bias.is_floating_point():
         raise ValueError(f"dmattn: key_bias: expected a float tensor (B, Hk, Sk), received {key_bias.dtype} of shape {tuple(key_bias.shape)}")
+    _check_size("key_bias", key_bias)
     check_keep(keep)
+    check_flag("causal", causal)
     _check_entry(key_bias.shape, batch, head)
     scores = key_bias.detach()[batch : batch + 1, head : head + 1]
     len_k = scores.shape[-1]
     len_q = len_k if len_q is None else len_q
-    if not isinstance(len_q, int) or isinstance(len_q, bool) or min(len_q, len_k) < 1:
-        raise ValueError(f"dmattn: len_q: expected at least one query and one key, received {len_q} and {len_k}")
+    _check_number("len_q", len_q, 1)
     if key_padding_mask is not None:
-        _check_padding(key_padding_mask, (key_bias.shape[0], len_k))
+        _check_padding(key_padding_mask, (key_bias.shape[0], len_k), key_bias.device)
     valid = None if key_padding_mask is None else key_padding_mask[batch : batch + 1, None].expand(scores.shape)
     if keep < len_k:
         mask = IntervalMask(*intervals_of(scores, valid, keep, len_q, causal)[1:])
@@ -106,7 +107,7 @@ def block_states(
 
     Args:
         mask: bool tensor (Sq, Sk) or (H, Sq, Sk) or (B, H, Sq, Sk), a :class:`dmattn.BlockMask`, or an :class:`dmattn.IntervalMask`.
-        len_q: Sq of an IntervalMask that does not know it.
+        len_q: Sq of an IntervalMask that does not know it; of any other mask, None or its own.
         batch: entry of B; head: entry of H, that are drawn; an axis of 1 serves all.
         block: pairs on a side of a block.
         axes: where to draw; by default a figure of its own.
@@ -115,10 +116,10 @@ def block_states(
         TypeError, ValueError: an argument of the wrong type, shape or value, named with what was expected and received.
         ImportError: matplotlib is missing.
     """
-    if not isinstance(block, int) or block < 1:
-        raise ValueError(f"dmattn: block: expected an integer from 1, received {block}")
+    _check_number("block", block, 1)
     pairs = _pairs(mask, len_q, batch, head).float()[None, None]
-    attended, hidden = (torch.nn.functional.max_pool2d(x, block, ceil_mode=True)[0, 0] > 0 for x in (pairs, 1 - pairs))
+    side = min(block, max(pairs.shape))  # one block has all pairs from there on
+    attended, hidden = (torch.nn.functional.max_pool2d(x, side, ceil_mode=True)[0, 0] > 0 for x in (pairs, 1 - pairs))
     states = attended.int() + (attended & ~hidden).int()
     axes = _axes(axes)
     from matplotlib.colors import ListedColormap
@@ -147,22 +148,27 @@ def bias_and_gradient(
         TypeError, ValueError: an argument of the wrong type, shape or value, or a bias without a gradient.
         ImportError: matplotlib is missing.
     """
-    for name, x in (("bias", bias), ("gradient", gradient)):
-        if not isinstance(x, Tensor) and not (name == "gradient" and x is None):
-            raise TypeError(f"dmattn: {name}: expected a torch.Tensor, received {kind(x)}")
+    _check_values("bias", bias)
     gradient = bias.grad if gradient is None else gradient
     if gradient is None:
         raise ValueError("dmattn: gradient: expected one, as the bias has none yet (bias.grad), received None")
+    _check_values("gradient", gradient)
+    for name, x in (("bias", bias), ("gradient", gradient)):
+        if not x.is_floating_point():
+            raise ValueError(f"dmattn: {name}: expected a float tensor, received {x.dtype}")
     if gradient.shape != bias.shape:
         raise ValueError(f"dmattn: gradient: expected the bias's shape {tuple(bias.shape)}, received {tuple(gradient.shape)}")
     both = [_entry(name, x, batch, head).detach().float().cpu() for name, x in (("bias", bias), ("gradient", gradient))]
-    places = axes
-    if places is None:
-        figures.needs_matplotlib("plot")
-        from matplotlib import pyplot
+    figures.needs_matplotlib("plot")
+    from matplotlib import pyplot
 
-        _, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-        places = left, right
+    if axes is None:
+        axes = tuple(pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")[1])
+    try:
+        left, right = axes
+    except (TypeError, ValueError):
+        raise TypeError(f"dmattn: axes: expected two matplotlib Axes, received {_what(axes)}") from None
+    places = _axes(left), _axes(right)
     for place, values, title in zip(places, both, ("bias", "its gradient"), strict=True):
         largest = values[values.isfinite()].abs().max().item() if values.isfinite().any() else 0.0
         place.set_facecolor(figures.FAINT)
@@ -188,13 +194,15 @@ def relative_bias(bias: RelativeBias, *, batch: int = 0, heads: list[int] | None
     """
     if not isinstance(bias, RelativeBias):
         raise TypeError(f"dmattn: bias: expected a RelativeBias, received {kind(bias)}")
+    _check_values("bias.table", bias.table)
+    _check_size("bias.table", bias.table)
     tables = bias.table.detach().float().cpu()
     tables = tables[(None,) * max(0, 3 - tables.ndim)].flatten(0, -3)  # (batch, H, R)
     _check_entry(tables.shape, batch, 0)
     table = tables[batch if len(tables) > 1 else 0]
     chosen = list(range(len(table))) if heads is None else heads
-    if not isinstance(chosen, (list, tuple)) or not chosen or not set(chosen) <= set(range(len(table))):
-        raise ValueError(f"dmattn: heads: expected numbers from 0 to {len(table) - 1}, received {heads}")
+    if not isinstance(chosen, (list, tuple, range)) or not chosen or not all(_is_integer(x) and 0 <= x < len(table) for x in chosen):
+        raise ValueError(f"dmattn: heads: expected a list of numbers from 0 to {len(table) - 1}, received {heads}")
     axes = _axes(axes)
     distance = torch.arange(table.shape[-1]) - bias.zero
     from matplotlib import colormaps
@@ -211,12 +219,15 @@ def relative_bias(bias: RelativeBias, *, batch: int = 0, heads: list[int] | None
 
 
 def _axes(axes: Axes | None) -> Axes:
-    if axes is not None:
-        return axes
+    """Where to draw."""
     figures.needs_matplotlib("plot")
     from matplotlib import pyplot
 
-    return pyplot.subplots(layout="constrained")[1]
+    if axes is None:
+        return pyplot.subplots(layout="constrained")[1]
+    if not isinstance(axes, pyplot.Axes):
+        raise TypeError(f"dmattn: axes: expected matplotlib Axes, received {_what(axes)}")
+    return axes
 
 
 def _kept_shares(first: Tensor, last: Tensor, len_q: int) -> Tensor:
@@ -232,38 +243,79 @@ def _kept_shares(first: Tensor, last: Tensor, len_q: int) -> Tensor:
 
 def _pairs(mask: Any, len_q: int | None, batch: int, head: int) -> Tensor:
     """bool, (Sq, Sk): one entry of a mask."""
+    if len_q is not None:
+        _check_number("len_q", len_q, 1)
     if isinstance(mask, IntervalMask):
-        len_q = mask.len_q if mask.len_q is not None else len_q
-        if len_q is None:
+        known = mask.len_q if mask.len_q is not None else len_q
+        if known is None:
             raise ValueError("dmattn: len_q: expected a number of queries, as this IntervalMask does not know its own, received None")
-        mask = mask.to_dense(len_q)
+        mask = mask.to_dense(known)
     elif isinstance(mask, BlockMask):
         mask = mask.to_dense()
+    hint = "; dmattn.BlockMask.from_mask_mod(mask, B, H, Sq, Sk) is the mask of a mask_mod" if callable(mask) else ""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         received = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else kind(mask)
-        raise TypeError(f"dmattn: mask: expected a bool tensor, a BlockMask or an IntervalMask, received {received}")
-    return _entry("mask", mask, batch, head)
+        raise TypeError(f"dmattn: mask: expected a bool tensor, a BlockMask or an IntervalMask, received {received}{hint}")
+    _check_values("mask", mask)
+    pairs = _entry("mask", mask, batch, head)
+    if len_q not in (None, pairs.shape[0]):
+        raise ValueError(f"dmattn: len_q: expected None or the mask's own {pairs.shape[0]}, received {len_q}")
+    return pairs
 
 
 def _entry(name: str, x: Tensor, batch: int, head: int) -> Tensor:
     """(Sq, Sk) of a tensor that has up to two axes before these."""
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"dmattn: {name}: expected 2 to 4 axes, (B, H, Sq, Sk), received shape {tuple(x.shape)}")
+    _check_size(name, x)
     x = x[(None,) * (4 - x.ndim)]
     _check_entry(x.shape, batch, head)
     return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
 
 
-def _check_padding(mask: Any, shape: tuple[int, int]) -> None:
+def _check_values(name: str, x: Any) -> None:
+    """Raise unless it is a dense tensor with values to draw."""
+    check_tensor(name, x)
+    if x.is_meta:
+        raise ValueError(f"dmattn: {name}: expected a device whose tensors hold values, received {x.device}")
+
+
+def _check_size(name: str, x: Tensor) -> None:
+    if not x.numel():
+        raise ValueError(f"dmattn: {name}: expected at least one element to draw, received shape {tuple(x.shape)}")
+
+
+def _check_padding(mask: Any, shape: tuple[int, int], device: torch.device) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
         received = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else kind(mask)
         raise ValueError(f"dmattn: key_padding_mask: expected a bool tensor (B, Sk) = {shape}, received {received}")
+    check_tensor("key_padding_mask", mask)
+    if mask.device != device:
+        raise ValueError(f"dmattn: key_padding_mask: expected key_bias's device {device}, received {mask.device}")
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"dmattn: {name}: expected an integer from {least}, received {kind(value)}")
+    if value < least:
+        raise ValueError(f"dmattn: {name}: expected an integer from {least}, received {value}")
 
 
 def _check_entry(shape: Any, batch: int, head: int) -> None:
+    """Raise unless both are entries of the first two axes; those of an axis of 1, which serves all, have no end."""
     for name, index, size in (("batch", batch, shape[0]), ("head", head, shape[1])):
-        if not isinstance(index, int) or not (0 <= index < size or (size == 1 and index >= 0)):
+        _check_number(name, index, 0)
+        if index >= size > 1:
             raise ValueError(f"dmattn: {name}: expected a number from 0 to {size - 1}, received {index}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _what(axes: Any) -> str:
+    """Axes in messages: subplots return arrays of them, of which one is meant."""
+    return f"{kind(axes)} of {len(axes)}" if hasattr(axes, "__len__") and not isinstance(axes, str) else kind(axes)
 
 
 def _shades() -> Any:

@@ -87,6 +87,11 @@ def test_states_of_blocks_and_the_share_that_is_skipped():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["skipped: 6", "partial: 1", "full: 2"]
 
 
+def test_a_block_larger_than_the_mask_is_one_block():
+    assert image(plot.block_states(block_mask(), block=2**40)).tolist() == [[0]]
+    assert image(plot.block_states(block_mask(), head=1, block=11)).tolist() == [[1, 1]]
+
+
 def test_states_of_blocks_are_those_of_each_kind_of_mask():
     dense = torch.ones(300, 300, dtype=torch.bool).tril() & ~torch.ones(300, 300, dtype=torch.bool).tril(-200)
     intervals = IntervalMask.window(300, 300, left=199, right=0)
@@ -143,20 +148,41 @@ def test_pictures_are_drawn_on_given_axes():
         (lambda: plot.kept_keys(torch.zeros(4), 2), r"key_bias: expected a float tensor \(B, Hk, Sk\)"),
         (lambda: plot.kept_keys(scores(4), 0), "keep: expected at least 1, received 0"),
         (lambda: plot.kept_keys(scores(4), 2, head=2), "head: expected a number from 0 to 1, received 2"),
-        (lambda: plot.kept_keys(scores(4), 2, len_q=0), "len_q: expected at least one query and one key, received 0 and 4"),
+        (lambda: plot.kept_keys(scores(4), 2, len_q=0), "len_q: expected an integer from 1, received 0"),
         (
             lambda: plot.kept_keys(scores(4), 2, key_padding_mask=torch.ones(1, 4)),
             "key_padding_mask: expected a bool tensor .*, received torch",
         ),
         (lambda: plot.kept_keys(scores(4), 2, key_padding_mask=3), "key_padding_mask: expected a bool tensor .*, received int"),
-        (lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=3), "heads: expected numbers from 0 to 1, received 3"),
+        (lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=3), "heads: expected a list of numbers from 0 to 1, received 3"),
         (lambda: plot.block_states(torch.zeros(4, 4)), "mask: expected a bool tensor, a BlockMask or an IntervalMask, received torch.float32"),
         (lambda: plot.block_states(block_mask(), block=0), "block: expected an integer from 1, received 0"),
+        (lambda: plot.block_states(block_mask(), block=True), "block: expected an integer from 1, received bool"),
+        (lambda: plot.block_states(block_mask(), batch=True), "batch: expected an integer from 0, received bool"),
+        (lambda: plot.block_states(block_mask(), len_q=7), "len_q: expected None or the mask's own 10, received 7"),
+        (lambda: plot.block_states(block_mask()[0, 0, :0, :0]), r"mask: expected at least one element to draw, received shape \(0, 0\)"),
+        (lambda: plot.block_states(block_mask().to("meta")), "mask: expected a device whose tensors hold values, received meta"),
+        (lambda: plot.block_states(block_mask().to_sparse()), "mask: expected a dense tensor, received layout torch.sparse_coo"),
+        (lambda: plot.block_states(lambda b, h, q, k: q >= k), "mask: expected a bool tensor, .*; dmattn.BlockMask.from_mask_mod"),
+        (lambda: plot.kept_keys(scores(4), 2, causal=1), "causal: expected True or False, received int"),
+        (lambda: plot.kept_keys(scores(4), 2, axes=pyplot.subplots(1, 2)[1]), "axes: expected matplotlib Axes, received numpy.ndarray of 2"),
+        (
+            lambda: plot.bias_and_gradient(*[torch.zeros(4, 4, dtype=torch.complex64)] * 2),
+            "bias: expected a float tensor, received torch.complex64",
+        ),
+        (
+            lambda: plot.bias_and_gradient(*[torch.zeros(4, 4)] * 2, axes=pyplot.gca()),
+            "axes: expected two matplotlib Axes, received matplotlib",
+        ),
+        (lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=[True]), "heads: expected a list of numbers from 0 to 1"),
         (lambda: plot.block_states(IntervalMask(*(torch.zeros(4, dtype=torch.int32),) * 2)), "len_q: expected a number of queries"),
         (lambda: plot.bias_and_gradient(torch.zeros(4, 4)), "gradient: expected one, as the bias has none yet"),
         (lambda: plot.bias_and_gradient(torch.zeros(4, 4), torch.zeros(4)), r"gradient: expected the bias's shape \(4, 4\)"),
         (lambda: plot.relative_bias(torch.zeros(4)), "bias: expected a RelativeBias, received torch.Tensor"),
-        (lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=[2]), "heads: expected numbers from 0 to 1"),
+        (
+            lambda: plot.relative_bias(RelativeBias(torch.zeros(2, 4)), heads=[2]),
+            r"heads: expected a list of numbers from 0 to 1, received \[2\]",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named(draw, said):
