@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 CAUSAL_BIAS = "torch.nn.attention.bias.CausalBias"
 _LSE = "return_lse=True, as the weights are never in memory"
 _COMMON = {
@@ -33,7 +35,7 @@ _DENSE = _COMMON | {
     "logits_soft_cap": "softcap, None for off",
     "mask_mod": "mask, dmattn.BlockMask.from_mask_mod(mask_mod, B, H, Sq, Sk), a bool tensor or an IntervalMask",
     "position_bias": "bias",
-    "score_mod": "bias, a tensor, or softcap",
+    "score_mod": "bias, the tensor that it adds, or softcap",
     "sliding_window": "window, for w keys causal=True, window=(w - 1, 0)",
     "softcapping": "softcap",
     "window_size": "window, None (not -1) for off",
@@ -46,6 +48,21 @@ _DYNAMIC = _COMMON | {
     "keep_window_size": "keep",
     "mask": "key_padding_mask, bool (B, Sk), True for a real key",
     "top_k": "keep",
+}
+SCORE_MOD = (
+    "a score_mod that adds a tensor is bias=tensor of dmattn.attention, of distances RelativeBias, of slopes RelativeBias.alibi, of factors "
+    "FactoredBias; one with tanh is softcap; one that hides pairs is the mask BlockMask.from_mask_mod"
+)
+_FUNCTIONS = {
+    "mask": "of a mask_mod dmattn.attention takes BlockMask.from_mask_mod(mask, B, H, Sq, Sk)",
+    "bias": SCORE_MOD,
+    "attn_mask": "of a mask_mod dmattn.attention takes BlockMask.from_mask_mod(...) as mask, of a score_mod the tensor that it adds as bias",
+}
+_OURS = {
+    "dmattn.masks.IntervalMask": "mask",
+    "dmattn.block_mask.BlockMask": "mask",
+    "dmattn.biases.RelativeBias": "bias",
+    "dmattn.biases.FactoredBias": "bias",
 }
 _PACKED = "dmattn.attention_varlen"
 _KEYWORDS = {
@@ -113,13 +130,23 @@ def kind(value: Any) -> str:
     return of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
 
 
-def hint_for(value: Any) -> str:
-    """What a message about a mask or bias of torch's own, which holds no values to read, adds; empty for anything else."""
-    name = kind(value)
-    if name == CAUSAL_BIAS:
+def hint_for(name: str, value: Any) -> str:
+    """What to pass instead, for a message about the argument `name` that is no plain tensor; empty where there is nothing to say."""
+    of = kind(value)
+    if of == CAUSAL_BIAS:
         lower_right = getattr(getattr(value, "variant", None), "name", None) == "LOWER_RIGHT"
         ours = "dmattn.attention(..., causal=True)" if lower_right else "dmattn.scaled_dot_product_attention(..., is_causal=True)"
         return f"; {ours} hides the same keys"
-    if name == "torch.nn.attention.flex_attention.BlockMask":
+    if isinstance(value, Tensor):
+        return ""
+    if of == "torch.nn.attention.flex_attention.BlockMask":
         return "; dmattn.BlockMask.from_flex(block_mask) is the same mask"
-    return ""
+    if of in _OURS:
+        return f"; dmattn.attention takes one as {_OURS[of]}"
+    if of == "numpy.ndarray":
+        return f"; torch.from_numpy({name})"
+    if isinstance(value, (list, tuple)):
+        return f"; torch.{'stack' if value and isinstance(value[0], Tensor) else 'tensor'}({name})"
+    if isinstance(getattr(value, "weight", None), Tensor):  # a module, such as an embedding
+        return "; its weight is one"
+    return f"; {_FUNCTIONS[name]}" if callable(value) and name in _FUNCTIONS else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from . import distances
-from .arguments import check_flag, kind
+from .arguments import check_flag, hint_for, kind
 
 __all__ = ["FactoredBias", "RelativeBias"]
 
@@ -250,7 +250,7 @@ class RelativeBias:
 
 def _check_float(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype.itemsize < 2:
-        received = f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)
+        received = f"{value.dtype} tensor" if isinstance(value, Tensor) else f"{kind(value)}{hint_for(name.split()[-1], value)}"
         raise TypeError(f"dmattn: {name}: expected a float16, bfloat16, float32 or float64 tensor, received {received}")
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import kind
 from .bits import BLOCK, EMPTY, FULL, WORD, packed, shared, unpacked
-from .mask_mods import UNKNOWN, MaskMod, kept_blocks, kept_pairs
+from .mask_mods import UNKNOWN, MaskMod, check_parameters, kept_blocks, kept_pairs
 from .states import ATTENDED, GRANULE, HIDDEN
 
 __all__ = ["BlockMask"]
@@ -162,6 +162,7 @@ class BlockMask:
         """
         if not callable(mask_mod):
             raise TypeError(f"dmattn: mask_mod: expected a function of (b, h, q_idx, kv_idx), received {kind(mask_mod)}")
+        check_parameters(mask_mod)
         for name, size in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
             least = 0 if "LEN" in name else 1
             if size is None and least:

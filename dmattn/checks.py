@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ Window = int | tuple[int | None, int | None] | None
 def check_tensor(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
     """Raise unless `value` is a tensor whose elements lie at strides; errors call it `name`."""
     if type(value) is not Tensor:
-        hint = hint_for(value)
+        hint = hint_for(name, value)
         if hint or not isinstance(value, Tensor):
             _fail(name, expected, f"{kind(value)}{hint}", TypeError)
     if value.is_nested or value.layout != torch.strided:
@@ -49,7 +50,8 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         shape = tensor.shape
         if len(shape) < 3:
-            _fail(name, "at least 3 axes (..., heads, length, head dim)", f"shape {tuple(shape)}")
+            hint = f"; {name}[None] has one head" if len(shape) == 2 else ""
+            _fail(name, "at least 3 axes (..., heads, length, head dim)", f"shape {tuple(shape)}{hint}")
         if tensor.dtype != dtype:
             _fail(name, f"query's dtype {dtype}", tensor.dtype)
         if tensor.device != device:
@@ -84,8 +86,6 @@ def checked_mask(mask: Any, is_packed: bool) -> Tensor:
     if is_packed and isinstance(mask, IntervalMask):
         hint = "dmattn.attention of the packed tokens as one sequence takes it, as mask & IntervalMask.packed(...)"
         _fail("mask", expected, f"{kind(mask)}; {hint}", TypeError)
-    if not is_packed and callable(mask):
-        _fail("mask", expected, f"{kind(mask)}; dmattn.BlockMask.from_mask_mod(mask, B, H, Sq, Sk) is the mask of a mask_mod", TypeError)
     check_tensor("mask", mask, expected)
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
@@ -179,9 +179,17 @@ def broadcastable(
     view = with_axes(tensor, len(full))
     if not _fits(view, full, kv_heads, head_axis):
         choices = " or ".join(str(n) for n in sorted({full[head_axis], kv_heads, 1}, reverse=True))
-        hint = ""
+        hint, leading = "", full[:head_axis]
         if name == "mask" and tuple(tensor.shape) == (*full[:-3], full[-1]):
             hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
+        elif tensor.ndim > len(full):
+            hint = _with_fewer_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
+        elif (
+            tensor.ndim == 1 - head_axis
+            and tensor.shape[0] == math.prod(leading)
+            and _sizes_fit((*leading, *tensor.shape[1:]), full, kv_heads, head_axis)
+        ):
+            hint = f"; {name}.unflatten(0, {leading}) fits"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
@@ -195,6 +203,14 @@ def broadcastable(
     return view
 
 
+def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
+    """What a message adds about sizes along more axes than there are."""
+    extra = len(sizes) - len(full)
+    joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
+    fits = _sizes_fit(joined, full, kv_heads, head_axis)
+    return f"; {name}.flatten(0, {extra}) fits" if fits else "; leading axes before the heads are the query's, which has fewer"
+
+
 def with_axes(x: Any, axes: int) -> Any:
     """A tensor, if there is one, with leading axes of 1 up to that many."""
     return x if x is None or x.ndim >= axes else x[(None,) * (axes - x.ndim)]
@@ -202,9 +218,13 @@ def with_axes(x: Any, axes: int) -> Any:
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
     """Whether each axis is full or 1, or on the head axis `kv_heads`."""
+    return _sizes_fit(x.shape, full, kv_heads, head_axis)
+
+
+def _sizes_fit(sizes: Sequence[int], full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     heads = len(full) + head_axis
-    return x.ndim == len(full) and all(n == full[axis] or n == 1 or (axis == heads and n == kv_heads) for axis, n in enumerate(x.shape))
+    return len(sizes) == len(full) and all(n == full[axis] or n == 1 or (axis == heads and n == kv_heads) for axis, n in enumerate(sizes))
 
 
 def check_sinks(sinks: Any, query: Tensor) -> None:

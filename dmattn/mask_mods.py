@@ -6,6 +6,7 @@ far as :class:`Bounds` has the operation. A block of which they say that all pai
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .arguments import kind
+from .arguments import SCORE_MOD, kind
 from .bits import BLOCK, EMPTY, FULL
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 UNKNOWN = 2  # of a block, beside EMPTY and FULL
 ROOM = 2.0**62  # for sizes of 64-bit integers that do not wrap around
 LARGEST_LOOKUP = 1 << 28  # numbers in tables of a tensor's lowest and highest elements over powers of 2 of places
+
+
+def check_parameters(mask_mod: MaskMod) -> None:
+    """Raise unless the rule can be called with four places."""
+    try:
+        signature = inspect.signature(mask_mod)
+    except (TypeError, ValueError):  # of one that is not written in Python
+        return
+    try:
+        signature.bind(*"bhij")
+    except TypeError:
+        hint = f"; {SCORE_MOD}" if len(signature.parameters) == 5 else ""
+        raise TypeError(f"dmattn: mask_mod: expected a function of (b, h, q_idx, kv_idx), received one of {signature}{hint}") from None
 
 
 def kept_blocks(mask_mod: MaskMod, batch: int, head: int, len_q: int, len_k: int, device: torch.device) -> Tensor:
@@ -50,7 +64,7 @@ def kept_pairs(mask_mod: MaskMod, batch: Tensor, head: Tensor, rows: Tensor, col
         try:
             kept: Any = mask_mod(*places)
         except RuntimeError as error:
-            if not str(error).startswith("vmap: "):
+            if not str(error).startswith(("vmap: ", "Cannot access data pointer")):  # the latter of NumPy
                 raise
             instead = "& | ~ for and, or, not and chains such as a < q_idx < b; torch.where for if; torch.minimum and maximum for min and max"
             raise TypeError(

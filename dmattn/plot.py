@@ -252,11 +252,10 @@ def _pairs(mask: Any, len_q: int | None, batch: int, head: int) -> Tensor:
         mask = mask.to_dense(known)
     elif isinstance(mask, BlockMask):
         mask = mask.to_dense()
-    hint = "; dmattn.BlockMask.from_mask_mod(mask, B, H, Sq, Sk) is the mask of a mask_mod" if callable(mask) else ""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        received = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else kind(mask)
-        raise TypeError(f"dmattn: mask: expected a bool tensor, a BlockMask or an IntervalMask, received {received}{hint}")
-    _check_values("mask", mask)
+    expected = "a bool tensor, a BlockMask or an IntervalMask"
+    _check_values("mask", mask, expected)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"dmattn: mask: expected {expected}, received {mask.dtype} tensor")
     pairs = _entry("mask", mask, batch, head)
     if len_q not in (None, pairs.shape[0]):
         raise ValueError(f"dmattn: len_q: expected None or the mask's own {pairs.shape[0]}, received {len_q}")
@@ -273,9 +272,9 @@ def _entry(name: str, x: Tensor, batch: int, head: int) -> Tensor:
     return x[batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
 
 
-def _check_values(name: str, x: Any) -> None:
+def _check_values(name: str, x: Any, expected: str = "a torch.Tensor") -> None:
     """Raise unless it is a dense tensor with values to draw."""
-    check_tensor(name, x)
+    check_tensor(name, x, expected)
     if x.is_meta:
         raise ValueError(f"dmattn: {name}: expected a device whose tensors hold values, received {x.device}")
 

@@ -346,6 +346,7 @@ ASKING: dict[str, Any] = {
     "if of heads": lambda b, h, q, k: (q >= k) if h == 0 else (q < k),
     "max": lambda b, h, q, k: max(q, k) == q,
     "a number": lambda b, h, q, k: int(k) > 3,
+    "an array": lambda b, h, q, k: torch.arange(300).numpy()[k] > 3,
 }
 
 
@@ -373,6 +374,12 @@ def test_a_rules_own_error_stays_as_it_is() -> None:
         (lambda: BlockMask.from_mask(torch.ones(3, 3)), TypeError, "from_mask: mask: expected a bool tensor, received torch.float32 tensor"),
         (lambda: BlockMask.from_mask([[True]]), TypeError, "from_mask: mask: expected a bool tensor, received list"),
         (lambda: BlockMask.from_mask(FOUR[0, 0, 0].bool()), ValueError, r"mask: expected 2 to 4 axes \(B, H, Sq, Sk\), received shape \(1,\)"),
+        (
+            lambda: BlockMask.from_mask_mod(lambda score, b, h, i, j: score, 1, 1, 5, 5),
+            TypeError,
+            r"mask_mod: expected a function of \(b, h, q_idx, kv_idx\), received one of \(score, b, h, i, j\); a score_mod that adds",
+        ),
+        (lambda: BlockMask.from_mask_mod(lambda b, h, q: q > 0, 1, 1, 5, 5, "cpu"), TypeError, r"received one of \(b, h, q\)$"),
         (lambda: BlockMask.from_mask_mod(3, 1, 1, 5, 5), TypeError, r"mask_mod: expected a function of \(b, h, q_idx, kv_idx\), received int"),
         (lambda: BlockMask.from_mask_mod(noop_mask, 0, 1, 5, 5), ValueError, "B: expected an integer of at least 1, received 0"),
         (lambda: BlockMask.from_mask_mod(noop_mask, 1, True, 5, 5), TypeError, "H: expected an integer or None, received bool"),
@@ -387,7 +394,6 @@ def test_a_rules_own_error_stays_as_it_is() -> None:
         (lambda: MADE & MADE, TypeError, "BlockMask: &: expected one mask_mod that says both"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: q - k, 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* returns torch.int64 of shape"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: DENSE[q] > 0, 1, 1, 5, 5, "cpu"), TypeError, r"mask_mod: .* torch.bool of shape \(1000,\)"),
-        (lambda: BlockMask.from_mask_mod(lambda b, h, q: q > 0, 1, 1, 5, 5, "cpu"), TypeError, "positional arguments"),
         (lambda: BlockMask.from_flex(torch.ones(3, 3)), TypeError, "block_mask: expected a torch.nn.attention.flex_attention.BlockMask, received torch.Tensor"),
         (lambda: replace(MADE, blocks=FOUR.long()), TypeError, "blocks: expected a torch.int32 tensor, received torch.int64 tensor"),
         (lambda: replace(MADE, blocks=FOUR[0]), ValueError, r"blocks: expected shape \(1, 1, 1, 1\), received \(1, 1, 1\)"),

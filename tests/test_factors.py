@@ -336,7 +336,7 @@ def test_explain_counts_the_columns() -> None:
 
 QUERY, KEY = normal(2, 4, 5, 8), normal(2, 2, 7, 8)
 ERRORS = [
-    ("rows-list", lambda: FactoredBias([1.0], normal(7, 3)), TypeError, r"bias.rows: expected a float16, bfloat16, float32 or float64 tensor, received list$"),
+    ("rows-list", lambda: FactoredBias([1.0], normal(7, 3)), TypeError, r"bias.rows: expected a float16, bfloat16, float32 or float64 tensor, received list; torch.tensor\(bias.rows\)$"),
     ("rows-int", lambda: FactoredBias(torch.ones(5, 3, dtype=torch.int64), normal(7, 3)), TypeError, r"bias.rows: expected a float16, .* received torch.int64 tensor$"),
     ("cols-complex", lambda: FactoredBias(normal(5, 3), normal(7, 3).cfloat()), TypeError, r"bias.cols: expected a float16, .* received torch.complex64 tensor$"),
     ("rows-one-axis", lambda: FactoredBias(normal(3), normal(7, 3)), ValueError, r"bias.rows: expected shape \(..., Sq, R\) with R of at least 1, received \(3,\)$"),
@@ -383,7 +383,10 @@ def test_other_errors_of_a_call() -> None:
         attention(*(x.bfloat16() for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(5, 85), normal(7, 85)))
     with pytest.raises(ValueError, match=r"^dmattn: key: expected query's head dim 8, received 6$"):
         attention(QUERY, KEY[..., :6], KEY, bias=bias)
-    with pytest.raises(TypeError, match=r"^dmattn: attn_mask: expected a bool or float tensor or None, received dmattn.biases.FactoredBias$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^dmattn: attn_mask: expected a bool or float tensor or None, received dmattn.biases.FactoredBias; dmattn.attention takes one as bias$",
+    ):
         scaled_dot_product_attention(KEY, KEY, KEY, attn_mask=bias)
     packed = dict(cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_k=torch.tensor([0, 7]), max_seqlen_q=5, max_seqlen_k=7)
     with pytest.raises(

@@ -163,7 +163,7 @@ def test_pictures_are_drawn_on_given_axes():
         (lambda: plot.block_states(block_mask()[0, 0, :0, :0]), r"mask: expected at least one element to draw, received shape \(0, 0\)"),
         (lambda: plot.block_states(block_mask().to("meta")), "mask: expected a device whose tensors hold values, received meta"),
         (lambda: plot.block_states(block_mask().to_sparse()), "mask: expected a dense tensor, received layout torch.sparse_coo"),
-        (lambda: plot.block_states(lambda b, h, q, k: q >= k), "mask: expected a bool tensor, .*; dmattn.BlockMask.from_mask_mod"),
+        (lambda: plot.block_states(lambda b, h, q, k: q >= k), "mask: expected a bool tensor, .*, received function; of a mask_mod"),
         (lambda: plot.kept_keys(scores(4), 2, causal=1), "causal: expected True or False, received int"),
         (lambda: plot.kept_keys(scores(4), 2, axes=pyplot.subplots(1, 2)[1]), "axes: expected matplotlib Axes, received numpy.ndarray of 2"),
         (

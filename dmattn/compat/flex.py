@@ -7,17 +7,13 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..arguments import check_flag, kind
+from ..arguments import SCORE_MOD, check_flag, kind
 from ..block_mask import FLEX, BlockMask
 from ..checks import check_tensor
 from ..functional import attention
 from .named import by_its_names, check_plain
 
 _converted: WeakKeyDictionary[Any, tuple[Any, BlockMask]] = WeakKeyDictionary()  # with the mask_mod and the lengths that were read
-_HINT = (
-    "; a score_mod that adds a tensor is bias=tensor of dmattn.attention, of distances RelativeBias, of slopes RelativeBias.alibi, "
-    "of factors FactoredBias; one with tanh is softcap; one that hides pairs is a block_mask"
-)
 
 
 @by_its_names(mask="block_mask")
@@ -59,7 +55,7 @@ def flex_attention(
 
     Source: Dong et al., FlexAttention, 2024 (arXiv:2412.05496).
     """
-    check_plain("score_mod", score_mod, (None,), _HINT)
+    check_plain("score_mod", score_mod, (None,), f"; {SCORE_MOD}")
     check_flag("enable_gqa", enable_gqa)
     check_flag("return_lse", return_lse)
     wants_lse = getattr(return_aux, "lse", False)
