@@ -383,6 +383,8 @@ def _size(*tensors: Tensor | None) -> int:
 
 def _operations(count: int) -> str:
     """FLOP as people read them."""
+    if count < 1e5:
+        return f"{count} FLOP"
     return f"{count / 1e9:,.1f} GFLOP" if count >= 1e8 else f"{count / 1e6:,.1f} MFLOP"
 
 

@@ -294,7 +294,9 @@ def test_a_mistyped_word_gets_the_nearest_one(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments.split())
     assert stopped.value.code == 2
-    assert capsys.readouterr().err.endswith(f"{said}\n")
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.endswith(said)
+    assert hint.startswith("For all options: dmattn")
 
 
 def test_negative_numbers_and_shortened_options_are_no_mistakes(capsys):
@@ -388,6 +390,8 @@ def test_bench_writes_a_file_and_says_what_it_timed(monkeypatch, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "these times say nothing of a GPU" in printed
     assert "like T5: table of 257 distances, head dim 16; batch 2, 4 heads, 64 x 64" in printed
+    (speed,) = {row.split()[-6] for row in printed.splitlines() if re.search(r"\bforward\b", row)}
+    assert float(speed) > 0
     (record,) = json.loads(target.read_text())["workloads"]
     assert list(record["contenders"]) == ["dmattn", "sdpa", "sdpa_math"]
     for contender in record["contenders"].values():

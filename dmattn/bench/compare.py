@@ -107,7 +107,7 @@ def summary(records: Sequence[Record], label: str) -> list[list[str]]:
                     record[label],
                     step,
                     "-" if mine is None else f"{mine:.3f}",
-                    "-" if mine is None else f"{ours['tflops']:.0f}",
+                    "-" if mine is None else _rounded(ours["tflops"]),
                     "-" if extra is None else f"{extra / 2**20:.1f}",
                     best or "-",
                     "-" if best is None else f"{times[best]:.3f}",
@@ -116,6 +116,11 @@ def summary(records: Sequence[Record], label: str) -> list[list[str]]:
                 ]
             )
     return rows
+
+
+def _rounded(tflops: float) -> str:
+    """Whole from 10 on, two digits below: a CPU has a fraction of one."""
+    return f"{tflops:.0f}" if tflops >= 9.95 else f"{tflops:.2g}"
 
 
 def passes_of(function: Attention, tensors: dict[str, Any]) -> measuring.Passes:

@@ -17,6 +17,7 @@ REMARK = "small problems on a CPU: these times say nothing of a GPU"
 
 
 def add(commands: Any) -> None:
+    """The options: where, in which dtype, beside whom, and into which files."""
     parser = commands.add_parser("bench", help="time six problems of known models beside SDPA and FlexAttention on this machine, and draw them")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="by default bf16 on a GPU and fp32 on a CPU")
@@ -28,6 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> Result:
+    """Time each problem, print the tables, then write the file and the picture that were asked for; all is well where our bits repeat."""
     from ..bench import compare, contenders, measuring, problems  # which import torch's compiler
 
     with parser.refusing():
@@ -74,6 +76,7 @@ def _peers(given: list[str] | None, on_gpu: bool, known: tuple[str, ...]) -> lis
 
 
 def _check_matplotlib() -> None:
+    """Raise ValueError without matplotlib, before minutes of timing whose picture could not be drawn."""
     from .. import figures
 
     try:

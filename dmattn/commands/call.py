@@ -16,6 +16,7 @@ PROCESSORS = "multiprocessors of a GPU, by default those of the GPU that is name
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:
+    """An option for each argument of a call: sizes for tensors, whose values do not matter, and values for the others."""
     for name, what in (("query", "B,H,Sq,D"), ("key", "B,Hk,Sk,D, by default query's"), ("value", "B,Hk,Sk,Dv, by default key's")):
         parser.add_argument(f"--{name}", type=sizes, required=name == "query", metavar="SIZES", help=what)
     for name in ("bias", "mask"):

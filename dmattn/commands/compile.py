@@ -19,6 +19,7 @@ __all__ = ["add"]
 
 
 def add(commands: Any) -> None:
+    """The options: for which GPU, and the file with the calls."""
     parser = commands.add_parser("compile", help="compile the kernels of calls into Triton's cache, for a GPU that need not be there")
     parser.add_argument("--arch", required=True, metavar="FAMILY", help=f"family of GPUs, such as {', '.join(PEAKS)}")
     parser.add_argument("--processors", type=positive, help=PROCESSORS)
@@ -28,6 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> Result:
+    """Compile the kernels of each call of the file; all is well where every one of them compiles."""
     with parser.refusing():
         family, processors = target_of(options.arch, options.processors, "--arch")
         compiled = compilation.compile_for(family, processors, _calls(options.like), report.show_stage)
@@ -35,6 +37,7 @@ def run(parser: Parser, options: argparse.Namespace) -> Result:
 
 
 def _calls(file: str) -> list[compilation.Call]:
+    """The calls of a file, one a line without empty lines and comments; ValueError names the line that describes none."""
     calls = []
     try:
         lines = Path(file).read_text().splitlines()

@@ -13,13 +13,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add(commands: Any, whole: Parser) -> None:
-    """`whole` is the parser that the script completes for."""
+    """The option: for which shell. `whole` is the parser that the script completes for."""
     parser = commands.add_parser("completion", help="a script that completes commands and options of `dmattn` in a shell (needs shtab)")
     parser.add_argument("shell", choices=SHELLS, help=", ".join(SHELLS))
     parser.set_defaults(run=partial(run, parser, whole, commands), json=False)
 
 
 def run(parser: Parser, whole: Parser, commands: Any, options: argparse.Namespace) -> Result:
+    """The script of shtab, which completes names of files after the options that take one."""
     try:
         import shtab
     except ImportError:

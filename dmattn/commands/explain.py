@@ -16,6 +16,7 @@ __all__ = ["add"]
 
 
 def add(commands: Any) -> None:
+    """The options: those of a call, and the GPU that need not be there."""
     parser = commands.add_parser("explain", help="which kernels serve a call, why no faster ones do, and what work it is")
     add_call(parser)
     parser.add_argument("--target", help=f"family of a GPU, such as {', '.join(PEAKS)}; by default this machine's GPU, or its CPU")

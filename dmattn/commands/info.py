@@ -13,12 +13,14 @@ __all__ = ["add", "environment", "text"]
 
 
 def add(commands: Any) -> None:
+    """The option: text or JSON."""
     parser = commands.add_parser("info", help="versions, devices, and which code serves which device")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> Result:
+    """The same facts as fields and as lines."""
     return Result(environment(), text())
 
 

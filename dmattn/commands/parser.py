@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = ["Parser", "Result", "add_json", "json_of", "positive", "sizes", "window"]
 ALIKE = 0.5  # share of letters that a word and its correction have in common at least: fp16 and float16 have 0.55
@@ -26,7 +26,7 @@ class Result(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the word that is nearest to an unknown command, option or choice."""
+    """Names the word that is nearest to an unknown command, option or choice. An error stands alone, without argparse's lines of usage."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse does, but that an unknown option is told before an option that is missing: it may be the same one."""
@@ -40,6 +40,10 @@ class Parser(argparse.ArgumentParser):
             if re.match("--?[A-Za-z]", option) and option[:2] not in known and not any(name.startswith(option) for name in known):
                 self.error(f"unknown option '{option}'{_suggestion(option, known)}")
         return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the command with 2: the error first, then where all options are."""
+        self.exit(2, f"{self.prog}: error: {message}\nFor all options: {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -14,6 +14,7 @@ __all__ = ["add"]
 
 
 def add(commands: Any) -> None:
+    """The options: where, how many steps of training, or none."""
     parser = commands.add_parser("verify", help="compare attention with float64, then train two small models with it and with eager attention")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--steps", type=positive, default=verify.STEPS, help="training steps of each model (%(default)s)")
@@ -23,6 +24,7 @@ def add(commands: Any) -> None:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> Result:
+    """Print the environment, compare and train; all is well where every comparison agrees."""
     with parser.refusing():
         device = report.pick_device(options.device)
     report.show_stage(f"{info.text()}\n")
