@@ -47,38 +47,26 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
+def small(name: str, len_text: int, **sizes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A transformer of Diffusers, and what both below are given: two pictures of 6 tokens, beside texts."""
+    common = dict(in_channels=4, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=12, axes_dims_rope=(2, 2, 4))
+    timestep = torch.tensor([0.3, 0.7]).double()
+    inputs = dict(hidden_states=normal(2, 6, 4), encoder_hidden_states=normal(2, len_text, 12), timestep=timestep)
+    return getattr(library("diffusers"), name)(**common, **sizes), inputs
+
+
 def flux() -> tuple[nn.Module, dict[str, Any]]:
     """A block of two streams, and one of one."""
-    model = library("diffusers").FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=12,
-        pooled_projection_dim=6,
-        axes_dims_rope=(2, 2, 4),
-    )
+    model, inputs = small("FluxTransformer2DModel", 3, num_layers=1, num_single_layers=1, pooled_projection_dim=6)
     ids = torch.stack([torch.zeros(6), torch.arange(6) // 3, torch.arange(6) % 3], dim=1)
-    inputs = dict(hidden_states=normal(2, 6, 4), encoder_hidden_states=normal(2, 3, 12), pooled_projections=normal(2, 6))
-    return model, inputs | dict(timestep=torch.tensor([0.3, 0.7]).double(), img_ids=ids, txt_ids=torch.zeros(3, 3))
+    return model, inputs | dict(pooled_projections=normal(2, 6), img_ids=ids, txt_ids=torch.zeros(3, 3))
 
 
 def qwen() -> tuple[nn.Module, dict[str, Any]]:
     """Whose text is padded: a mask by key."""
-    model = library("diffusers").QwenImageTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=12,
-        axes_dims_rope=(2, 2, 4),
-    )
+    model, inputs = small("QwenImageTransformer2DModel", 5, num_layers=2, patch_size=1, out_channels=4)
     kept = torch.arange(5) < torch.tensor([[5], [3]])
-    inputs = dict(hidden_states=normal(2, 6, 4), encoder_hidden_states=normal(2, 5, 12), encoder_hidden_states_mask=kept)
-    return model, inputs | dict(timestep=torch.tensor([0.3, 0.7]).double(), img_shapes=[[(1, 2, 3)]] * 2)
+    return model, inputs | dict(encoder_hidden_states_mask=kept, img_shapes=[[(1, 2, 3)]] * 2)
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
