@@ -1,8 +1,8 @@
 """Whether a version of the package is slower than another: both in one run, on the rows of the matrix. ``matrix.py --against COMMIT``.
 
 Each row has two processes, one for each version, which take turns on the GPU: a turn is the median of a few runs, and a pair is two turns, in
-alternating order. The ratio of a pass is the median over its pairs. What drifts, such as clocks and temperature, is the same for both halves
-of a pair.
+alternating order. The ratio of a pass is the median over its pairs. Drift, such as that of clocks and temperature, is the same for both
+halves of a pair.
 
 Pairs scatter, and a process may be slower than another with the same code, as where its tensors lie in memory differs. So a pass is behind
 where its ratio is over `LIMIT` and three quarters of its pairs say that ours is slower. It is measured again in two new processes then, and

@@ -3,7 +3,7 @@
 Workloads: for each one of benchmarks/workloads.py the extra memory of the forward pass, of the backward pass, both as benchmarks/speed.py
 records them, and of a training step, which is both in one, with nothing freed but what autograd and Python let go of. Extra memory is the peak
 beyond inputs, incoming gradient, results and one float32 vector per query and pass; so a step may take two: lse, which is kept for the backward
-pass, and delta, which that makes. What is prepared once, as FlexAttention's block mask, is left out.
+pass, and delta, which that makes. Memory that is prepared once, as FlexAttention's block mask, is left out.
 `dmattn.attention` promises that it stays below 5 % of what the pass is given: query, key, value, bias and mask; in a training step the incoming
 gradient too, in the backward pass also out. A FactoredBias takes copies of query and key, so the promise is not about distances.
 

@@ -227,7 +227,7 @@ class Row:
 
 
 def _serve() -> None:
-    """Answer requests until there are no more. What libraries print goes to stderr."""
+    """Answer requests until there are no more. Prints of libraries go to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     row: Row | None = None

@@ -32,7 +32,7 @@ class FactoredBias:
         cols: (..., Sk, R), any of the four dtypes, on the device of `rows`. Leading axes broadcast to (B, Hk): query heads that share a key
             share its factors. Differentiable.
 
-    Factors are finite numbers, and so are rows over scale. What hides a pair is a mask, and NaN in a factor counts as NaN in query or key does.
+    Factors are finite numbers, and so are rows over scale. Hide pairs by a mask. NaN in a factor counts as NaN in query or key does.
     A softcap is refused: it bounds products, and a bias is added after it. `scale` is 0, or from 2**-64 to 2**64 in size.
 
     **Precision.** The bias is that of float32 factors (float64 beside float64 queries) whatever the query's dtype: where products are rounded

@@ -110,7 +110,7 @@ def attention(
             :class:`IntervalMask`. Or a :class:`BlockMask` for these lengths, whose blocks were looked at before. Its first axis belongs to the
             query's last leading axis, the one right before the heads; other leading axes share it. No gradient.
         bias: float of any of the four dtypes, whatever the query's; broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head
-            axis also Hk. What is broadcast is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
+            axis also Hk. A broadcast axis is never copied, nor is its gradient, which is summed in a fixed order. -inf masks, and so does any
             value below -2.36e38: finfo.min of bfloat16, float32 and float64, but not float16's -65504. One above 2.35e38 may count as inf, and
             make its row NaN. Differentiable: the gradient has the bias's own shape and dtype, summed in float32 and rounded once. Pass a
             shared one unexpanded: of one that the caller expanded (an axis of stride 0) the gradient is made in the expanded shape, and

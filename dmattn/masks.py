@@ -160,7 +160,7 @@ class IntervalMask:
 
         Args:
             cu_seqlens_q: integer, (sequences + 1,): where sequences begin among the queries, from 0, and last `len_q`. A sequence may be
-                empty. What it holds is not checked: other numbers give a mask that means nothing. cu_seqlens_k: the same of the keys.
+                empty. Its numbers are not checked: wrong ones give a mask that means nothing. cu_seqlens_k: the same of the keys.
         """
         for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check_cumulative(f"IntervalMask.packed: {name}", ends)

@@ -1,6 +1,6 @@
 """Rehearsals of passes: tensors that have no memory, and the pass that a thread is to make next.
 
-What a pass launches follows from how its tensors lie and not from what they hold, so a pass on such tensors tells its kernels beforehand.
+The kernels of a pass follow from how its tensors lie and not from their values, so a pass on such tensors tells its kernels beforehand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Contenders measured on problems one after another: times, extra memory, how far apart their results are, and tables of that.
 
 Every contender gets the same tensors; query, key, value and bias require grad. Times are medians by CUDA events with a cold L2 cache, by the
-clock on a CPU. Extra memory is the peak beyond inputs, results and one float32 vector per query. What refuses, fails or runs out of memory is
-recorded with its reason.
+clock on a CPU. Extra memory is the peak beyond inputs, results and one float32 vector per query. A contender that refuses, fails or runs out of
+memory is recorded with its reason.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Passes:
         return (self.function(*self.inputs),)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        """The gradients. What was saved is kept, so that it can be called again."""
+        """The gradients. The graph is kept, so that it can be called again."""
         return torch.autograd.grad(out, self.differentiated, self.d_out, retain_graph=True)
 
     def step(self) -> tuple[Tensor, ...]:

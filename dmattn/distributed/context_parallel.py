@@ -94,7 +94,7 @@ def context_parallel_attention(
     between the passes it keeps its own share alone. Keys that no query of a rank sees, by ``causal`` or ``window``, are not sent to it.
 
     **strategy "heads".** One exchange gives each rank the whole sequence of H / P heads, another gives results back. P divides H and Hk.
-    What a rank has of a mask or bias for H or Hk heads is exchanged likewise. One with a single head is gathered: rows of it then take P times
+    A rank's part of a mask or bias for H or Hk heads is exchanged likewise. One with a single head is gathered: rows of it then take P times
     their memory on each rank. One row with columns of all keys is a row for each query there, as that of another rank may be another.
 
     Args:

@@ -1,7 +1,7 @@
 """Launches are repeated: a call that looks like an earlier one launches what that one did, with its own pointers.
 
-What a function of this package checks, allocates, launches and asks of PyTorch follows from the shapes, strides, dtypes and alignments of its
-tensors, from its numbers and from the device, never from what the tensors hold. Finding it out again, and Triton's own search for a compiled
+A function of this package checks, allocates, launches and asks PyTorch by the shapes, strides, dtypes and alignments of its tensors, by its
+numbers and by the device, never by the values of tensors. Finding it out again, and Triton's own search for a compiled
 kernel, take many times as long as launching. So the first call of a kind is recorded, which costs more than the call alone, and those after it
 repeat the record: a Python function, written for that kind of call, of nothing but allocations and launches. It does not ask Triton again:
 settings of Triton that are changed later reach such calls after :func:`forget`.
@@ -38,8 +38,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, without autocast; where the device of its first tensor is CUDA's, calls that look alike are repeated from a record.
 
     Arguments are tensors, None, values of other types that can be hashed, and tuples of these; the first is a tensor or begins with one. The
-    result is a tensor, a tuple of tensors and such values (a named one becomes a plain one), or None. What the function does follows from
-    :func:`_look`, and it launches by :func:`dmattn.kernels.base.launch.launch`.
+    result is a tensor, a tuple of tensors and such values (a named one becomes a plain one), or None. The function acts by what
+    :func:`_look` sees, and it launches by :func:`dmattn.kernels.base.launch.launch`.
     """
     records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
 

@@ -39,8 +39,8 @@ def enable(model: nn.Module) -> None:
     Before the model is wrapped or sharded. An optimizer made earlier stays valid, names and state dict are unchanged, hooks on the layers
     fire on. A copy of the model is enabled as well. A layer enabled alone leaves the rest of its model unusable until that is enabled too.
 
-    The cache must grow (Transformers' default, not a static one). A mask is None or (B, Sk), nonzero for real tokens. What is not supported
-    raises when the model is called: Doge's `sliding_window`, a nonzero `attention_dropout` while training, and packed sequences, by their
+    The cache must grow (Transformers' default, not a static one). A mask is None or (B, Sk), nonzero for real tokens. These raise
+    when the model is called: Doge's `sliding_window`, a nonzero `attention_dropout` while training, and packed sequences, by their
     lengths or, in a call without a mask, by positions that do not rise by one. Beside a mask, inside torch.compile and while a CUDA graph is
     captured positions are not looked at: a model with a cache, which is Doge's default, then attends across packed sequences.
 

@@ -236,7 +236,7 @@ def test_a_float_mask_is_added_to_the_pairs(kind: str, calls: list[dict]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
 def test_a_float_mask_that_hides_keys_stands_beside_the_table(dtype: torch.dtype, context: Callable, calls: list[dict]) -> None:
-    """Switch Transformers' encoder makes one of its own. What is written into it between two layers counts."""
+    """Switch Transformers' encoder makes one of its own. A write into it between two layers counts."""
     with context():
         mask = torch.zeros(2, 1, 1, 6, dtype=dtype)
         mask[0, ..., 4:] = torch.finfo(dtype).min

@@ -224,7 +224,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_values_are_read_once_and_nothing_quadratic_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers share the tensor. What is written into it is read again, and so is one in inference mode, which does not count writes."""
+    """Layers share the tensor. It is read again after a write, and in inference mode, which does not count writes."""
     monkeypatch.setattr(integration.attention, "attention", lambda query, *others, **options: query)
     length = 500
     lengths, qkv = torch.arange(0, length + 1, 4), [torch.zeros(1, 1, length, 8) for _ in range(3)]

@@ -55,7 +55,7 @@ def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int
     `v_proj`, `qkv_proj`, `query_key_value` or `Wqkv`: Llama, Mistral without a window, Qwen2 and 3, Gemma, Phi3, OLMo2, GPT-NeoX and their
     kin. The other layers of the model keep their attention, windows included, and compute it with dmattn too.
 
-    Called without an attention mask or with one of two axes, (B, Sk), nonzero for real tokens. What is not supported raises when the model
+    Called without an attention mask or with one of two axes, (B, Sk), nonzero for real tokens. These raise when the model
     is called: a mask of four axes, packed sequences, attention dropout while training, attention weights. Inside torch.compile a call without
     a cache needs an attention mask, as Transformers cannot tell packed sequences there, and a fixed-length cache takes one token at a time.
 

@@ -37,7 +37,7 @@ def documents(
         A mask with intervals of shape (K,): O(Q + K) memory.
 
     Raises:
-        ValueError: one of the two is missing, the batch is larger than 1, or the lengths are not as above. What they hold is read once for
+        ValueError: one of the two is missing, the batch is larger than 1, or the lengths are not as above. Their numbers are read once for
             a tensor, for which a GPU is waited for, and again when PyTorch has seen it change (through NumPy or ``.data`` it does not);
             while tracing it is asserted where the graph runs, without a ValueError.
         TypeError: one of them is not an integer tensor.
