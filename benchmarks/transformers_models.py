@@ -3,8 +3,8 @@
 A training step is forward, loss and backward in bfloat16, without an optimizer, whose cost is the same for all. Its speed is in tokens (of
 the decoder and the encoder) or images per second from the median step; its memory is the peak of the allocator less what the model and the
 inputs hold. Generation is greedy: the time of the prompt, and of each token after it. Losses of the first step stand beside each other: an
-implementation whose loss is far from eager's computes something else. One that refuses, fails or runs out of memory is recorded with its reason.
-T5 runs once more with dmattn and its position bias as pairs, which its layers hand over as a table otherwise.
+implementation whose loss is far from eager's computes something else. One that refuses, fails or runs out of memory is recorded with the
+reason. T5 runs once more with dmattn and its position bias as pairs, which its layers hand over as a table otherwise.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Each function is a method that :func:`dmattn.integrations.transformers.patch` gi
 its projections, and returns what it returns, with None for the attention weights. Its docstring has the score s_ij of query i and key j in head
 h, before the mask; d is the head dim, m_h the slopes of ALiBi, Delta_ij the offset between two places in a window or an image.
 
-Every parameter in a score gets its gradient. A bias that is constant along an axis is passed with that axis broadcast: ALiBi as (B, H, 1, K), tables
-as (1, H, Q, K). A mask is bool; a float mask of the caller's own is a bias, added to the other in float32.
+Every parameter in a score gets its gradient. A bias that is constant along an axis is passed with that axis broadcast: ALiBi as (B, H, 1, K),
+tables as (1, H, Q, K). A mask is bool; a float mask of the caller's own is a bias, added to the other in float32.
 """
 
 from __future__ import annotations
