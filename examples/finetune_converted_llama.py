@@ -26,6 +26,7 @@ from dmattn.verify import VOCABULARY, corpus
 
 
 def build(size: argparse.Namespace) -> PreTrainedModel:
+    """A small Llama with grouped queries, the same random weights each time."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -50,6 +51,7 @@ def batches(text: bytes, count: int, size: argparse.Namespace, device: torch.dev
 
 
 def loss_of(model: PreTrainedModel, batch: Tensor, size: argparse.Namespace) -> Tensor:
+    """In nats a byte."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=size.bf16):
         return model(input_ids=batch, labels=batch).loss
 
@@ -72,6 +74,7 @@ def train(model: PreTrainedModel, steps: list[Tensor], size: argparse.Namespace)
 
 @torch.no_grad()
 def judge(model: PreTrainedModel, unseen: list[Tensor], size: argparse.Namespace) -> float:
+    """The mean loss of text that was not trained on."""
     model.eval()
     return sum(loss_of(model, batch, size).item() for batch in unseen) / len(unseen)
 
@@ -114,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     shown = sorted({*range(0, size.more, max(1, size.more // 8)), size.more - 1})
     rows = [[str(step), f"{losses[step]:.4f}", f"{ours[step]:.4f}", f"{ours[step] / losses[step] - 1:+.2%}"] for step in shown]
-    show_table(("further step", "dense", "dynamic mask", "more"), rows, "Training loss, in nats a byte")
+    show_table(("further step", "dense", "dynamic mask", "difference"), rows, "Training loss, in nats a byte")
     rows = [[when, f"{a:.4f}", f"{b:.4f}", f"{b / a - 1:+.2%}"] for when, (a, b) in (("before", before), ("after", after))]
-    show_table(("fine-tuning", "dense", "dynamic mask", "more"), rows, "Loss of unseen text")
+    show_table(("fine-tuning", "dense", "dynamic mask", "difference"), rows, "Loss of unseen text")
     print(f"milliseconds a step: dense {dense_time:.0f}, dynamic mask {our_time:.0f}")
     moved = max(parameter.abs().max().item() for name, parameter in converted.named_parameters() if name.endswith("dynamic_mask.A"))
     learned = before[0] < untrained and after[1] <= (1 + size.allowed) * after[0] and moved > 0

@@ -80,10 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lengths = [8192, 32768, 131072] if gpu else [512, 2048, 8192]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens, those to decode included (%(default)s)")
-    sizes = (("keep", 2048, 256), ("tokens", 32, 16), ("batch", 1, 1), ("heads", 32, 8), ("kv-heads", 8, 2), ("head-dim", 128, 64))
-    for name, on_gpu, on_cpu in sizes:
-        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if gpu else "float32", help="%(default)s")
+    sizes = (
+        ("keep", 2048, 256, "keys that a token keeps"),
+        ("tokens", 32, 16, "to decode"),
+        ("batch", 1, 1, "sequences"),
+        ("heads", 32, 8, "of queries"),
+        ("kv-heads", 8, 2, "of keys and values"),
+        ("head-dim", 128, 64, "numbers of a token in each head"),
+    )
+    for name, on_gpu, on_cpu, what in sizes:
+        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16" if gpu else "float32", help="of all tensors (%(default)s)"
+    )
     size = parser.parse_args(arguments)
     if min(size.lengths) <= size.tokens:
         parser.error(f"--lengths: expected more than the {size.tokens} tokens to decode, received {min(size.lengths)}")
@@ -102,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = (kept - total).exp().mean().item()
         apart = ((out - want).norm() / want.norm()).item()
         rows.append([f"{length:,}", f"{dense_time:.3f}", f"{our_time:.3f}", f"{dense_time / our_time:.2f}x", f"{share:.1%}", f"{apart:.1e}"])
-    columns = ("tokens", "dense, ms a token", f"keep {size.keep}, ms a token", "", "of the softmax", "outputs differ by")
+    columns = ("tokens", "dense, ms a token", f"keep {size.keep}, ms a token", "faster", "kept of the softmax", "outputs differ by")
     show_table(columns, rows, "Decoding")
     good = max(worst, same) <= TOLERANCE[size.dtype]
     print(f"cached steps differ from rows of a whole pass by {worst:.1e}, keeping all keys from dense attention by {same:.1e}: ", end="")

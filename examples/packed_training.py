@@ -109,9 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train both ways; the exit code is 0 where they agree and learned."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = (("longest", 4096, 160), ("documents", 32, 8), ("width", 512, 64), ("heads", 8, 4), ("layers", 6, 2), ("steps", 30, 30))
-    for name, on_gpu, on_cpu in sizes:
-        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
+    sizes = (
+        ("longest", 4096, 160, "bytes of the longest document"),
+        ("documents", 32, 8, "of each step"),
+        ("width", 512, 64, "hidden size"),
+        ("heads", 8, 4, "of attention"),
+        ("layers", 6, 2, "of the model"),
+        ("steps", 30, 30, "of training"),
+    )
+    for name, on_gpu, on_cpu, what in sizes:
+        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="by autocast, the weights staying float32")
     size = parser.parse_args(arguments)
     device = torch.device("cuda" if gpu else "cpu")

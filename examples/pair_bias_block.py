@@ -98,16 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = (
-        ("batch", 1, 2),
-        ("rows", 128, 6),
-        ("length", 384, 20),
-        ("width", 256, 32),
-        ("pair-width", 128, 16),
-        ("heads", 8, 4),
-        ("steps", 30, 30),
+        ("batch", 1, 2, "alignments"),
+        ("rows", 128, 6, "of an alignment"),
+        ("length", 384, 20, "residues N of a row"),
+        ("width", 256, 32, "channels of the alignment"),
+        ("pair-width", 128, 16, "channels of the pairs"),
+        ("heads", 8, 4, "of each attention"),
+        ("steps", 30, 30, "of training"),
     )
-    for name, on_gpu, on_cpu in sizes:
-        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
+    for name, on_gpu, on_cpu, what in sizes:
+        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
     size = parser.parse_args(arguments)
     size.dtype = torch.bfloat16 if size.bf16 else torch.float32

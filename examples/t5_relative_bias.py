@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {"plain PyTorch": plain, "bias of pairs
 
 
 class Layer(nn.Module):
-    """Tokens in, scores of the next token out."""
+    """Tokens in; out come scores of the token that stands `BACK` places before each."""
 
     def __init__(self, heads: int, head_dim: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -89,8 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; the exit code is 0 where the losses agree and the bias was learned."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, on_gpu, on_cpu in (("length", 4096, 64), ("batch", 4, 8), ("heads", 16, 4), ("head-dim", 64, 16), ("steps", 100, 80)):
-        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
+    sizes = (
+        ("length", 4096, 64, "tokens in a row"),
+        ("batch", 4, 8, "rows a step"),
+        ("heads", 16, 4, "of attention"),
+        ("head-dim", 64, 16, "numbers of a token in each head"),
+        ("steps", 100, 80, "of training"),
+    )
+    for name, on_gpu, on_cpu, what in sizes:
+        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
     parser.add_argument("--rate", type=float, default=0.003, help="of learning, but for the bias (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
     size = parser.parse_args(arguments)

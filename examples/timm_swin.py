@@ -94,7 +94,8 @@ def train(size: argparse.Namespace, way: str, device: torch.device) -> tuple[lis
             seconds.append(time.perf_counter() - start)
     if replaced is not None:
         print(replaced)
-        assert replaced.calls == size.steps * sum(size.depths), "a layer of Swin did not call torch's function"
+        if replaced.calls != size.steps * sum(size.depths):
+            raise RuntimeError("a layer of Swin did not call torch's function")
     return losses, gradients, size.batch / sorted(seconds)[len(seconds) // 2]
 
 
@@ -102,9 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; the exit code is 0 where losses and gradients agree and the loss fell."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = (("side", 224, 32), ("window", 7, 4), ("width", 96, 24), ("heads", 3, 2), ("batch", 64, 8), ("steps", 20, 12))
-    for name, on_gpu, on_cpu in sizes:
-        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help="%(default)s")
+    sizes = (
+        ("side", 224, 32, "pixels of an image on each side"),
+        ("window", 7, 4, "patches of a window on each side"),
+        ("width", 96, 24, "channels of the first stage"),
+        ("heads", 3, 2, "of the first stage"),
+        ("batch", 64, 8, "images a step"),
+        ("steps", 20, 12, "of training"),
+    )
+    for name, on_gpu, on_cpu, what in sizes:
+        parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 2, 6, 2] if gpu else [2, 2], help="layers of each stage (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="by autocast, the weights staying float32")
     size = parser.parse_args(arguments)

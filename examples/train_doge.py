@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from torch import Tensor
 from transformers import DogeConfig, DogeForCausalLM
 
-from benchmarks import harness
+from dmattn.bench import measuring
 from dmattn.integrations import doge
-from dmattn.report import show_table
+from dmattn.report import pick_device, show_table
 from dmattn.verify import VOCABULARY, corpus
 
 # Of two loss curves, relative: Adam amplifies roundings, and near a tie they decide which key is kept. In 60 steps on an H200 they grew from
@@ -57,15 +55,15 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print and record; the exit code is 0 when the gradients of the first step and the curves agree."""
     options = _options(arguments)
-    device = harness.pick_device(options.device)
+    device = options.device
     size = dict(length=2048, keep=256, steps=60, batch=8, width=256, layers=4) if device.type == "cuda" else {}
     size = dict(length=256, keep=32, steps=40, batch=4, width=64, layers=2) | size
     size |= {name: given for name in size if (given := getattr(options, name)) is not None}
     length, keep, steps, batch = (size[name] for name in ("length", "keep", "steps", "batch"))
     text, source = corpus()
     batches = sample(text, length, batch, steps, device)
-    where = {**harness.environment(device), "dtype": options.dtype}
-    print(harness.describe(where))
+    where = {**measuring.environment(device), "dtype": options.dtype}
+    print(measuring.describe(where))
     print(f"\nDoge on {source}: {steps} steps of {batch} x {length} bytes, each query keeps {keep} keys; {options.dtype}, Adam, the same seed.")
 
     with later_key_wins():
@@ -99,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = {name: {"losses": run.losses, "tokens_per_second": rate[name], "peak_bytes": run.peak_bytes} for name, run in speeds.items()}
         gradients = {"gradient_difference": off, "gradient_difference_of_one_key": one_key}
         summary = {"final_difference": final, "largest_difference": worst, **gradients, "agreed": agreed}
-        harness.write_json(options.json, {"environment": where, "size": size, "parameters": parameters(size), **summary, "runs": runs})
+        measuring.write_json(options.json, {"environment": where, "size": size, "parameters": parameters(size), **summary, "runs": runs})
         print(options.json)
     return 0 if agreed else 1
 
@@ -169,7 +167,7 @@ def train(model: DogeForCausalLM, batches: Sequence[Tensor], dtype: str) -> Run:
     """Train `model`, a step a batch."""
     device = batches[0].device
     if device.type == "cuda":
-        harness.release(device)
+        measuring.release(device)
         torch.cuda.reset_peak_memory_stats(device)
     model.to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -217,8 +215,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp32", help="fp32, or bf16 by autocast")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the curves and speeds there")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.device = pick_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

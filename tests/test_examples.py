@@ -56,7 +56,7 @@ def test_processes_that_share_a_sequence_train_as_one():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
-    assert float(run.stdout.split()[-1]) < 1e-4
+    assert run.stdout.endswith(": ok\n")
 
 
 def test_a_llama_whose_sequences_processes_share_trains_as_one():
@@ -69,7 +69,7 @@ def test_a_llama_whose_sequences_processes_share_trains_as_one():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.1
-    assert float(run.stdout.split()[-1]) < 1e-4
+    assert run.stdout.endswith(": ok\n")
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--setps", 2)])
