@@ -3,16 +3,21 @@
 ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py`` measures on any number of GPUs, one process each; by itself it is one process.
 With ``--tiny`` it tries the code on CPUs with gloo. ``--model`` measures nothing: it prints the model of all problems on 2, 4 and 8 GPUs, and
 of 1M tokens on 64 (:mod:`benchmarks.context_parallel_model`). ``--compile`` runs each problem once, so that a later run finds its kernels
-compiled. ``--seconds`` is the time for all: what the model says would take longer than is left is left out, and named as refused. The result
-file is written after each problem.
+compiled. With ``--seconds`` a problem for which the time does not suffice, by the model, is left out and named as refused. The result file is
+written after each problem.
 
-Times are the slowest rank's medians. A GPU's are those of its events, behind a kernel that sleeps while the host queues the work, as in
-training; "from idle" has the host's own time and the agreement of ranks in it. Each run begins at a barrier. "one GPU" is measured on all GPUs
-at once, each by itself, and is rank 0's. Strong scaling: the problem of one GPU on P, efficiency T1 / (P TP). Weak scaling: P times the
-length, P times the work a GPU, efficiency P T1 / TP with T1 of the length on one. "without messages" is the same call with messages left out,
-where each rank gets old ones: what computing takes alone. The difference is exposed communication. "NCCL alone" is from a trace of rank 0: how
-long a message was under way with no other kernel beside it. "predicted" is the model, given T1. torch's own context parallel stands beside the
-problems whose heads it takes, and "torch, one GPU" is its SDPA.
+Times are the slowest rank's medians, in milliseconds. A GPU's are those of its events, behind a kernel that sleeps while the host queues the
+work, as in training. Each run begins at a barrier. The columns:
+
+- "one GPU": measured on all GPUs at once, each by itself, and rank 0's.
+- "shared": the same problem on all P GPUs. Efficiency is T1 / (P TP).
+- "without messages": the same call, in which each rank gets old messages and waits for none. The difference is exposed communication.
+- "torch": its own context parallel, of the problems whose heads it takes. "torch, one GPU" is its SDPA.
+- "NCCL alone": how long a message was under way with no other kernel beside it, from a trace of rank 0.
+- "from idle": efficiency with the host's own time and the agreement of ranks in both.
+- "weak": efficiency with P times the length on P GPUs: P T1 / TP where the work grows with the square of the length, T1 / TP where it grows
+  with the length, as under a window. T1 is that of the length on one.
+- "predicted": the model, given T1.
 """
 
 from __future__ import annotations
@@ -46,13 +51,13 @@ SHORT = 32768  # the most tokens of a call that only compiles
 LONGEST = 1 << 19  # tokens of weak scaling
 MOST_RUNS, FEWEST_RUNS, RUN_SECONDS = 10, 2, 1.0  # for each contender
 DISCARDED_SECONDS = 0.5  # a first run that takes longer counts
-COMPILE_SECONDS = 1.0  # of a contender that finds its kernels compiled, with making its tensors
+COMPILE_SECONDS = 1.0  # to make the tensors of a contender and load its kernels, which are compiled
 HEAD_START_CYCLES = 8_000_000  # about four milliseconds, more than the host needs for a call
 PATIENCE = timedelta(seconds=90)  # of ranks with each other: kernels that are not compiled yet take a while
 
 
 def _of_torch(problem: Problem, device: torch.device, dtype: torch.dtype, size: int) -> tuple[Record, float]:
-    """Its times, and the largest difference of its result from ours: its shares are those of the zigzag order."""
+    """Times of torch's own context parallel, and the largest difference of its result from ours. Its shares are those of the zigzag order."""
     from torch.distributed.tensor.experimental import context_parallel
 
     if device.type != "cuda":
@@ -143,7 +148,7 @@ def _meet(device: torch.device, ranks: int) -> None:
 
 
 class Budget:
-    """The seconds that are left for all, of which ranks decide together."""
+    """The seconds that are left for all problems. Ranks decide together whether they suffice."""
 
     def __init__(self, allowed: float | None, device: torch.device, ranks: int) -> None:
         self._end = math.inf if allowed is None else time.monotonic() + allowed
@@ -159,7 +164,7 @@ class Budget:
 
 
 def _short(problem: Problem) -> Problem:
-    """What has the same kernels, or is the problem itself."""
+    """A problem of the same kernels, of at most SHORT tokens."""
     return replace(problem, length=min(SHORT, problem.length))
 
 
@@ -171,7 +176,7 @@ def measure(problem: Problem, device: torch.device, dtype: torch.dtype, rank: in
     times = record["times"]
 
     def attempt(name: str, problem: Problem, kind: type[Case] = Case, alone: bool = False, within: Any = None) -> Case | None:
-        """What one rank refuses all do, as they do the same; what each does alone counts as it goes on rank 0."""
+        """Measure a contender. Ranks do the same, so that all refuse it or none; of one that each measures alone, rank 0's result counts."""
         case = None
         try:
             budget.check(problem, 1 if alone else size)
@@ -219,7 +224,6 @@ def measure(problem: Problem, device: torch.device, dtype: torch.dtype, rank: in
             harness.release(device)
     if "one" in times and problem.is_whole:
         record["predicted"] = predicted(problem, size, times["one"])
-    record["predicted_before"] = predicted(problem, size) if problem.is_whole else None
     _add_shares(record, problem, size)
     return record
 
@@ -248,9 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default GPUs where there are any")
     parser.add_argument("--tiny", action="store_true", help="small problems, for trying the code; a CPU runs in no other way")
-    parser.add_argument("--problems", type=lambda text: harness.names(text, [each.name for each in PROBLEMS]), help="some of them, by commas")
-    parser.add_argument("--peers", type=lambda text: harness.names(text, ("torch",)), default=["torch"], help="torch, or nothing")
-    parser.add_argument("--seconds", type=float, help="the time for all, without starting; by default any")
+    parser.add_argument(
+        "--problems", type=lambda text: harness.names(text, [each.name for each in PROBLEMS]), help="names joined by commas; by default all"
+    )
+    parser.add_argument(
+        "--peers", type=lambda text: harness.names(text, ("torch",)), default=["torch"], help="torch (the default), or '' for none"
+    )
+    parser.add_argument("--seconds", type=float, help="for all problems, beside the start; by default no limit")
     parser.add_argument("--compile", action="store_true", help=f"run each problem once, of {SHORT} tokens at most, and measure nothing")
     parser.add_argument("--model", action="store_true", help="print the model for 2, 4 and 8 GPUs and for 64, and measure nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
@@ -266,9 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             harness.write_json(options.json, dict(environment=harness.environment(torch.device("cpu")), model=records))
         return 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = harness.device_for(None if options.device is None else f"cuda:{local}" if options.device == "cuda" else "cpu", options.tiny)
+    device = harness.device_for(options.device, options.tiny)
     if device.type == "cuda":
-        device = torch.device("cuda", local)
+        device = harness.pick_device(f"cuda:{local}")
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as folder:
         meeting = dict(init_method=f"file://{folder}/meeting", rank=0, world_size=1) if "RANK" not in os.environ else {}
@@ -334,8 +342,10 @@ def _show(records: Sequence[Record]) -> None:
             found = record.get("predicted", {}).get(step, {}).get("ms")
             rows.append([record["problem"], step, *shown, "-" if found is None else f"{found:.2f}"])
     header = ("problem", "step", "one GPU", "shared", *columns[2:], "NCCL alone", "efficiency", "from idle", "weak", "predicted")
-    show_table(header, rows, "Milliseconds")
+    show_table(header, rows, "Milliseconds, and efficiencies")
     for record in records:
+        if "torch_difference" in record:
+            print(f"{record['problem']}: torch's result differs from ours by {record['torch_difference']:.1e} at most")
         for name, why in record["refused"].items():
             print(f"{record['problem']}: {name} refused: {why}")
 

@@ -1,4 +1,4 @@
-"""What is measured of a sequence that GPUs share: a problem on one of them, on all, without messages, and by torch."""
+"""Contenders on a sequence that GPUs share: dmattn on one of them, on all and without messages, and torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmattn.distributed import context_parallel_attention, context_parallel_dyna
 
 
 class Case:
-    """A problem on this rank: its share, and on request the whole."""
+    """A problem on this rank: its share of the sequence if `shared`, else the whole by itself."""
 
     def __init__(self, problem: Problem, device: torch.device, dtype: torch.dtype, shared: bool) -> None:
         self.problem, self.shared = problem, shared
@@ -70,7 +70,7 @@ class OfTorch(Case):
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Nothing is sent between ranks in turns of the ring; what should have come is numbers of an earlier message."""
+    """Inside, nothing is sent between ranks in turns of the ring. Random numbers, made once, stand in for each message that should come."""
     send, empty = messages.distributed.batch_isend_irecv, messages.Layout.empty
     kept: dict[tuple[int, ...], Tensor] = {}
 

@@ -51,7 +51,7 @@ class Problem:
 
 
 def _of_length(length: int) -> list[Problem]:
-    """What is asked of each length."""
+    """The problems of each length."""
     label = f"{length >> 10}k"
     return [
         Problem(f"causal_{label}", length),
@@ -100,17 +100,15 @@ class Machine:
 NVLINK, NETWORK = Machine("NVLink"), Machine("network of 400 Gbit/s", link=45e9)
 
 
-def model(
-    machine: Machine, size: int, problem: Problem, strategy: str, keep: int | None = None, one: Record | None = None
-) -> Record:  # fmt: skip
+def model(machine: Machine, size: int, problem: Problem, one: Record | None = None) -> Record:
     """Milliseconds and gigabytes of a rank, in both passes, of bf16 in zigzag order; `one` are milliseconds of one GPU, where they are known.
 
     ring: size - 1 turns, each as long as its work or its message, after the block of own keys; then the last gradients go home. heads:
-    exchanges before and after the work, nothing hidden. fetch: a dynamic mask that keeps `keep` keys a head; a rank fetches those that its
-    queries keep, nothing hidden. The plan of the mask, which each rank makes of all scores, is not in it. Beside the work, memory is read and
-    written: messages are packed, and results of turns are put together (:mod:`dmattn.distributed.sums`).
+    exchanges before and after the work, nothing hidden. fetch: a rank fetches the keys that a dynamic mask keeps for its queries, nothing
+    hidden. The plan of the mask, which each rank makes of all scores, is left out. Beside the work, memory is read and written: messages are
+    packed, and results of turns are put together (:mod:`dmattn.distributed.sums`).
     """
-    share, dim = problem.length / size, problem.dim
+    share, dim, strategy, keep = problem.length / size, problem.dim, problem.strategy, problem.keep
     halved = 0.5 if problem.causal else 1.0
     operations = 4 * problem.length**2 * problem.heads * dim * halved / size
     out_bytes = 2 * share * problem.heads * dim
@@ -151,18 +149,18 @@ def model(
 
 
 def predicted(problem: Problem, size: int, one: Record | None = None) -> Record:
-    """What the model says of a problem between GPUs on NVLink."""
-    return model(NVLINK, size, problem, problem.strategy, problem.keep, one)
+    """The model of a problem between GPUs on NVLink."""
+    return model(NVLINK, size, problem, one)
 
 
 def seconds(problem: Problem, size: int) -> float:
-    """Of both passes together, at the model's rates; those of windows and documents are not more."""
+    """Those of both passes together in the model, which takes a window or documents for all pairs: they take no longer."""
     found = predicted(problem, size)
     return sum(found[step]["ms"] for step in STEPS) / 1e3
 
 
 def print_models(sizes: Sequence[int], problems: Sequence[Problem]) -> list[Record]:
-    """What the model says of the problems on NVLink, and of 1M tokens on 64 GPUs, on both kinds of links."""
+    """Print the model of the problems on NVLink, and that of 1M tokens on 64 GPUs, on both kinds of links; the records of both."""
     records = [
         dict(problem=problem.name, length=problem.length) | predicted(problem, size)
         for problem in problems
@@ -176,8 +174,8 @@ def print_models(sizes: Sequence[int], problems: Sequence[Problem]) -> list[Reco
     of_a_million = []
     for machine in (NVLINK, NETWORK):
         for strategy in ("ring", "heads", "fetch"):
-            found = model(machine, size, million, strategy, keep if strategy == "fetch" else None)
-            of_a_million.append(dict(problem=million.name, length=million.length) | found)
+            shared = replace(million, strategy=strategy, keep=keep if strategy == "fetch" else None)
+            of_a_million.append(dict(problem=million.name, length=million.length) | model(machine, size, shared))
     rows = [[record["machine"], record["strategy"], *cells] for record in of_a_million for cells in _cells(record)]
     heads = f"{million.heads}/{million.kv_heads} heads of {million.dim}"
     title = f"Model: {million.length} tokens on {size} GPUs, {heads}, causal; fetch keeps {keep} keys"

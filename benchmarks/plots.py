@@ -9,7 +9,7 @@
 ``context_parallel``   What do several GPUs gain?
 =====================  =====================================================================
 
-Each takes what a result file holds and the file to draw. They are started by ``--plot FILE`` of the benchmark, and measure nothing.
+Each takes the contents of a result file, and the file to draw. ``--plot FILE`` of the benchmark starts them. They measure nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dmattn.bench.workload import PASSES
 Record = dict[str, Any]
 GIB, MIB = 2**30, 2**20
 LEAST_MIB = 0.1  # of extra memory that is drawn
-FITTED = 3  # points of a slope, the last ones: at short lengths what does not grow hides what does
+FITTED = 3  # points of a slope, the last ones: at short lengths memory that does not grow hides the growth
 
 
 def speed(result: Record, target: Path) -> None:

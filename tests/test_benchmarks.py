@@ -181,7 +181,7 @@ def test_the_model_of_many_ranks(monkeypatch, tmp_path, capsys):
     problem = script.Problem("long", 1 << 20)
 
     def forward(link: float) -> dict:
-        return script.model(script.Machine("any", link=link, memory=1e18), 64, problem, "ring")["forward"]
+        return script.model(script.Machine("any", link=link, memory=1e18), 64, problem)["forward"]
 
     fast, slow = forward(1e15), forward(1e9)
     assert fast["efficiency"] == pytest.approx(1.0)
