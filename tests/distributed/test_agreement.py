@@ -213,8 +213,9 @@ def without_memory(rank: int, name: str) -> None:
 def without_memory_in_the_end(rank: int, folder: Path, kind: str, limit: float) -> None:
     """Rank 1 has no memory for its part of a backward pass, and stays without a word until it is ended.
 
-    It has sent its keys by then: the other waits for gradients of its own, of which it must want some. Starting and compiling have the time of a group of their own. After `limit` seconds NCCL's watchdog sleeps for four times as long as a dump
-    of what ranks did may take, a minute in all by default, before it ends the process.
+    It has sent its keys by then: the other waits for gradients of its own, of which it must want some. Starting and compiling have the time
+    of a group of their own. After `limit` seconds NCCL's watchdog sleeps for four times as long as a dump of what ranks did may take, a minute
+    in all by default, before it ends the process.
     """
     parent = os.getppid()
     os.environ |= dict(TORCH_NCCL_DUMP_ON_TIMEOUT="0", TORCH_NCCL_ASYNC_ERROR_HANDLING="3", TORCH_NCCL_BLOCKING_WAIT="0")
