@@ -31,8 +31,8 @@ def wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor
     sequences, share = batch * heads, len_k // size
     constants = _constants(order, size, ranks.rank, len_q, sequences, first.device)
 
-    table = torch.empty((3, sequences, len_k), dtype=torch.int32, device=first.device)
-    for row, bound in enumerate((first, last)):  # queries of this rank before it
+    table = torch.empty((3, sequences, len_k), dtype=torch.int32, device=first.device)  # by key: two bounds in places of own queries, and a row
+    for row, bound in enumerate((first, last)):
         torch.index_select(constants.before, 0, bound.reshape(-1), out=table[row].view(-1))
     keys = listed.view(sequences, -1).long()
     number = (table[0] < table[1]).gather(-1, keys).cumsum(-1, dtype=torch.int32)  # from 1 on, of those that come
@@ -47,7 +47,7 @@ def wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor
     torch.all(own[:, None] < constants.limits, 0, out=needed[1])  # own keys that go to each rank
     numbers = torch.cat((needed.view(2 * size, -1).sum(-1), folded.view(2, -1).amax(-1), most)).tolist()  # waits
     from_ranks, to_ranks, (near, far, highest) = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-    if any(near < begin and far < end for begin, end in zip(*_limits(order, size, len_q), strict=True)):
+    if any(near < near_limit and far < far_limit for near_limit, far_limit in zip(*_limits(order, size, len_q), strict=True)):
         return None
 
     highest = max(1, highest)
