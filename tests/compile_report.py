@@ -160,6 +160,7 @@ PACKED = (  # as many sequences as the batch has entries, none longer than the l
     (Case("packed-shared-bias-fp32-d64", 1000, batch=3, heads=4, head_dim=64, bias="1hqk"), FP32),
 )
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
+JOINED = "joined-d128"  # results over two sets of keys
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
 # What --few leaves out, by what compiles the same: the kernels of rows are Hopper's, elsewhere they are plain problems of a small head dim.
@@ -384,6 +385,10 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
                 kernels.lifetimes(scores, valid, 1024, length)
             for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
                 kernels.best(scores, valid, *backend.allocate_best(scores, 100, 1), 1)
+        compiler.case = JOINED
+        out, lse = (torch.empty((1, 4096, *sizes), device="meta").transpose(1, 2) for sizes in ((16, 128), (16,)))
+        for into in (out.to(BF16), out):
+            kernels.join((out.to(BF16), lse), (out.to(BF16), lse), (into, lse))
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
     for number, row in enumerate(compiler.rows):
         by_hash.setdefault(row.pop("hash", number), {"target": name, **row})

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cases
 import packed_cases
 
-from dmattn import dynamic_mask_attention, reference
+from dmattn import dynamic_mask_attention, kernels, merge_attention, reference
 from dmattn.equivalence import Case, check
 from dmattn.kernels import traits
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
@@ -179,6 +179,8 @@ hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias bes
 # Queries, keys and head dims of key and value: (300, 1300) sorts more than one run of keys, and the last is one for Hopper.
 DYNAMIC = ((97, 97, 40, 24), (1, 150, 40, 24), (5, 150, 40, 24), (300, 1300, 40, 24), (300, 450, 128, 128))
 
+JOINED = ((37, 40), (130, 128))  # queries and dims of values
+
 
 def check_dynamic(len_q: int, len_k: int, head_dim: int, value_dim: int, dtype: torch.dtype, device: str = "cuda") -> list[str]:
     """What differs from attention with the same mask written out: the plan, the reordering and both passes by lists of blocks."""
@@ -199,6 +201,25 @@ def check_dynamic(len_q: int, len_k: int, head_dim: int, value_dim: int, dtype: 
     band = 16 * torch.finfo(dtype).eps
     pairs = zip(("out", "d_query", "d_key", "d_value", "d_key_bias"), *results, strict=True)
     return [name for name, got, want in pairs if not (got - want).abs().max() <= band * want.abs().max().clamp(min=1)]
+
+
+def check_joined(len_q: int, value_dim: int, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """What differs from the same results joined by PyTorch, whether in place or not."""
+    random = torch.Generator().manual_seed(0)
+    parts = [
+        (
+            torch.randn((2, len_q, 3, value_dim), generator=random).to(device, dtype).transpose(1, 2),
+            torch.randn((2, 3, len_q), generator=random).to(device),
+        )
+        for _ in range(2)
+    ]
+    true, true_lse = merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    made = torch.empty_like(true), torch.empty_like(true_lse)
+    for into in (made, parts[0]):
+        kernels.join(*parts, into)
+    band = 4 * torch.finfo(dtype).eps
+    joined = (("out", made[0], true), ("lse", made[1], true_lse), ("out in place", parts[0][0], true))
+    return [name for name, x, y in joined if not (x - y).abs().max() <= band * y.abs().max()]
 
 
 def check_packed(case: packed_cases.Case, dtype: torch.dtype, device: str = "cuda") -> list[str]:
@@ -226,6 +247,7 @@ def tries(portable: bool) -> list[tuple[str, Callable[[], list[str]]]]:
         listed += [(f"{case.name} {dtype}", partial(check_case, case, dtype)) for case in cases_]
         listed += [(f"{packed.name} {dtype}", partial(check_packed, packed, dtype)) for packed in PACKED]
         listed += [(f"dynamic-mask {sizes} {dtype}", partial(check_dynamic, *sizes, dtype)) for sizes in DYNAMIC]
+        listed += [(f"joined {sizes} {dtype}", partial(check_joined, *sizes, dtype)) for sizes in JOINED]
     return listed
 
 
@@ -258,7 +280,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases, packed sequences, and dynamic masks, in every dtype; 0 when all are within their budgets."""
+    """Run the cases, packed sequences, dynamic masks and joined results, in every dtype; 0 when all are within their budgets."""
     options = parsed(arguments)
     traits.GLUON = traits.GLUON and not options.portable
     listed = tries(options.portable)

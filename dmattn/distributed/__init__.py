@@ -2,7 +2,8 @@
 
 Reading order: `context_parallel` (the function, and what it checks), `sharding` (`shard` and `unshard`), `shares` (who holds which places),
 `ranks` (how processes agree about a call), then the two strategies: `ring`, with `plan` (which pairs see each other), `pairs` (the passes
-between them) and `sums`; and `heads`. `dynamic` has dynamic masks, for which ranks `fetch` rows of keys. `messages` is how tensors travel.
+between them) and `sums`; and `heads`. `dynamic` has dynamic masks: `wanted` finds the rows of keys that ranks `fetch` then. `messages` is how
+tensors travel.
 ``import dmattn`` imports nothing of it.
 """
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..arguments import check_flag, refuse_keywords
 from ..dynamic import checked, intervals_of
 from ..execution.eager import attend
 from ..graphs import left_out_of_graphs
-from ..masks import IntervalMask
 from ..problem import Problem, autocast
 from . import ring
 from .context_parallel import check_shares
-from .fetch import Wanted, fetched, needed_by
+from .fetch import fetched
+from .messages import Layout, gathered
 from .pairs import Setting
 from .plan import Band
 from .ranks import Ranks, seen
-from .sharding import whole
-from .shares import ZIGZAG, check_order, runs
+from .shares import ZIGZAG, check_order, whole_of
+from .wanted import wanted
 
 __all__ = ["context_parallel_dynamic_mask_attention"]
 
@@ -93,61 +92,27 @@ def context_parallel_dynamic_mask_attention(
         nothing = key_bias[:, :, None]
         out, lse = attend(problem.query, problem.key, problem.value, None, nothing, False, None, problem.scale, None, 0.0, sinks)
         return (out, lse) if return_lse else out
-    scores = whole(key_bias.detach(), 2, order, ranks)
-    valid = None if key_padding_mask is None else whole(key_padding_mask, 1, order, ranks)[:, None].expand(scores.shape)
+    scores, valid = _of_all_keys(ranks, order, key_bias.detach(), key_padding_mask)
     listed, first, last = intervals_of(scores, valid, min(keep, len_k), len_q, causal)
-    wanted, intervals = _wanted(ranks, order, listed, first, last, len_q)
-    if wanted is None:
+    found = wanted(ranks, order, listed, first, last, len_q) if key_bias.shape[0] else None
+    if found is None:
         band = Band.of(None, 0 if causal else None, len_q, len_k)
         setting = Setting(ranks, order, len_q, len_k, band, problem.scale, None, joins_rows=True, joins_cols=True)
         masks = ring.Masks(None, None, (first, last))
         bias = key_bias[:, :, None]
         out, lse = ring.attend(setting, problem.query, problem.key, problem.value, masks, bias, ring.BiasKind(True, None), problem.sinks)
     else:
-        rows = fetched(wanted, problem.key, problem.value, key_bias)
+        rows, intervals = fetched(found[0], problem.key, problem.value, key_bias), found[1]
         of_keys = rows[2][:, :, None]
         out, lse = attend(problem.query, *rows[:2], intervals, of_keys, False, None, problem.scale, None, 0.0, problem.sinks)
     return (out, lse) if return_lse else out
 
 
-def _wanted(ranks: Ranks, order: str, listed: Tensor, first: Tensor, last: Tensor, len_q: int) -> tuple[Wanted | None, IntervalMask | None]:
-    """What ranks fetch, and the intervals of it in places of this rank's queries, in the order of `listed`; None if a rank needs all keys."""
-    size, (batch, heads, len_k) = ranks.size, first.shape
-    if batch == 0:
-        return None, None
-
-    def held(x: Tensor, rank: int) -> Tensor:
-        """The columns of a rank's keys."""
-        return torch.cat([x[..., run.start : run.start + run.length] for run in runs(order, size, rank, len_k)], -1)
-
-    def places(chosen: Tensor, number: int) -> Tensor:
-        """Where it is True, `number` times, in its flattened entries: without asking the device for that number."""
-        return torch.nonzero_static(chosen.flatten(), size=number)[:, 0]
-
-    needed_by_ranks = [needed_by(first, last, order, size, rank, len_q) for rank in range(size)]
-    needed = needed_by_ranks[ranks.rank]
-    of_ranks = [held(needed, rank) for rank in range(size)]  # that come from them
-    of_own = [held(each, ranks.rank) for each in needed_by_ranks]  # that go to them
-    numbers = [x.sum() for x in (*needed_by_ranks, *of_ranks, *of_own)]
-    *found, most = torch.stack([*numbers, needed.sum(-1).max()]).tolist()
-    totals, from_ranks, to_ranks = found[:size], found[size : 2 * size], found[2 * size :]
-    if max(totals) == batch * heads * len_k:
-        return None, None
-    most = max(1, most)
-    place = needed.gather(-1, listed.long()).cumsum(-1) - 1  # among the rows that come, by lifetime
-    place = torch.zeros_like(first, dtype=torch.long).scatter_(-1, listed.long(), place)
-    place += torch.arange(batch * heads, device=first.device).view(batch, heads, 1) * most
-    pairs = list(zip(of_ranks, from_ranks, strict=True))
-    received = torch.cat([held(place, rank).flatten()[places(*pair)] for rank, pair in enumerate(pairs)])
-    sent = tuple(places(*pair) for pair in zip(of_own, to_ranks, strict=True))
-    all_needed = places(needed, totals[ranks.rank])
-    bounds = []
-    for bound in (first, last):
-        local = torch.zeros_like(bound)
-        for run in runs(order, size, ranks.rank, len_q):
-            local += (bound - run.start).clamp(0, run.length)
-        rows = bound.new_zeros(batch * heads * most)
-        rows[place.flatten()[all_needed]] = local.flatten()[all_needed]
-        bounds.append(rows.view(batch, heads, most))
-    wanted = Wanted(ranks, sent, received, tuple(from_ranks), most)
-    return wanted, IntervalMask(bounds[0], bounds[1], len_q // size)
+def _of_all_keys(ranks: Ranks, order: str, scores: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores (B, Hk, Sk) of all keys and, where given, which are real ones, of the same shape: in one message from each rank."""
+    if is_real is None:
+        return whole_of(gathered(scores, ranks), 2, order), None
+    layout = Layout.of((scores, is_real))
+    all_scores, all_real = layout.opened(gathered(layout.packed((scores, is_real)), ranks))
+    whole = whole_of(all_scores, 2, order)
+    return whole, whole_of(all_real, 1, order)[:, None].expand(whole.shape)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from .ranks import Ranks
+from .ranks import Ranks, all_gather
 
 ALIGNMENT = 128  # bytes: where each tensor of a message begins, as kernels like it
 
@@ -24,11 +24,15 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
+        return cls.of_shapes([x.shape for x in tensors], [x.dtype for x in tensors])
+
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> Layout:
         places, end = [], 0
-        for x in tensors:
+        for shape, dtype in zip(shapes, dtypes, strict=True):
             places.append(end)
-            end += -(-x.numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(x.shape for x in tensors), tuple(x.dtype for x in tensors), tuple(places), end)
+            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(shapes), tuple(dtypes), tuple(places), end)
 
     def empty(self, device: torch.device) -> Tensor:
         """Room for a message."""
@@ -42,10 +46,11 @@ class Layout(NamedTuple):
         return message
 
     def opened(self, message: Tensor) -> list[Tensor]:
-        """Its tensors: views, contiguous."""
+        """Its tensors: views, contiguous. Of several messages (..., bytes) those of each, (..., *shape)."""
         found = []
         for shape, dtype, place in zip(self.shapes, self.dtypes, self.places, strict=True):
-            found.append(message[place : place + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+            part = message.narrow(-1, place, math.prod(shape) * dtype.itemsize).view(dtype)
+            found.append(part.view(*message.shape[:-1], *shape))
         return found
 
 
@@ -86,8 +91,7 @@ def gathered(x: Tensor, ranks: Ranks) -> Tensor:
     if ranks.size == 1:
         received[0] = x
     elif x.numel():
-        everyone = list(received.view(ranks.size, -1).view(torch.uint8))
-        distributed.all_gather(everyone, x.contiguous().view(-1).view(torch.uint8), group=ranks.group)
+        all_gather(received.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), ranks.group)
     return received
 
 

@@ -115,8 +115,14 @@ class Ranks(NamedTuple):
 
     def _gather(self, mine: Tensor) -> Tensor:
         everyone = mine.new_empty((self.size, mine.numel()))
-        distributed.all_gather(list(everyone), mine, group=self.group)
+        all_gather(everyone, mine, self.group)
         return everyone
+
+
+def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> None:
+    """Write what all ranks have one behind the other: not to a list of tensors, to each of which NCCL's result would be copied."""
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its name before PyTorch 2.13
+    gather(everyone.view(-1), mine.view(-1), group=group)
 
 
 def seen(x: Tensor | None) -> str | None:

@@ -13,7 +13,7 @@ from ..graphs import left_out_of_graphs
 from .first_derivative import first_derivative
 from .messages import exchanged, gathered, summed
 from .ranks import Ranks, seen
-from .shares import ZIGZAG, check_order, parts, put_share, share_of
+from .shares import ZIGZAG, check_order, parts, share_of, whole_of
 
 __all__ = ["shard", "unshard"]
 
@@ -97,11 +97,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: str, ranks: Ranks) -> Tensor:
         ctx.way = dim, order, ranks
-        length = x.shape[dim] * ranks.size
-        result = x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
-        for rank, share in enumerate(gathered(x, ranks)):
-            put_share(result, share, dim, order, ranks.size, rank)
-        return result
+        return whole_of(gathered(x, ranks), dim, order)
 
     @staticmethod
     @first_derivative

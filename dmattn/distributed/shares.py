@@ -56,3 +56,20 @@ def put_share(whole: Tensor, share: Tensor, dim: int, order: str, size: int, ran
     """Write the share of a rank to its places."""
     for run in runs(order, size, rank, whole.shape[dim]):
         whole.narrow(dim, run.start, run.length).copy_(share.narrow(dim, run.local, run.length))
+
+
+def whole_of(shares: Tensor, dim: int, order: str) -> Tensor:
+    """The whole tensor of the shares of all ranks, which are entries of a first axis; a copy, made at once. `dim` is that of a share."""
+    if order == CONTIGUOUS or shares.shape[0] == 1:
+        return torch.cat(shares.unbind(0), dim)
+    early, late = shares.unflatten(dim + 1, (2, shares.shape[dim + 1] // 2)).unbind(dim + 1)  # rank r has parts r and 2 P - 1 - r
+    return torch.cat((*early.unbind(0), *reversed(late.unbind(0))), dim)
+
+
+def by_holder(x: Tensor, order: str, size: int) -> Tensor:
+    """Of a tensor (..., n, length) the places that each rank holds, (..., ranks, n, length / ranks); a copy, contiguous."""
+    number = parts(order, size)
+    parted = x.unflatten(-1, (number, x.shape[-1] // number)).transpose(-3, -2)
+    if order == ZIGZAG:
+        parted = torch.cat((parted[..., :size, :, :], parted[..., size:, :, :].flip(-3)), -1)
+    return parted.contiguous()

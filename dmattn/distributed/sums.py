@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from ..execution.backend import by_kernels, interpreting, kernels
 from ..reference import masking
+
+OutAndLse = tuple[Tensor, Tensor]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -71,7 +77,7 @@ class Total:
 class Merged:
     """Attention over several sets of keys as that over their union, of queries (..., H, Sq) with values of `value_dim`.
 
-    As of :class:`Total`, the last set waits for the next.
+    As of :class:`Total`, the last set waits for the next. What is given may be written: of several results one is the result of all.
     """
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
@@ -81,7 +87,7 @@ class Merged:
         self._waiting: tuple[slice, Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Join out and lse of some rows over further keys. Until the next ones, or :meth:`result`, they are not to be written."""
+        """Join out and lse of some rows over further keys. No one else is to write them until :meth:`result`."""
         self._settle()
         if self._out is None and self._is_all(rows):
             self._out, self._lse = out, lse
@@ -103,28 +109,28 @@ class Merged:
             self._out.mul_((before - base).exp_()[..., None])
         if self._waiting is None:
             return self._out.to(dtype), self._lse
-        rows, out, lse = self._waiting
-        joined, of_total, of_new = _weights(self._lse[..., rows], lse)
-        if self._is_all(rows):
-            merged, merged_lse = torch.empty_like(self._out, dtype=dtype), joined
-        else:
-            merged, merged_lse = self._out.to(dtype, copy=True), self._lse.clone()
-            merged_lse[..., rows] = joined
-        torch.addcmul(self._out[..., rows, :] * of_total, out, of_new, out=merged[..., rows, :])
-        return merged, merged_lse
+        return self._join(dtype), self._lse
 
     def _settle(self) -> None:
         """Join what waits, in float32 at least."""
-        if self._waiting is None:
-            return
-        (rows, out, lse), self._waiting = self._waiting, None
-        self._widen()
+        if self._waiting is not None:
+            if self._out is None:
+                self._widen()
+            self._out = self._join(wide(self._query.dtype))
+
+    def _join(self, dtype: torch.dtype) -> Tensor:
+        """Out of what waits and what was there before, in that dtype: in place, if it has it already. So is lse."""
         assert self._out is not None
         assert self._lse is not None
+        assert self._waiting is not None
+        (rows, out, lse), self._waiting = self._waiting, None
+        if self._out.dtype == dtype:
+            into = self._out
+        else:
+            into = torch.empty_like(self._out, dtype=dtype) if self._is_all(rows) else self._out.to(dtype)
         total, total_lse = self._out[..., rows, :], self._lse[..., rows]
-        joined, of_total, of_new = _weights(total_lse, lse)
-        total.mul_(of_total).addcmul_(out, of_new)
-        total_lse.copy_(joined)
+        join((total, total_lse), (out, lse), (into[..., rows, :], total_lse))
+        return into
 
     def _is_all(self, rows: slice) -> bool:
         return rows.stop - rows.start == self._query.shape[-2]
@@ -141,11 +147,24 @@ class Merged:
             self._out = self._out.to(dtype)
 
 
-def _weights(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The lse over two sets of keys, and the shares (..., 1) that each has in out."""
-    joined = torch.logaddexp(first, second)
+def join(first: OutAndLse, second: OutAndLse, into: OutAndLse) -> None:
+    """Write out (..., H, Sq, Dv) and lse (..., H, Sq) over two sets of keys; `into` may be one of them. By one kernel where kernels serve."""
+    if by_kernels(first[0]):
+        flat = (tuple(x.view(math.prod(x.shape[: -len(inner)]), *inner) for x, inner in _inner(each)) for each in (first, second, into))
+        kernels(first[0].device, interpreting()).join(*flat)
+        return
+    joined = torch.logaddexp(first[1], second[1])
     base = joined.masked_fill(joined == float("-inf"), 0.0)
-    return joined, (first - base).exp_()[..., None], (second - base).exp_()[..., None]
+    of_first, of_second = ((lse - base).exp_()[..., None] for _, lse in (first, second))
+    torch.addcmul(first[0] * of_first, second[0], of_second, out=into[0])
+    into[1].copy_(joined)
+
+
+def _inner(each: OutAndLse) -> Iterator[tuple[Tensor, torch.Size]]:
+    """Out and lse, with their sizes behind the leading axes."""
+    out, lse = each
+    yield out, out.shape[-3:]
+    yield lse, lse.shape[-2:]
 
 
 def sink_scores(sinks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -91,6 +91,45 @@ def test_no_rank_holds_all_keys_or_a_matrix_of_scores(processes: Groups) -> None
         assert 0 < most < keys
         assert most < scores
         assert kept <= own
+
+
+def most_memory(rank: int, size: int, of_keys: bool) -> list[tuple[int, int]]:
+    """For each pass, (the most bytes allocated in it, bytes of this rank's tensors that it is given or returns)."""
+
+    def drawn(heads: int, *sizes: int) -> Tensor:
+        return torch.randn((1, heads, *sizes), dtype=torch.bfloat16, device=f"cuda:{rank}")
+
+    share = 8192 // size
+    learned = [drawn(heads, share, 128).requires_grad_() for heads in (16, 8, 8)]
+    bias = drawn(8, 1, share).repeat_interleave(2, 1).requires_grad_() if of_keys else None
+    d_out = drawn(16, share, 128)
+    if bias is not None:
+        learned.append(bias)
+
+    def pass_(function: Callable[[], Any], *given: Tensor) -> tuple[int, int, Any]:
+        torch.cuda.synchronize()
+        others = torch.cuda.memory_allocated() - bytes_of(given)
+        torch.cuda.reset_peak_memory_stats()
+        made = function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - others, bytes_of((*given, *made)), made
+
+    for _ in range(2):  # the first time kernels are compiled
+        *forward, (out, lse) = pass_(lambda: context_parallel_attention(*learned[:3], bias=bias, causal=True, return_lse=True), *learned)
+        *backward, _ = pass_(lambda: torch.autograd.grad(out, learned, d_out), *learned, out.detach(), lse.detach(), d_out)  # noqa: B023
+    return [tuple(forward), tuple(backward)]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+@needs_cuda
+@pytest.mark.parametrize("of_keys", [False, True], ids=["plain", "bias of keys"])
+def test_a_rank_has_at_most_four_shares_on_two_gpus(processes: Groups, of_keys: bool) -> None:
+    for rank, passes in enumerate(processes(2, "cuda").results(most_memory, 2, of_keys)):
+        for name, (most, share) in zip(("forward", "backward"), passes, strict=True):
+            assert share < most <= 4 * share, f"rank {rank}, {name}: {most} bytes at most, {most / share:.2f} times its {share}"
 
 
 def sent(rank: int, causal: bool, window: Any, order: str) -> list[tuple[str, int]]:
