@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from ..execution import backend
 from .parser import Parser, Result, add_json, positive
 
 __all__ = ["add"]
-KERNELS = ("forward", "keys", "queries", "queries of d_bias", "bias", "split keys")
-HEAD_DIMS = (32, 64, 128, 256)
-FIRST = (64, 128, 32, 256)  # the order in which they are timed, as a limit may come before the end
+KERNELS = ("forward", "keys", "queries", "queries-of-d_bias", "bias", "split-keys")  # with dashes for blanks
+HEAD_DIMS = (64, 128, 32, 256)  # in the order in which they are timed, as a limit may come before the end
 DTYPES = ("bf16", "fp32")
 
 
@@ -25,7 +23,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("tune", help="time the tiles of the portable kernels on a GPU, and keep them in a file that later calls read")
     parser.add_argument("--device", help="cuda or cuda:N; by default the first GPU")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME", help=f"of {', '.join(KERNELS)}")
-    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS, metavar="D", help="of 32, 64, 128, 256")
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS, metavar="D", help="of 32, 64, 128 and 256")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, metavar="NAME", help="of bf16, for all of 16 bits, and fp32")
     parser.add_argument(
         "--seconds", type=positive, default=900, help="stop after about so many; what is not reached stays as it is (%(default)s)"
@@ -43,8 +41,8 @@ def run(parser: Parser, options: argparse.Namespace) -> Result:
 
     where = measuring.environment(device)
     report.show_stage(measuring.describe(where))
-    head_dims = [dim for dim in FIRST if dim in options.head_dims]
-    asked = _ordered(options.kernels, KERNELS), head_dims, _ordered(options.dtypes, DTYPES)
+    head_dims = [dim for dim in HEAD_DIMS if dim in options.head_dims]
+    asked = [name.replace("-", " ") for name in KERNELS if name in options.kernels], head_dims, [x for x in DTYPES if x in options.dtypes]
     with progress.bar(tuning.steps(*asked), "tiles") as advance:
         swept = tuning.sweep(device, *asked, options.seconds, report.show_stage, advance)
     file = options.out or timed_tiles.file_for(swept.gpu)
@@ -75,10 +73,6 @@ def _gpu(name: str | None) -> torch.device:
     if backend.interpreting():
         raise ValueError("TRITON_INTERPRET: expected it to be off, as Triton's interpreter launches nothing on a GPU")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
-def _ordered(given: Sequence[str], known: Sequence[str]) -> list[str]:
-    return [name for name in known if name in given]
 
 
 def _row(found: Any) -> list[str]:
