@@ -381,7 +381,9 @@ def sweep_of_the_example(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: 
     found = tuning.Found(**each | dict(frozen=Tile(**each["frozen"]), best=Tile(**each["best"]), frozen_ms=2.0, best_ms=1.0, refused=refused))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setattr(tune, "_gpu", lambda name: torch.device("cpu"))
-    monkeypatch.setattr(tuning, "sweep", lambda *given: tuning.Swept(wanted["gpu"], wanted["family"], [found], 60.0, None))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: wanted["gpu"])
+    result = tuning.Swept(wanted["gpu"], wanted["family"], [found], 60.0, None)
+    monkeypatch.setattr(tuning, "sweep", lambda *given: tuning.keep(result, given[-1]) and result)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -391,6 +393,21 @@ def test_tuning_needs_a_gpu(options, capsys):
         cli.main(["tune", *options])
     assert stopped.value.code == 2
     assert "--device: expected a CUDA device of this machine, whose kernels can be timed, found none" in capsys.readouterr().err
+
+
+def test_tune_names_a_file_that_cannot_be_written_before_it_tunes(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+    from dmattn.bench import tuning
+    from dmattn.commands import tune
+
+    monkeypatch.setattr(tune, "_gpu", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
+    monkeypatch.setattr(tuning, "sweep", lambda *given: pytest.fail("it tunes"))
+    (tmp_path / "file").touch()
+    for file in (tmp_path, tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit):
+            cli.main(["tune", "--out", str(file)])
+        assert f"--out: expected a file that can be written, received {file}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ CPU, GPU = torch.device("cpu"), "NVIDIA Imaginary 5"
 FORWARD = Place("forward", NARROW, 64)
 FROZEN = Tile(64, 64, 4, 3)
 FASTER, FAST, SLOWER = Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)
+TIMED = trials.TIMED
 
 
 def small(workload: Any) -> Any:
@@ -104,6 +105,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> dict[Tile, flo
         return measuring.Timing(found, found, found, 1)
 
     of_workload = trials.of_workload
+    monkeypatch.setattr(trials, "TIMED", TIMED[:3])
     monkeypatch.setattr(measuring, "measure", measure)
     monkeypatch.setattr(trials, "of_workload", lambda workload, *given: of_workload(small(workload), *given))
     monkeypatch.setattr(tuning, "device_family", lambda device: "sm_86")
@@ -120,7 +122,8 @@ def swept(seconds: float = 60.0, kernels: Sequence[str] = ("forward",)) -> dict[
 
 
 @on_a_cpu
-def test_a_clearly_faster_tile_is_taken(clock: dict[Tile, float], capsys: pytest.CaptureFixture) -> None:
+def test_a_clearly_faster_tile_is_taken(clock: dict[Tile, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(trials, "TIMED", TIMED)
     found = swept()
     assert set(found) == {"forward", "forward with pairs", "forward by intervals"}
     best = found["forward"]
@@ -177,15 +180,14 @@ def test_a_tile_that_fails_is_refused_with_the_reason(when: str, clock: dict[Til
 
 @on_a_cpu
 def test_what_is_not_reached_in_time_is_said_and_stays(clock: dict[Tile, float], tmp_path: Path) -> None:
-    found = swept(seconds=-1.0)
-    assert {each.missing for each in found.values()} == {"not reached in time"}
     file = tmp_path / "tiles.json"
-    assert tuning.keep(tuning.Swept(GPU, "sm_86", list(found.values()), 0.0, None), file) is None
+    result = tuning.sweep(CPU, ["forward"], [64], ["bf16"], -1.0, print, file=file)
+    assert {found.missing for found in result.found} == {"not reached in time"}
     assert not file.exists()
 
 
 @on_a_cpu
-def test_a_broken_device_ends_the_sweep_and_leaves_what_was_found(clock: dict[Tile, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_device_ends_the_sweep_and_leaves_what_was_found(clock: dict[Tile, float], monkeypatch: Any, tmp_path: Path) -> None:
     time_ = tuning.Round._time
 
     def breaks(one: tuning.Round, place: Place) -> Any:
@@ -194,9 +196,11 @@ def test_a_broken_device_ends_the_sweep_and_leaves_what_was_found(clock: dict[Ti
         return time_(one, place)
 
     monkeypatch.setattr(tuning.Round, "_time", breaks)
-    result = tuning.sweep(CPU, ["forward"], [64, 128, 32], ["bf16"], 60.0, print)
+    file = tmp_path / "tiles.json"
+    result = tuning.sweep(CPU, ["forward"], [64, 128, 32], ["bf16"], 60.0, print, file=file)
     assert result.stopped == "the device is broken: illegal address"
     assert {(each.head_dim, each.best is None) for each in result.found} == {(64, False), (128, True), (32, True)}
+    assert {place.head_dim for place in read(file).tiles} == {64}
 
 
 def test_a_file_keeps_what_was_not_timed_again_and_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +233,14 @@ def test_attention_is_exact_with_tiles_that_were_timed_here(tmp_path: Path, monk
     monkeypatch.setattr(trials, "TIMED", [trial for trial in trials.TIMED if trial[1] == " with pairs"])
     monkeypatch.setattr(tuning, "candidates", lambda *place: (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)))
     monkeypatch.setattr(tuning, "CLEARLY", -10.0)  # so that another tile is taken, however slow
-    result = tuning.sweep(device, ["forward"], [64], ["bf16"], 300.0, print)
+    result = tuning.sweep(device, ["forward"], [64], ["bf16"], 300.0, print, file=file)
     assert result.stopped is None
     (found,) = result.found
     assert found.missing is None, found
     assert found.best in (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)), found
     monkeypatch.setenv("DMATTN_TILES", str(file))
     try:
-        assert tuning.keep(result, file) is not None
+        timed_tiles.forget()
         assert tiles.find(kinds, result.family, torch.bfloat16, 64, 64) == found.best
         case = Case("mask-bias", 200, 264, head_dim=64, mask="bhqk", bias="bhqk")
         verdicts = equivalence.check(case, torch.bfloat16, device)

@@ -38,7 +38,7 @@ CLEARLY = 0.03  # of the frozen tile's time, which a tile has to save
 TIED = 0.01  # of the best tile's time, within which the first candidate is taken
 FINALISTS, TURNS = 3, 3
 BUDGET_MS, MOST_RUNS = 60.0, 12
-COMPILING = 0.7  # of the time that is left, at most
+COMPILING, TIMING = 0.6, 0.85  # of the time that is left, until which kernels are compiled and timed; the rest is for judging
 # Norm of the difference from the frozen tile's results, relative to theirs, from which on something else is computed; float64 judges the rest.
 FAR = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 OUT_OF_TIME = "not reached in time"
@@ -102,20 +102,27 @@ def sweep(
     seconds: float,
     show: Callable[[str], None],
     advance: Callable[[str | None], None] = lambda step: None,
+    file: Path | None = None,
 ) -> Swept:
-    """Time the tiles of `kernels` for so many seconds; a line is shown for each round, and each candidate `advance`s twice."""
-    start, found, stopped = time.monotonic(), [], None
+    """Time the tiles of `kernels` for so many seconds, and :func:`keep` those of each round in a file, if one is given.
+
+    A line is shown for each round, and each candidate `advance`s twice.
+    """
+    swept = Swept(torch.cuda.get_device_name(device), device_family(device), [], 0.0, None)
+    start = time.monotonic()
     for dtype in dtypes:
         for head_dim in head_dims:
-            one = Round(device, dtype, head_dim, tuple(kernels), start + seconds, advance)
-            if stopped is None:
+            one = Round(device, dtype, head_dim, kernels, start + seconds, advance)
+            if swept.stopped is None:
                 try:
                     one.run()
                 except Broken as error:
-                    stopped = str(error)
-            found += one.results(stopped)
+                    swept = swept._replace(stopped=str(error))
+            swept.found.extend(one.results(swept.stopped))
             show(one.line())
-    return Swept(torch.cuda.get_device_name(device), device_family(device), found, time.monotonic() - start, stopped)
+            if file is not None:
+                keep(swept, file)
+    return swept._replace(seconds=time.monotonic() - start)
 
 
 def steps(kernels: Sequence[str], head_dims: Sequence[int], dtypes: Sequence[str]) -> int:
@@ -190,9 +197,10 @@ class Round:
             self.missing = dict.fromkeys(self.kernels, "products of float32 are not made of parts here")
             return
         start = time.monotonic()
-        compiled = self._compile(start + COMPILING * (self.deadline - start))
+        left = self.deadline - start
+        compiled = self._compile(start + COMPILING * left)
         self.compiling = time.monotonic() - start
-        choices = {place: self._time(place) for place in compiled if time.monotonic() < self.deadline}
+        choices = {place: self._time(place) for place in compiled if time.monotonic() < start + TIMING * left}
         self._judge({place: choice for place, choice in choices.items() if choice})
         self.timing = time.monotonic() - start - self.compiling
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,16 @@ def run(parser: Parser, options: argparse.Namespace) -> Result:
     from ..bench import measuring, tuning  # which import the kernels
     from ..kernels.base import timed_tiles
 
+    file = options.out or timed_tiles.file_for(torch.cuda.get_device_name(device))
+    with parser.refusing():
+        _check_writable(file)
     where = measuring.environment(device)
     report.show_stage(measuring.describe(where))
     head_dims = [dim for dim in HEAD_DIMS if dim in options.head_dims]
     asked = [name.replace("-", " ") for name in KERNELS if name in options.kernels], head_dims, [x for x in DTYPES if x in options.dtypes]
     with progress.bar(tuning.steps(*asked), "tiles") as advance:
-        swept = tuning.sweep(device, *asked, options.seconds, report.show_stage, advance)
-    file = options.out or timed_tiles.file_for(swept.gpu)
-    kept = tuning.keep(swept, file)
+        swept = tuning.sweep(device, *asked, options.seconds, report.show_stage, advance, file)
+    kept = any(found.best is not None for found in swept.found)
     rows = [_row(found) for found in swept.found if found.best is not None]
     if rows:
         columns = ("kernel", "dtype", "head dim", "frozen tile", "ms", "best tile", "ms", "ratio")
@@ -54,7 +57,7 @@ def run(parser: Parser, options: argparse.Namespace) -> Result:
     for line in _remarks(swept, file if kept else None):
         report.show_stage(line)
     fields = dict(environment=where, gpu=swept.gpu, family=swept.family, file=str(file) if kept else None, seconds=swept.seconds)
-    return Result({**fields, "stopped": swept.stopped, "tiles": swept.found}, well=kept is not None and swept.stopped is None)
+    return Result({**fields, "stopped": swept.stopped, "tiles": swept.found}, well=kept and swept.stopped is None)
 
 
 def _gpu(name: str | None) -> torch.device:
@@ -73,6 +76,16 @@ def _gpu(name: str | None) -> torch.device:
     if backend.interpreting():
         raise ValueError("TRITON_INTERPRET: expected it to be off, as Triton's interpreter launches nothing on a GPU")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _check_writable(file: Path) -> None:
+    """Say before minutes of work, and not after them, that a file cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: expected a file that can be written, received {file}: {error.strerror}") from error
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ValueError(f"--out: expected a file that can be written, received {file}")
 
 
 def _row(found: Any) -> list[str]:
