@@ -127,16 +127,12 @@ def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int,
 
     A tile that was timed serves no other kind: what is not in that kind's problems may take more shared memory than there is.
     """
-    frozen = find_frozen(kinds, family, dtype, head_dim, value_dim)
+    products = _precision(family, dtype) if dtype == torch.float32 else None
     dim = max(block_dim(head_dim), block_dim(value_dim))
-    if family == "interpreter" or dim > HEAD_DIMS[-1]:
+    frozen = _frozen(kinds, family, products, dim)
+    if family == "interpreter" or dim > HEAD_DIMS[-1] or products not in (None, "bf16x6"):
         return frozen
-    numbers = NARROW
-    if dtype == torch.float32:
-        numbers = FLOATS
-        if _precision(family, dtype) != "bf16x6":
-            return frozen
-    timed = timed_tile(family, Place(kinds[0], numbers, max(HEAD_DIMS[0], dim)))
+    timed = timed_tile(family, Place(kinds[0], NARROW if products is None else FLOATS, max(HEAD_DIMS[0], dim)))
     if timed is None:
         return frozen
     # By the rows of split keys the table of kernels decides whether they serve a call (plans.py): they stay.
@@ -145,16 +141,22 @@ def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int,
 
 def find_frozen(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
     """The tile of the first of `kinds` that the frozen table has; the last is a kernel, which it has."""
+    products = _precision(family, dtype) if dtype == torch.float32 else None
+    return _frozen(kinds, family, products, max(block_dim(head_dim), block_dim(value_dim)))
+
+
+@cache
+def _frozen(kinds: tuple[str, ...], family: str, products: str | None, dim: int) -> Tile:
+    """That for a padded head dim; `products` are those of float32, None for 16-bit inputs."""
     if family == "interpreter":
         return _INTERPRETED_PIECES.get(kinds[-1], _INTERPRETED)
-    dim = max(block_dim(head_dim), block_dim(value_dim))
     if dim > 256:
-        return _NOTHING_FITS if dtype == torch.float32 else _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS)
+        return _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS) if products is None else _NOTHING_FITS
     table = _TABLE.get(family, _DEFAULT)
     rows = table[next(kind for kind in kinds if kind in table)]
-    if dtype == torch.float32:
+    if products is not None:
         rows = {"one tile": _WIDE_ONE_TILE, "whole rows": _NO_WHOLE_ROWS}.get(kinds[-1], _WIDE_FLOATS)
-        if _precision(family, dtype) != "ieee":
+        if products != "ieee":
             floats = _FLOATS_ALWAYS | _FLOATS.get(family, _FLOATS_DEFAULT)
             rows = floats.get(_OF_QUERIES.get(kinds[-1], kinds[-1]), rows)
     return next(tile for largest, tile in rows if dim <= largest)
