@@ -94,6 +94,19 @@ def test_each_trial_asks_for_its_tile_of_its_kind(monkeypatch: pytest.MonkeyPatc
             assert (rows, *tried[1:4]) in asked, (place, asked)
 
 
+@pytest.mark.skipif(not interpreting(), reason="launches kernels, in the interpreter")
+def test_kernels_launched_one_by_one_are_judged() -> None:
+    """On one problem of each kernel; and by the truth of other inputs, which no tile may pass."""
+    one = tuning.Round(CPU, "fp32", 16, timed_tiles.KERNELS, 0.0)
+    for place in {kernel: place for place, kernel in one.kernels.items()}.values():
+        case = one._cases(place)[-1]
+        case = replace(case, len_q=min(case.len_q, 40), len_k=None if case.len_k is None else 600 if place.kind == "split keys" else 56)
+        one._judge_case(place, one.tiles[place][0], case, {})
+    standard = equivalence.Standard.of(case.inputs(torch.float32, seed=1), case.options)
+    with pytest.raises(ValueError, match="FAILED"):
+        one._judge_case(place, one.tiles[place][0], case, {case: standard})
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> dict[Tile, float]:  # noqa: F811
     """Milliseconds by tile, which a test may change, of a GPU that launches nothing. A tile without an entry takes 2."""
