@@ -135,14 +135,22 @@ def swept(seconds: float = 60.0, kernels: Sequence[str] = ("forward",)) -> dict[
 
 
 @on_a_cpu
-def test_a_clearly_faster_tile_is_taken(clock: dict[Tile, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(trials, "TIMED", TIMED)
+def test_a_clearly_faster_tile_is_taken(clock: dict[Tile, float], capsys: pytest.CaptureFixture) -> None:
     found = swept()
-    assert set(found) == {"forward", "forward with pairs", "forward by intervals"}
+    assert set(found) == {"forward", "forward with pairs"}
     best = found["forward"]
     assert (best.frozen, best.best, best.frozen_ms, best.best_ms, best.missing) == (FROZEN, FASTER, 4.0, 2.0, None)
     assert found["forward with pairs"].best == found["forward with pairs"].frozen, "all its tiles take as long"
     assert "bf16, head dim 64: " in capsys.readouterr().out
+
+
+@on_a_cpu
+def test_every_kernel_is_reached(clock: dict[Tile, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "TIMED", TIMED)
+    monkeypatch.setattr(tuning, "candidates", lambda *place: (FASTER,))
+    found = swept(kernels=timed_tiles.KERNELS)
+    assert {kind: each.missing for kind, each in found.items()} == dict.fromkeys(found)
+    assert {place.split(" by ")[0].split(" with ")[0] for place in found} == set(timed_tiles.KERNELS)
 
 
 @on_a_cpu

@@ -18,6 +18,7 @@ from ..execution import backend
 from ..execution.passes import learned_of
 from ..kernels.base.key_sums import empty_key_sums
 from ..kernels.base.query_terms import Incoming, fill_terms
+from ..kernels.base.timed_tiles import on_trial
 from ..kernels.portable import forward as portable_forward
 from ..kernels.portable import split_keys
 from ..kernels.portable.bias_grad import shared_gradient
@@ -72,6 +73,16 @@ class Call(NamedTuple):
     arguments: tuple
     results: dict[str, Tensor]
 
+    def launch(self) -> None:
+        self.function(*self.arguments)
+
+    def made(self) -> dict[str, Tensor]:
+        """The results, in memory that was NaN before."""
+        for x in self.results.values():
+            x.fill_(float("nan"))
+        self.launch()
+        return self.results
+
 
 class Trial(NamedTuple):
     """A problem that is timed, and the kinds of the kernels that it times, by kernel (`tiles.kinds_of`)."""
@@ -86,6 +97,12 @@ class Launches(NamedTuple):
     problem: Problem
     before: list[Call]
     kernels: dict[str, Call]
+
+    def prepare(self) -> None:
+        """Launch all that the kernels read, with the frozen tiles."""
+        with on_trial({}):
+            for call in self.before:
+                call.launch()
 
 
 def timed(head_dim: int, kernels: Sequence[str]) -> list[Trial]:

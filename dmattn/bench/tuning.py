@@ -237,18 +237,12 @@ class Round:
         """The places of which all is compiled that can be."""
         compilations: Compilations[tuple[Place, Tile]] = Compilations(self.device, self.target)
         asked = []
-        for place, kernel in self.kernels.items():
+        for place in self.kernels:
             if time.monotonic() > until:
                 break
             try:
                 for trial in self.trials[place]:
-                    launches = self._launches(place, trial)
-                    for call in launches.before:
-                        compilations.ask(None, call.function, call.arguments, {})
-                    for tile in self.tiles[place]:
-                        compilations.ask((place, tile), *launches.kernels[kernel][:2], {place: tile})
-                        self.advance(f"compiling {place.kind}")
-                    del launches
+                    self._ask(compilations, place, self._launches(place, trial), {(place, tile): tile for tile in self.tiles[place]})
                 asked.append(place)
             except Exception as error:
                 self._miss(place, trial.workload.name, error)
@@ -258,11 +252,19 @@ class Round:
             self.refused[place][tile] = why
         return asked
 
+    def _ask(self, compilations: Compilations[Any], place: Place, launches: Launches, by_key: dict[Any, Tile]) -> None:
+        """Compile what a problem takes, and the kernel of a place with each tile."""
+        for before in launches.before:
+            compilations.ask(None, before.function, before.arguments, {})
+        call = launches.kernels[self.kernels[place]]
+        for key, tile in by_key.items():
+            compilations.ask(key, call.function, call.arguments, {place: tile})
+            self.advance(f"compiling {place.kind}")
+
     def _time(self, place: Place) -> list[Choice]:
         """The tiles that a place may have, the best first, the frozen one last; none where that cannot be said."""
         frozen, *others = self.tiles[place]
         times: dict[Tile, list[float]] = defaultdict(list)
-        ratios: dict[Tile, float] = {}
         try:
             for trial in self.trials[place]:
                 with self._ready(place, trial) as call:
@@ -271,9 +273,9 @@ class Round:
                         self.advance(f"timing {place.kind}")
                         if tile not in self.refused[place]:
                             expected = self._try(place, tile, call, expected, times)
-            if frozen in self.refused[place]:
-                self.missing[place] = f"the frozen tile: {self.refused[place][frozen]}"
-                return []
+                if frozen in self.refused[place]:
+                    self.missing[place] = f"the frozen tile: {self.refused[place][frozen]}"
+                    return []
             ratios = {tile: _ratio(times[tile], times[frozen]) for tile in others if tile not in self.refused[place]}
             finalists = sorted((tile for tile in ratios if ratios[tile] <= 1 - CLEARLY), key=ratios.__getitem__)[:FINALISTS]
             again = self._time_again(place, finalists)
@@ -291,7 +293,7 @@ class Round:
         """Launch with a tile, compare its results with the `expected` ones, if any, and time it; the results to expect of others."""
         try:
             with on_trial({place: tile}):
-                found = _results(call)
+                found = call.made()
                 if expected is not None:
                     _compare(found, expected, FAR[self.dtype])
                 times[tile].append(self._milliseconds(call))
@@ -323,11 +325,11 @@ class Round:
         """The kernel's call on a problem, with all that it reads in memory."""
         launches = self._launches(place, trial)
         with launching(launches.problem.query), torch.no_grad():
-            _make(launches)
+            launches.prepare()
             yield launches.kernels[self.kernels[place]]
 
     def _milliseconds(self, call: Call) -> float:
-        return measuring.measure(lambda: call.function(*call.arguments), self.device, BUDGET_MS, MOST_RUNS, warm_ups=1).median
+        return measuring.measure(call.launch, self.device, BUDGET_MS, MOST_RUNS, warm_ups=1).median
 
     def _judge(self, choices: dict[Place, list[Choice]]) -> None:
         """Take for each place the first choice whose results are as exact as they have to be; the frozen tile is known to be."""
@@ -337,9 +339,7 @@ class Round:
                 for case in self._cases(place):
                     problem, inputs = trials.of_case(case, self.dtype, self.device)
                     launches = trials.launches_of(problem, inputs.d_out, inputs.d_lse, [self.kernels[place]])
-                    for call in launches.before:
-                        compilations.ask(None, call.function, call.arguments, {})
-                    compilations.ask(place, *launches.kernels[self.kernels[place]][:2], {place: first.tile})
+                    self._ask(compilations, place, launches, {place: first.tile})
         compilations.finish()
         self.compiled += compilations.kernels
         standards: dict[Case, Standard] = {}
@@ -359,9 +359,9 @@ class Round:
         problem, inputs = trials.of_case(case, self.dtype, self.device)
         launches = trials.launches_of(problem, inputs.d_out, inputs.d_lse, [self.kernels[place]])
         with launching(problem.query), torch.no_grad():
-            _make(launches)
+            launches.prepare()
             with on_trial({place: tile}):
-                found = _results(launches.kernels[self.kernels[place]])
+                found = launches.kernels[self.kernels[place]].made()
         if case not in standards:
             standards[case] = Standard.of(inputs, case.options)
         wrong = [verdict for verdict in judge(found, standards[case]) if not verdict.passed]
@@ -387,21 +387,6 @@ class Round:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise Broken(f"the device is broken: {measuring.reason(error)}") from error
-
-
-def _make(launches: Launches) -> None:
-    """Launch all that the kernels read, with the frozen tiles."""
-    with on_trial({}):
-        for call in launches.before:
-            call.function(*call.arguments)
-
-
-def _results(call: Call) -> dict[str, Tensor]:
-    """What a call makes, in memory that was NaN before."""
-    for x in call.results.values():
-        x.fill_(float("nan"))
-    call.function(*call.arguments)
-    return call.results
 
 
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], far: float) -> None:
