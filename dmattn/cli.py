@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 
 from . import __version__, progress
-from .commands import bench, compile, completion, explain, info, verify
+from .commands import bench, compile, completion, explain, info, tune, verify
 from .commands.parser import Parser, Result, json_of
 from .versions import tested_with
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, tested with {tested_with()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (info, verify, explain, compile, bench):
+    for command in (info, verify, explain, compile, bench, tune):
         command.add(commands)
     completion.add(commands, parser)
     options = parser.parse_args(arguments)

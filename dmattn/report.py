@@ -16,14 +16,38 @@ OLDEST_GPU = (8, 0)
 MISSING = "not installed"
 
 
+class Tiles(NamedTuple):
+    """Whether the tiles of the portable kernels were timed on a GPU, when, and in which file; or why a file is `ignored`.
+
+    The frozen table was timed on one kind of GPU, which has no date and no file. Of several GPUs of a family `timed_on` is the one whose tiles
+    are used.
+    """
+
+    timed: bool
+    timed_on: str | None = None
+    date: str | None = None
+    file: str | None = None
+    ignored: str | None = None
+
+    def __str__(self) -> str:
+        if self.timed and self.date is not None:
+            return f"timed {self.date} on {self.timed_on} ({self.file})"
+        known = "timed (built in)" if self.timed else "not timed on this GPU (dmattn tune times them)"
+        return known if self.ignored is None else f"{known}; {self.file} is ignored: {self.ignored}"
+
+
 class Device(NamedTuple):
-    """A device, the code that serves its tensors or why none can, and whether any can. `threads` are a CPU's, `compute_capability` a GPU's."""
+    """A device, the code that serves its tensors or why none can, and whether any can. `threads` are a CPU's, `compute_capability` a GPU's.
+
+    `tiles` are those of a usable GPU.
+    """
 
     hardware: str
     threads: int | None
     compute_capability: str | None
     served_by: str
     usable: bool
+    tiles: Tiles | None = None
 
     def __str__(self) -> str:
         kind = f"{self.threads} threads" if self.compute_capability is None else f"compute capability {self.compute_capability}"
@@ -43,7 +67,9 @@ def devices() -> dict[str, Device]:
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         path, usable = _gpu_path((major, minor))
-        found[f"cuda:{index}"] = Device(torch.cuda.get_device_name(index), None, f"{major}.{minor}", path, usable)
+        name = torch.cuda.get_device_name(index)
+        tiles = _tiles(name, (major, minor)) if usable else None
+        found[f"cuda:{index}"] = Device(name, None, f"{major}.{minor}", path, usable, tiles)
     return found
 
 
@@ -89,6 +115,18 @@ def _cpu_path() -> str:
     if interpreting():
         return "the Triton kernels in Triton's interpreter (TRITON_INTERPRET is set), float64 through PyTorch"
     return "PyTorch, in chunks of query rows"
+
+
+def _tiles(name: str, capability: tuple[int, int]) -> Tiles:
+    """Where the tiles of a GPU come from."""
+    from .kernels.base.tiles import TIMED_ON
+    from .kernels.base.timed_tiles import source_of
+
+    family = "hip" if torch.version.hip is not None else "sm_{}{}".format(*capability)
+    file, timed, ignored = source_of(family)
+    if timed is not None:
+        return Tiles(True, timed.gpu, timed.date, str(file))
+    return Tiles(name == TIMED_ON, file=None if file is None else str(file), ignored=ignored)
 
 
 def _gpu_path(capability: tuple[int, int]) -> tuple[str, bool]:

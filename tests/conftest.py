@@ -25,6 +25,7 @@ from dmattn.execution.backend import interpreting
 from dmattn.execution.replay import forget
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub for a model, nor waits for one that cannot be reached
+os.environ.setdefault("DMATTN_TILES", "frozen")  # whatever was timed on this machine
 
 
 def take_gpus_by_turns(worker: int) -> None:

@@ -277,7 +277,7 @@ def test_the_version_is_printed(capsys):
     ("arguments", "said"),
     [
         ("explan", "dmattn: error: unknown command 'explan': did you mean 'explain'?"),
-        ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, bench, completion"),
+        ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, bench, tune, completion"),
         ("--verison info", "dmattn: error: unknown option '--verison': did you mean '--version'?"),
         ("info --jsn", "dmattn info: error: unknown option '--jsn': did you mean '--json'?"),
         ("verify --skip_models", "dmattn verify: error: unknown option '--skip_models': did you mean '--skip-models'?"),
@@ -327,7 +327,7 @@ EXAMPLES = re.findall(
 
 @pytest.mark.parametrize(("name", "arguments", "documented"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
 def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, documented, monkeypatch, capsys, tmp_path):
-    assert [name for name, *_ in EXAMPLES] == ["info", "verify", "explain", "compile", "bench"]
+    assert [name for name, *_ in EXAMPLES] == ["info", "verify", "explain", "compile", "bench", "tune"]
     wanted = json.loads(documented)
     if name == "explain":
         pytest.importorskip("triton")
@@ -336,6 +336,9 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
         monkeypatch.setattr(compilation, "compile_for", lambda *given: compilation.Compiled(**wanted | dict(calls=calls)))
         monkeypatch.chdir(tmp_path)
         Path("calls.txt").write_text(wanted["calls"][0]["call"])
+    if name == "tune":  # tests/test_tuning.py tunes
+        pytest.importorskip("triton")
+        sweep_of_the_example(monkeypatch, tmp_path, wanted)
     if name == "bench":
         pytest.importorskip("matplotlib", reason="draws the picture")
         if interpreting():
@@ -361,7 +364,68 @@ def test_json_is_as_documented_and_alone_on_standard_output(name, arguments, doc
         assert "like T5" in printed.err
         assert contains(found, wanted)
         return
+    if name == "tune":
+        assert Path(found["file"]).parent == tmp_path / "dmattn"
+        assert "DMATTN_TILES=" in printed.err
+        assert contains(found, wanted)
+        return
     assert shape_of(found) == shape_of(wanted)
+
+
+def sweep_of_the_example(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: dict[str, Any]) -> None:
+    """Take a documented sweep for that of a GPU, and a folder for the cache."""
+    from dmattn.bench import tuning
+    from dmattn.commands import tune
+    from dmattn.kernels.base.timed_tiles import Tile
+
+    (each,) = wanted["tiles"]
+    refused = [tuning.Refused(Tile(**one["tile"]), one["reason"]) for one in each["refused"]]
+    found = tuning.Found(**each | dict(frozen=Tile(**each["frozen"]), best=Tile(**each["best"]), frozen_ms=2.0, best_ms=1.0, refused=refused))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(tune, "_gpu", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: wanted["gpu"])
+    result = tuning.Swept(wanted["gpu"], wanted["family"], [found], 60.0, None)
+    monkeypatch.setattr(tuning, "sweep", lambda *given: tuning.keep(result, given[-1]) and result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("options", [[], ["--device", "cpu"], ["--device", "cuda:1"]])
+def test_tuning_needs_a_gpu(options, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", *options])
+    assert stopped.value.code == 2
+    assert "--device: expected a CUDA device of this machine, whose kernels can be timed, found none" in capsys.readouterr().err
+
+
+def test_tune_names_a_file_that_cannot_be_written_before_it_tunes(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+    from dmattn.bench import tuning
+    from dmattn.commands import tune
+
+    monkeypatch.setattr(tune, "_gpu", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
+    monkeypatch.setattr(tuning, "sweep", lambda *given: pytest.fail("it tunes"))
+    (tmp_path / "file").touch()
+    for file in (tmp_path, tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit):
+            cli.main(["tune", "--out", str(file)])
+        assert f"--out: expected a file that can be written, received {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kernels", "query"], "--kernels: expected one of forward, keys, queries, "),
+        (["--head-dims", "48"], "--head-dims: expected one of 64, 128, 32, 256, received 48"),
+        (["--dtypes", "fp16"], "--dtypes: expected one of bf16, fp32, received fp16"),
+        (["--seconds", "0"], "--seconds: expected a positive integer"),
+    ],
+)
+def test_tune_names_a_bad_option(options, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def contains(found: Any, wanted: Any) -> bool:
@@ -464,7 +528,20 @@ def test_completion_is_a_script_with_every_command_and_option(shell, capsys):
     pytest.importorskip("shtab")
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in ("info", "verify", "explain", "compile", "bench", "completion", "json", "bias-pitch", "bfloat16", "skip-models"):
+    for word in (
+        "info",
+        "verify",
+        "explain",
+        "compile",
+        "bench",
+        "tune",
+        "split-keys",
+        "completion",
+        "json",
+        "bias-pitch",
+        "bfloat16",
+        "skip-models",
+    ):
         assert word in script
     program = shutil.which(shell)
     if program is not None:

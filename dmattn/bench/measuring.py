@@ -103,7 +103,7 @@ def slug(device: torch.device) -> str:
 def write_json(path: Path, payload: dict[str, Any]) -> None:
     """Write a result file; a partial one never replaces a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # another process may write the same file
     partial.write_text(json.dumps(payload, indent=1) + "\n")
     partial.replace(path)
 

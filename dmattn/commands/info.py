@@ -31,7 +31,9 @@ def environment() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Versions, a line each, those that were tested, then devices, each with the code that serves its tensors."""
-    named = {**report.versions(), "tested": tested_with(), **report.devices()}
-    width = max(map(len, named))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in named.items())
+    """Versions, a line each, those that were tested, then devices, each with the code that serves its tensors, and a GPU's tiles below it."""
+    lines: list[tuple[str, object]] = [*report.versions().items(), ("tested", tested_with())]
+    for name, device in report.devices().items():
+        lines += [(name, device)] + ([] if device.tiles is None else [("", f"tiles: {device.tiles}")])
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in lines)

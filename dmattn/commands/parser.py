@@ -51,8 +51,8 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             nearest = _suggestion(value, action.choices) or f": expected one of {', '.join(action.choices)}"
             raise argparse.ArgumentError(None, f"unknown command '{value}'{nearest}")
-        expected = f"expected one of {', '.join(action.choices)}, received {value}"
-        raise argparse.ArgumentError(action, expected + _suggestion(value, action.choices))
+        choices = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, received {value}{_suggestion(str(value), choices)}")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Tile sizes: a frozen table, a rule to pick from it, and the launch options that follow."""
+"""Tile sizes: those timed on the GPU at hand, else a frozen table, a rule to pick from both, and the launch options that follow."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,17 +13,7 @@ from torch import Tensor
 from ...precision import dot_precision
 from ...problem import Problem
 from .device import device_family
-
-
-class Tile(NamedTuple):
-    """Queries and keys per tile, warps per program, stages of the software pipeline, dims of a piece (:mod:`.pieces`) at most."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    dims: int = 512
-
+from .timed_tiles import FLOATS, HEAD_DIMS, NARROW, Place, Tile, timed_tile
 
 _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
 _NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
@@ -40,12 +30,13 @@ _DEFAULT = {
     "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "whole rows": _NO_WHOLE_ROWS,
 }
+TIMED_ON = "NVIDIA H200"  # the name of the GPU on which the table's tiles of sm_90 were timed
 _TABLE = {
-    # NVIDIA H200, 2026-11-21, python benchmarks/tune.py (benchmarks/results/tune_nvidia_h200.json, where "split keys" are "decoding" and
-    # "queries of d_bias" are "products"); head dim 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
-    # shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head dim
-    # 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with two stages ptxas
-    # serialises the matrix products of "whole rows".
+    # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
+    # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take
+    # registers and shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one
+    # tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with
+    # two stages ptxas serialises the matrix products of "whole rows".
     "sm_90": {
         "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -114,10 +105,7 @@ _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields
 def pick(kernel: str, problem: Problem) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
     query = problem.query
-    kinds = [f"{kernel} by intervals"] if problem.first is not None else []
-    if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
-        kinds.append(f"{kernel} with pairs")
-    tile = find((*kinds, kernel), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
+    tile = find(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     # a mask takes registers, and so do dropout and a table
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
@@ -126,18 +114,49 @@ def pick(kernel: str, problem: Problem) -> Tile:
     return tile
 
 
+def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
+    """Names under which a table may have `kernel` for a problem, the most particular first; the last is the kernel's own."""
+    kinds = [f"{kernel} by intervals"] if problem.first is not None else []
+    if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
+        kinds.append(f"{kernel} with pairs")
+    return (*kinds, kernel)
+
+
 def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
-    """The tile of the first of `kinds` that the table has; the last is a kernel, which it has."""
+    """The tile of the first of `kinds`, if it was timed on this GPU; else of the first that the frozen table has, which has the last.
+
+    A tile that was timed serves no other kind: what is not in that kind's problems may take more shared memory than there is.
+    """
+    products = _precision(family, dtype) if dtype == torch.float32 else None
+    dim = max(block_dim(head_dim), block_dim(value_dim))
+    frozen = _frozen(kinds, family, products, dim)
+    if family == "interpreter" or dim > HEAD_DIMS[-1] or products not in (None, "bf16x6"):
+        return frozen
+    timed = timed_tile(family, Place(kinds[0], NARROW if products is None else FLOATS, max(HEAD_DIMS[0], dim)))
+    if timed is None:
+        return frozen
+    # By the rows of split keys the table of kernels decides whether they serve a call (plans.py): they stay.
+    return timed._replace(block_m=frozen.block_m) if kinds[-1] == "split keys" else timed
+
+
+def find_frozen(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
+    """The tile of the first of `kinds` that the frozen table has; the last is a kernel, which it has."""
+    products = _precision(family, dtype) if dtype == torch.float32 else None
+    return _frozen(kinds, family, products, max(block_dim(head_dim), block_dim(value_dim)))
+
+
+@cache
+def _frozen(kinds: tuple[str, ...], family: str, products: str | None, dim: int) -> Tile:
+    """That for a padded head dim; `products` are those of float32, None for 16-bit inputs."""
     if family == "interpreter":
         return _INTERPRETED_PIECES.get(kinds[-1], _INTERPRETED)
-    dim = max(block_dim(head_dim), block_dim(value_dim))
     if dim > 256:
-        return _NOTHING_FITS if dtype == torch.float32 else _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS)
+        return _WIDEST.get(family, _WIDEST_DEFAULT).get(kinds[-1], _NOTHING_FITS) if products is None else _NOTHING_FITS
     table = _TABLE.get(family, _DEFAULT)
     rows = table[next(kind for kind in kinds if kind in table)]
-    if dtype == torch.float32:
+    if products is not None:
         rows = {"one tile": _WIDE_ONE_TILE, "whole rows": _NO_WHOLE_ROWS}.get(kinds[-1], _WIDE_FLOATS)
-        if _precision(family, dtype) != "ieee":
+        if products != "ieee":
             floats = _FLOATS_ALWAYS | _FLOATS.get(family, _FLOATS_DEFAULT)
             rows = floats.get(_OF_QUERIES.get(kinds[-1], kinds[-1]), rows)
     return next(tile for largest, tile in rows if dim <= largest)
