@@ -64,17 +64,17 @@ class Broken(RuntimeError):
 
 
 class Worker:
-    """The process of one workload of the matrix, by name."""
+    """A process that answers requests, of a module that calls :func:`serve`, with what it is given there."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, given: Record, module: str = "benchmarks.workers", package: str | None = None) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        command = [sys.executable, "-m", "benchmarks.workers", json.dumps({"name": name, **vars(settings)})]
-        paths = [settings.package, str(ROOT), os.environ.get("PYTHONPATH")]
+        command = [sys.executable, "-m", module, json.dumps(given)]
+        paths = [package, str(ROOT), os.environ.get("PYTHONPATH")]
         # one thread each, since there are as many workers as processors; they compile, and compare small results on a CPU
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         pipe = subprocess.PIPE
-        self.peers = settings.peers
+        self.peers = given.get("peers", ())
         self.contender: str | None = None  # whose turn it is
         self.found: Record = {}  # records of contenders that were measured
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, bufsize=0, env=environment, cwd=ROOT)
@@ -129,6 +129,11 @@ class Worker:
         return lines[-1][:240] if lines else "nothing was said"
 
 
+def of_row(name: str, settings: Settings) -> Worker:
+    """The process of one workload of the matrix."""
+    return Worker({"name": name, **vars(settings)}, package=settings.package)
+
+
 def prepared_rows(
     rows: Sequence[Workload], settings: Sequence[Settings], jobs: int, deadline: float
 ) -> Iterator[tuple[Workload, list[Worker | str], list[Record]]]:
@@ -178,7 +183,7 @@ def _prepared(workload: Workload, settings: Settings, last: float) -> tuple[Work
         seconds = min(PREPARE_SECONDS, last - time.monotonic())
         if seconds <= 1:
             return NOT_REACHED, {}
-        worker = Worker(workload.name, replace(settings, peers=[name for name in settings.peers if name not in without]))
+        worker = of_row(workload.name, replace(settings, peers=[name for name in settings.peers if name not in without]))
         answer = ask(worker, {"do": "prepare"}, seconds)
         broken = answer.get("broken", worker.contender if worker.ended else None)
         if broken is None:
@@ -215,7 +220,7 @@ def _end(found: Sequence[tuple[Worker | str, Record]]) -> None:
 class Row:
     """A worker's side: one workload, its tensors and its contenders."""
 
-    def __init__(self, name: str, settings: Settings, say: Callable[[Record], None]) -> None:
+    def __init__(self, given: Record, say: Callable[[Record], None]) -> None:
         import torch
 
         import dmattn
@@ -223,6 +228,7 @@ class Row:
         from benchmarks.matrix_rows import row_of
         from dmattn.bench import compare
 
+        name, settings = given.pop("name"), Settings(**given)
         if settings.package is not None and not Path(dmattn.__file__).is_relative_to(settings.package):
             raise ImportError(f"expected dmattn of {settings.package}, found {dmattn.__file__}")
         self.torch, self.harness, self.compare, self.attention_of, self.ours = torch, harness, compare, contenders.attention_of, contenders.OURS
@@ -351,26 +357,24 @@ class Row:
         return self.functions[name]
 
 
-def _serve() -> None:
-    """Answer requests until there are no more. What libraries print goes to stderr."""
+def serve(make: Callable[[Record, Callable[[Record], None]], Any]) -> None:
+    """Answer requests until there are no more, each by the method of what is made first. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def say(answer: Record) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
-    row: Row | None = None
+    made: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            given = json.loads(sys.argv[1])
-            row = row or Row(given.pop("name"), Settings(**given), say)
-            verb = request.pop("do")
-            answer = {"prepare": row.prepare, "measure": row.measure, "times": row.times}[verb](**request)
+            made = made or make(json.loads(sys.argv[1]), say)
+            answer = getattr(made, request.pop("do"))(**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:240]}
         say(answer)
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(Row)

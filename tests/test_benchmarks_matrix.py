@@ -247,7 +247,7 @@ def test_matrix_plots_a_result_file(tmp_path, monkeypatch, capsys):
 def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):
     workers = scripts("workers")
     settings = workers.Settings("cpu", "fp32", True, (), None)
-    worker = workers.Worker("no such row", settings)
+    worker = workers.of_row("no such row", settings)
     try:
         assert "ValueError" in workers.ask(worker, {"do": "prepare"}, 60)["error"]
         began = time.monotonic()
@@ -259,7 +259,7 @@ def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):
     finally:
         worker.close()
     assert worker.ended
-    hanging = workers.Worker("fp32_d64", settings)
+    hanging = workers.of_row("fp32_d64", settings)
     assert "no answer to prepare" in workers.ask(hanging, {"do": "prepare"}, 0.01)["error"]
     assert hanging.ended
 
