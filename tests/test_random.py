@@ -1,6 +1,7 @@
 """A random search: shapes, dtypes, masks, intervals, biases and options drawn by hypothesis, judged by the budget rule.
 
-DMATTN_EXAMPLES sets how many are drawn (100 by default, 10 in the interpreter; 500 is the full search).
+DMATTN_EXAMPLES sets how many are drawn (100 by default, 10 in the interpreter; 500 is the full search). They are drawn by a few tests, which
+processes share: nearly every one has kernels of its own, which take a GPU's compiler seconds.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
+PARTS = 4
 LEADING = ("b", "b", "bn", "bnm", "")
 HEADS = st.sampled_from("hg1")
 PAIRS = st.tuples(HEADS, st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
@@ -76,13 +78,18 @@ def problems(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_any_problem(device: str, case: Case, seed: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and device == "cpu" and interpreting():
-        dtype = torch.float16
-    failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
-    assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_problem(device: str, part: int) -> None:
+    @seed(part)
+    @settings(max_examples=-(-EXAMPLES // PARTS), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=problems(), number=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    def passes(case: Case, number: int, dtype: torch.dtype) -> None:
+        if dtype == torch.bfloat16 and device == "cpu" and interpreting():
+            dtype = torch.float16
+        failed = [str(verdict) for verdict in check(case, dtype, device, number) if not verdict.passed]
+        assert not failed, "\n".join([f"{dtype} on {device}, seed {number}: {case}", *failed])
+
+    passes()
 
 
 def test_the_search_reaches_every_kind_of_rule() -> None:
