@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -238,6 +239,41 @@ def test_kinds_are_the_same_for_a_seed_and_of_all_sorts():
     assert first == again
     assert first.kind == other.kind
     assert first.problem != other.problem
+
+
+@pytest.fixture
+def asked(monkeypatch) -> set[tuple]:
+    """Kernels of Hopper that launches on CPU tensors would compile, by Triton's keys; nothing is launched."""
+    pytest.importorskip("triton", reason="about kernels")
+    from triton.runtime import driver, jit
+
+    from dmattn.execution import backend
+    from dmattn.kernels.base.ahead import Ahead
+    from dmattn.kernels.base.no_device import NoDevice, gpu_target
+
+    keys: set[tuple] = set()
+    monkeypatch.setattr(driver, "_active", NoDevice(gpu_target("sm_90")), raising=False)
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", lambda kernel, key, *others: keys.add((kernel.fn.__qualname__, str(key))))
+    monkeypatch.setattr(Ahead, "active", lambda mode: nullcontext())
+    backend.kernels(torch.device("meta"))  # whose modules are to be looked through
+    known = {"device_family": lambda device: "sm_90", "processors": lambda device: 132, "by_kernels": lambda query: True}
+    for module in [module for name, module in sys.modules.items() if name.startswith("dmattn.")]:
+        for name, stands_in in known.items():
+            if callable(vars(module).get(name)):
+                monkeypatch.setattr(module, name, stands_in)
+    return keys
+
+
+def test_problems_of_a_kind_share_their_kernels(asked):
+    """What the first problems of some kinds ask for is nearly all that any of them asks for: compilation bounds the time of the proof."""
+    count, counts = random_problems.KINDS, []
+    for turn in range(3):
+        for number in range(0, count, 7):
+            given = kinds.drawn(turn * count + number, count, 0)
+            given.problem.prepared(given.dtype, "cpu", given.tensors)()
+        counts.append(len(asked))
+    assert counts[0] > 3 * count // 7
+    assert counts[-1] < 1.25 * counts[0]
 
 
 def off_by(amount: float, function):

@@ -22,7 +22,7 @@ from benchmarks.prove.processes import run_parts
 from benchmarks.prove.schedule import PARTS, Part
 
 COMMAND = "python -m benchmarks.prove"
-PROBLEMS, TINY_PROBLEMS = 8000, 24
+PROBLEMS, TINY_PROBLEMS = 6000, 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

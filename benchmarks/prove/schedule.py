@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("random", "Random problems against float64", 0, processes=0.5, resumes=True),
-    Part("errors", "Errors beside other implementations", 0, processes=0.2, resumes=True),
-    Part("adversarial", "Adversarial inputs", 0, processes=0.2, resumes=True),
+    Part("errors", "Errors beside other implementations", 0, processes=0.25, resumes=True),
+    Part("adversarial", "Adversarial inputs", 0, processes=0.25, resumes=True),
     Part("repetition", "Bitwise repetition beside a busy stream", 0, resumes=True),
     Part("memory", "Memory of 10 000 calls", 0),
     Part("threads", "Threads and streams", 0),
