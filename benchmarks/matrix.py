@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answer["judged"] = answer.get("judged") or first.get("judged")  # without an answer to the second
             result["rows"] += entries(workload, dtype, answer, first.get("without", {}))
         save()
+    save()
     show(result)
     if target is not None:
         print(target)

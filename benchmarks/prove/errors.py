@@ -149,6 +149,8 @@ def _compared(workload: Workload, dtype: str, run: Run) -> list[Record]:
                     tensor: _errors([x[tensor] for x in found], [x[tensor] for x in truths], DTYPES[dtype]) for tensor in found[0]
                 }
         except Exception as error:
+            if name == contenders.OURS and isinstance(error, torch.OutOfMemoryError):
+                raise
             record["error"] = harness.reason(error)
             record |= {"fatal": True} if raised(name, error).get("fatal") else {}
         made.append(record)

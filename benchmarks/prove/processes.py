@@ -77,7 +77,10 @@ class Share:
         name = f"process {self.run.share + 1} of {self.run.of}"
         for attempt in range(RESTARTS + 1):
             before = len(self.records)
-            ended, said = self._once(end)
+            try:
+                ended, said = self._once(end)
+            except OSError as error:  # as where no further process can be started
+                ended, said = False, str(error)
             now = self.records[before:]
             if ended:
                 break
