@@ -1,7 +1,6 @@
 """A random search: shapes, dtypes, masks, intervals, biases and options drawn by hypothesis, judged by the budget rule.
 
-DMATTN_EXAMPLES sets how many are drawn (100 by default, 10 in the interpreter; 500 is the full search). They are drawn by a few tests, which
-processes share: nearly every one has kernels of its own, which take a GPU's compiler seconds.
+DMATTN_EXAMPLES sets how many are drawn (100 by default, 10 in the interpreter; 500 is the full search).
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from searches import PARTS, in_part
 
 from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 
 EXAMPLES = int(os.environ.get("DMATTN_EXAMPLES", "10" if interpreting() else "100"))
-PARTS = 4
 LEADING = ("b", "b", "bn", "bnm", "")
 HEADS = st.sampled_from("hg1")
 PAIRS = st.tuples(HEADS, st.sampled_from("q1"), st.sampled_from("k1")).map("".join)
@@ -80,14 +79,12 @@ def problems(draw: st.DrawFn) -> Case:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_problem(device: str, part: int) -> None:
-    @seed(part)
-    @settings(max_examples=-(-EXAMPLES // PARTS), deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(case=problems(), number=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    def passes(case: Case, number: int, dtype: torch.dtype) -> None:
+    @in_part(part, EXAMPLES, case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    def passes(case: Case, seed: int, dtype: torch.dtype) -> None:
         if dtype == torch.bfloat16 and device == "cpu" and interpreting():
             dtype = torch.float16
-        failed = [str(verdict) for verdict in check(case, dtype, device, number) if not verdict.passed]
-        assert not failed, "\n".join([f"{dtype} on {device}, seed {number}: {case}", *failed])
+        failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
+        assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])
 
     passes()
 
