@@ -58,9 +58,6 @@ def test_matrix_measures_rows_in_processes_of_their_own(tmp_path):
     assert any(line.startswith("backward: geometric mean") for line in printed)
     before = [entry for entry in result["rows"] if entry["work"] != names[2]]
     assert all(entry["right"] and max(entry["errors"].values()) <= 1 for entry in result["rows"])
-    code, printed, resumed = run("matrix.py", tmp_path, "--tiny", "--rows", *names, "--resume")
-    assert code == 0
-    assert resumed["rows"] == result["rows"], "nothing was left to measure"
     code, _, added = run("matrix.py", tmp_path, "--tiny", "--rows", names[2], "--peers", "--add")
     assert code == 0
     assert added["rows"][:-1] == before, "other rows are kept"
@@ -219,6 +216,17 @@ def test_a_contender_that_computes_something_else_is_no_peer(scripts):
     assert (forward["right"], backward["right"]) == (True, False)
     assert backward["errors"] == {"d_query": 1.5}
     assert forward["contenders"]["fa4_deterministic"] == {"error": "it broke the device"}
+
+
+def test_a_run_resumes_with_rows_that_have_no_time_of_ours(scripts):
+    matrix, first = scripts("matrix"), scripts("matrix_rows").MATRIX[:3]
+    entries = [made(first[0].name, 1.0, 2.0), made(first[1].name, 1.0, 2.0) | {"ours_ms": None}, made("other", 1.0, 2.0)]
+    earlier = {"environment": {"sources": "s", "commit": "c"}, "rows": entries, "first_calls": {"other": {}}}
+    result = {"environment": {"sources": "s"}, "rows": [], "first_calls": {}}
+    assert matrix.keep(result, earlier, first, True) == list(first[1:])
+    assert [entry["work"] for entry in result["rows"]] == [first[0].name, "other"]
+    assert matrix.keep(result, earlier, first, False) == list(first)
+    assert [entry["work"] for entry in result["rows"]] == ["other"]
 
 
 def test_rows_under_another_distribution_have_it_in_their_names(scripts):
