@@ -18,7 +18,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,15 +37,21 @@ def run(other: str, rows: Sequence[Workload], settings: Settings, where: Record,
     with tempfile.TemporaryDirectory() as folder:
         unpack(other, Path(folder))
         versions = [replace(settings, peers=()), replace(settings, peers=(), package=folder)]
-        found = compare(rows, versions, jobs, deadline)
+        found: list[Record] = []
+
+        def save() -> None:
+            if target is not None:
+                harness.write_json(target, {"environment": where, "against": other, "limit": LIMIT, "rows": found})
+
+        for entry in compare(rows, versions, jobs, deadline):
+            found.append(entry)
+            save()
         suspects = {entry["work"] for entry in found if behind(entry)}
-        again = compare([row for row in rows if row.name in suspects], versions, jobs, deadline) if suspects else []
-    repeated = {(entry["work"], entry["pass"]): entry for entry in again}
-    for entry in found:
-        if behind(entry):
-            entry["again"] = repeated[entry["work"], entry["pass"]]
-    if target is not None:
-        harness.write_json(target, {"environment": where, "against": other, "limit": LIMIT, "rows": found})
+        for again in compare([row for row in rows if row.name in suspects], versions, jobs, deadline):
+            (entry,) = (entry for entry in found if (entry["work"], entry["pass"]) == (again["work"], again["pass"]))
+            if behind(entry):
+                entry["again"] = again
+                save()
     return show(found)
 
 
@@ -82,9 +88,8 @@ def _measured_from_here(folder: Path) -> None:
     bench.symlink_to(harness.ROOT / "dmattn" / "bench")
 
 
-def compare(rows: Sequence[Workload], versions: Sequence[Settings], jobs: int, deadline: float) -> list[Record]:
+def compare(rows: Sequence[Workload], versions: Sequence[Settings], jobs: int, deadline: float) -> Iterator[Record]:
     """The pairs of each pass of each row, in ms, ours first, and their median ratio: how many times the other's time ours is."""
-    found = []
     for workload, workers, _ in prepared_rows(rows, versions, jobs, deadline):
         for step in workload.passes:
             pairs, error = [], None
@@ -100,8 +105,7 @@ def compare(rows: Sequence[Workload], versions: Sequence[Settings], jobs: int, d
                 if error is not None:
                     break
                 pairs.append([pair[0], pair[1]])
-            found.append({"work": workload.name, "pass": step, **judged(pairs, error)})
-    return found
+            yield {"work": workload.name, "pass": step, **judged(pairs, error)}
 
 
 def judged(pairs: Sequence[Sequence[float]], error: str | None = None) -> Record:
@@ -122,7 +126,8 @@ def slower(entry: Record) -> bool:
     """Whether a pass is behind both times, or ours did not run."""
     if entry["ratio"] is None:
         return entry["error"].startswith("ours")
-    return behind(entry) and (entry["again"]["ratio"] is None or behind(entry["again"]))
+    again = entry.get("again", {"ratio": None})  # a run that was ended has no second measurement
+    return behind(entry) and (again["ratio"] is None or behind(again))
 
 
 def show(found: Sequence[Record]) -> int:

@@ -37,16 +37,25 @@ def main(benchmark: str, title: str, names: Sequence[str], arguments: Sequence[s
     where = harness.environment(device)
     print(harness.describe(where), end="\n\n")
     work = [(case, dtype) for dtype in dtypes for case in cases]
-    compared = [compare(case, dtype, device, names, options.peers, options.budget) for case, dtype in progress.track(work, "cases")]
+    target = options.json or harness.result_file(benchmark, device)
+    compared: list[dict[str, Any]] = []
+
+    def save() -> None:
+        if target is not None:
+            passed = sum(record["passed"] for record in compared)
+            counts = {"passed": passed, "failed": len(compared) - passed, "not_reached": len(work) - len(compared)}
+            harness.write_json(target, {"environment": where, "title": title, "cases": compared, **counts})
+
+    for case, dtype in progress.track(work, "cases"):
+        compared.append(compare(case, dtype, device, names, options.peers, options.budget))
+        save()
     show_table(COLUMNS, [row for record in compared for row in _rows(record)], title)
     for record in compared:
         for problem in record["problems"]:
             print(f"{record['case']} {record['dtype']}: {problem}")
     passed = sum(record["passed"] for record in compared)
     failed = len(compared) - passed
-    target = options.json or harness.result_file(benchmark, device)
     if target is not None:
-        harness.write_json(target, {"environment": where, "title": title, "cases": compared, "passed": passed, "failed": failed})
         print(target)
     print(f"{passed} passed, {failed} failed")
     return 0 if passed and not failed else 1

@@ -1,10 +1,12 @@
 """Whether the speed holds where nobody tuned: many problems as real models have them, each beside the fastest of all peers.
 ``python benchmarks/matrix.py --help``; the rows are those of benchmarks/matrix_rows.py.
 
-Each row runs in a process of its own (benchmarks/workers.py), with all its contenders. First all rows compile their kernels, `--jobs` processes
+Each row runs in a process of its own (benchmarks/workers.py), with all its contenders. A batch of rows compiles its kernels, `--jobs` processes
 at a time; then they are measured one after another, each alone on the GPU. Times are medians by CUDA events with a cold L2 cache. A contender
 that is not installed, refuses or fails is recorded with its reason. One whose results are far from ours is recorded with the difference, and
-is no peer.
+is no peer. Ours is judged against float64 on each row (benchmarks/row_check.py).
+
+The result file is written after each row. `--resume` measures the rows that it does not have yet.
 
 `--against` compares two versions of the package instead: see benchmarks/against.py.
 """
@@ -18,15 +20,17 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import against, harness, plots
 from benchmarks.contenders import OURS, PEERS
-from benchmarks.matrix_rows import MATRIX
-from benchmarks.workers import Record, Settings, ask, prepared_rows
+from benchmarks.matrix_rows import MATRIX, under
+from benchmarks.workers import MEMORY_SHARE, NOT_REACHED, Record, Settings, ask, prepared_rows
 from benchmarks.workloads import PASSES, Workload
+from dmattn.bench.distributions import DISTRIBUTIONS, NORMAL
 from dmattn.report import show_table
 
 DEFAULT_PEERS = ("flex", "sdpa", "sdpa_cudnn", "cudnn", "fa4", "fa4_deterministic", "trifast", "protenix", "openfold3")
@@ -35,7 +39,7 @@ MEASURE_SECONDS = 120.0  # of one row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the rows asked for; the exit code is 0 when ours ran on all, the same each time."""
+    """Measure the rows asked for; the exit code is 0 when ours ran on all, right and the same each time."""
     options = _options(arguments)
     if options.plot is not None:
         result = harness.read_json(options.json)
@@ -45,21 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = harness.device_for(options.device, options.tiny)
     dtype = "bf16" if device.type == "cuda" else "fp32"
     where = {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}
-    settings = Settings(str(device), dtype, options.tiny, options.peers)
+    settings = Settings(str(device), dtype, options.tiny, options.peers, memory_share=MEMORY_SHARE / options.jobs)
     print(harness.describe(where), flush=True)
     deadline = time.monotonic() + options.seconds
     if options.against is not None:
         target = options.json or harness.result_file("matrix_against", device)
         return against.run(options.against, options.rows, settings, where, target, options.jobs, deadline)
     target = options.json or harness.result_file("matrix", device)
-    result: Record = {"environment": where, "rows": [], "means": {}, "first_calls": {}}
-    if options.add:
-        kept = harness.read_json(target, "--add")
-        if kept["environment"]["sources"] != where["sources"]:
-            harness.refuse(f"--add: expected a result of the sources at hand, received one of commit {kept['environment']['commit']}")
-        again = {workload.name for workload in options.rows}
-        result["rows"] = [entry for entry in kept["rows"] if entry["work"] not in again]
-        result["first_calls"] = kept["first_calls"]
+    result: Record = {"environment": where, "rows": [], "means": {}, "not_reached": [], "first_calls": {}}
+    rows = options.rows
+    if options.add or (options.resume and target is not None and target.exists()):
+        rows = keep(result, harness.read_json(target, "--resume" if options.resume else "--add"), rows, options.resume)
 
     def save() -> None:
         result["means"] = means(result["rows"])
@@ -67,20 +67,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if target is not None:
             harness.write_json(target, result)
 
-    for workload, worker, prepared in prepared_rows(options.rows, [settings], options.jobs, deadline):
-        result["first_calls"][workload.name] = prepared[0]
+    for workload, worker, prepared in prepared_rows(rows, [replace(settings, judges=True)], options.jobs, deadline):
         answer = ask(worker[0], {"do": "measure"}, min(MEASURE_SECONDS, deadline - time.monotonic()))
-        result["rows"] += entries(workload, dtype, answer)
+        if answer.get("error") == NOT_REACHED:
+            result["not_reached"].append(workload.name)
+        else:
+            first = prepared[0]
+            result["first_calls"][workload.name] = {name: x for name, x in first.items() if name not in ("judged", "without")}
+            answer["judged"] = answer.get("judged") or first.get("judged")  # without an answer to the second
+            result["rows"] += entries(workload, dtype, answer, first.get("without", {}))
         save()
+    save()
     show(result)
     if target is not None:
         print(target)
-    return 0 if result["rows"] and all(entry.get("repeatable", False) for entry in result["rows"]) else 1
+    return 0 if result["rows"] and not result["not_reached"] and all(map(is_sound, result["rows"])) else 1
 
 
-def entries(workload: Workload, dtype: str, answer: Record) -> list[Record]:
-    """What the result file records of a row: an entry for each pass."""
-    found = answer.get("contenders", {})
+def keep(result: Record, earlier: Record, rows: Sequence[Workload], resumes: bool) -> list[Workload]:
+    """Put what an earlier result has of other rows into this one. Which rows are to be measured: all, or those that it does not have."""
+    mine, theirs = result["environment"]["sources"], earlier["environment"]
+    if theirs["sources"] != mine:
+        harness.refuse(f"{'--resume' if resumes else '--add'}: expected a result of the sources at hand, received one of {theirs['commit']}")
+    there = {entry["work"] for entry in earlier["rows"] if entry["ours_ms"] is not None} if resumes else set()
+    wanted = [workload for workload in rows if workload.name not in there]
+    again = {workload.name for workload in wanted}
+    result["rows"] = [entry for entry in earlier["rows"] if entry["work"] not in again]
+    result["first_calls"] = earlier["first_calls"]
+    return wanted
+
+
+def is_sound(entry: Record) -> bool:
+    """Whether ours ran in a pass, the same each time, and right by float64."""
+    return entry["repeatable"] and entry["right"]
+
+
+def entries(workload: Workload, dtype: str, answer: Record, without: dict[str, str] | None = None) -> list[Record]:
+    """What the result file records of a row: an entry for each pass. `without` are peers that could not be measured, and why."""
+    found = {**answer.get("contenders", {}), **{name: {"forward": {"error": why}} for name, why in (without or {}).items()}}
+    judged = answer.get("judged") or {"error": answer.get("error", "not run")}
     made = []
     for step in workload.passes:
         contenders = {name: _contender(record, step) for name, record in found.items()}
@@ -94,6 +119,7 @@ def entries(workload: Workload, dtype: str, answer: Record) -> list[Record]:
             "best_peer": best,
             "peer_ms": None if best is None else right[best],
             "repeatable": ours.get("repeatable", False),
+            **_judged(judged, step),
             "shape": workload.shape,
             "kind": workload.kind,
             "biased": workload.biased,
@@ -103,6 +129,14 @@ def entries(workload: Workload, dtype: str, answer: Record) -> list[Record]:
         }
         made.append(entry)
     return made
+
+
+def _judged(judged: Record, step: str) -> Record:
+    """Whether ours is right in a pass, with the errors as shares of their budgets, or why that is not known."""
+    if "error" in judged:
+        return {"right": False, "errors": judged["error"]}
+    errors = {name: share for name, share in judged["shares"].items() if name.startswith("d_") == (step == "backward")}
+    return {"right": bool(errors) and all(share <= 1 for share in errors.values()), "errors": errors}
 
 
 def _contender(record: Record, step: str) -> Record:
@@ -157,6 +191,8 @@ def show(result: Record) -> None:
             if said is not None and not said.startswith("ValueError: refused"):
                 places = reasons.setdefault(f"{name}: {said}", [])
                 places += [entry["work"]] * (entry["work"] not in places)
+        if not entry["right"]:
+            reasons.setdefault(f"{OURS} {entry['pass']}: not right by float64: {entry['errors']}", []).append(entry["work"])
     for reason, places in reasons.items():
         more = f" and {len(places) - 4} more" if len(places) > 4 else ""
         print(f"{reason}: {', '.join(places[:4])}{more}")
@@ -166,17 +202,19 @@ def show(result: Record) -> None:
     lines = [[name, *(cell for step in PASSES for cell in _cells(passes.get(step)))] for name, passes in by_row.items()]
     columns = [cell for step in PASSES for cell in (step, "best peer", "its ms", "ratio")]
     show_table(("row", *columns), lines, f"Median ms, {result['environment']['dtype']} where a row says nothing else")
+    if result.get("not_reached"):
+        print(f"not reached, for the time was spent: {', '.join(result['not_reached'])}")
     for name, found in result["means"].items():
         print(f"{name}: geometric mean {found['mean']:.3f}, {found['won']} of {found['of']} at least 1")
 
 
 def _cells(entry: Record | None) -> list[str]:
-    """A pass in the table; a time whose bits did not repeat is marked."""
+    """A pass in the table; a time whose bits did not repeat, or that is not known to be right, is marked."""
     if entry is None:
         return ["", "", "", ""]
     speed, ours = ratio(entry), entry["ours_ms"]
     return [
-        "-" if ours is None else f"{ours:.3f}" + ("" if entry["repeatable"] else " DIFFERS"),
+        "-" if ours is None else f"{ours:.3f}" + ("" if entry["repeatable"] else " DIFFERS") + ("" if entry["right"] else " WRONG"),
         entry["best_peer"] or "-",
         "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f}",
         "-" if speed is None else f"{speed:.2f}",
@@ -195,11 +233,20 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--against", metavar="COMMIT", help="measure ours alone, beside the package of a commit, of a result file's, or in a folder"
     )
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile at once; by default %(default)s")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="time for the whole run; rows that it leaves out are recorded so")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time for the whole run; rows that it leaves out are named")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
-    parser.add_argument("--add", action="store_true", help="keep what the result file has of other rows; it must be of the same sources")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--add", action="store_true", help="keep what the result file has of other rows; it must be of the same sources")
+    again.add_argument("--resume", action="store_true", help="the same, and measure only rows of which it has no time of ours")
+    parser.add_argument(
+        "--distribution",
+        nargs="+",
+        choices=tuple(DISTRIBUTIONS),
+        metavar="NAME",
+        help=f"rows with these inputs in the place of normal ones, of {', '.join(DISTRIBUTIONS)}; names of rows then end with it",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/matrix_<GPU>.json, and none on a CPU")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -209,6 +256,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         rows = [row for row in rows if re.search(options.kind, f"{row.name}: {row.kind}")]
     if not rows:
         parser.error(f"--kind: expected a part of a row's name or kind, received {options.kind}")
+    if options.distribution is not None:
+        rows = [under(row, name) for name in options.distribution for row in rows if row.distribution == NORMAL]
     options.rows = rows
     return options
 

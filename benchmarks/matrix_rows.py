@@ -1,6 +1,7 @@
 """The rows of the matrix: problems as real models have them, in kinds rather than in tuned shapes. Tensors lie in memory as (B, S, H, D).
 
-A name tells the model or the kind, what stands beside it, and the length where that matters.
+A name tells the model or the kind, what stands beside it, and the length where that matters. Rows of benchmarks/speed.py, which are measured
+there too, come last.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ _NAMED = (
     "decode_128k",
 )
 _ROWS = (
-    *(_OF_SPEED[name] for name in _NAMED),
     # language models, causal
     Workload("plain_d64_causal", 4, 32, 32, 4096, 4096, 64, causal=True),
     Workload("llama1b_16k", 1, 32, 8, 16384, 16384, 64, causal=True, like="Llama 1B"),
@@ -111,5 +111,25 @@ _ROWS = (
     # plain_d128 again, with other inputs
     *(replace(_OF_SPEED["plain_d128"], name=f"plain_d128_{name}", distribution=name) for name in DISTRIBUTIONS),
     Workload("llama1b_2k_trained", 4, 32, 8, 2048, 2048, 64, causal=True, distribution="trained", like="Llama 1B"),
+    *(_OF_SPEED[name] for name in _NAMED),
 )
 MATRIX = tuple(replace(workload, sequence_first=True) for workload in _ROWS)
+
+
+def under(row: Workload, distribution: str) -> Workload:
+    """The row with inputs of another distribution, which its name has, too."""
+    return replace(row, name=f"{row.name}_{distribution}", distribution=distribution)
+
+
+def row_of(name: str) -> Workload:
+    """The row of a name, which may be one of :func:`under`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for row in MATRIX:
+        if row.name == name:
+            return row
+        if name.startswith(f"{row.name}_") and (rest := name.removeprefix(f"{row.name}_")) in DISTRIBUTIONS:
+            return under(row, rest)
+    raise ValueError(f"no row is called {name}")

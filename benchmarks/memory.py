@@ -13,13 +13,15 @@ mask as a bool tensor (B, 1, 1, Sk), which they broadcast as they can; of a dyna
 Longformer's window and global tokens one of (1, 1, Sq, Sk). `dynamic_mask_attention` copies keys and values, so the promise is not about it. A
 contender that ran out of memory is not tried at greater lengths. The slope is the exponent of the length in a fit through the last points.
 
-Refusals are recorded with their reason. The result file is written anew after every workload and every contender of a growth.
+Refusals are recorded with their reason. Workloads and contenders of a growth are measured side by side (benchmarks/memory_parts.py). The
+result file is written anew after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks import dynamic_mask, harness, plots
+from benchmarks import dynamic_mask, harness, memory_parts, plots
 from benchmarks.contenders import OURS, PEERS, Attention, attention_of
 from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn import IntervalMask, dynamic_mask_attention
@@ -117,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     start = time.perf_counter()
     device = harness.device_for(options.device, options.tiny)
+    if options.jobs is None:
+        options.jobs = min(8, os.cpu_count() or 1) if device.type == "cuda" else 0
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     target = options.json or harness.result_file("memory", device)
     result: Record = {"environment": {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}, "workloads": [], "growth": []}
@@ -127,30 +131,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if target is not None:
             harness.write_json(target, result)
 
-    def say(what: str, began: float) -> None:
-        print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    points = {growth.name: _points(growth, options) for growth in GROWTHS}
+    result["growth"] = [record for records in points.values() for record in records]
+    names = (OURS, *options.peers)
 
-    for workload in WORKLOADS:
-        if workload.name in options.workloads:
-            began = time.perf_counter()
-            result["workloads"].append(measure(workload.tiny() if options.tiny else workload, dtype, device, options.peers))
-            save()
-            say(workload.name, began)
-    for growth in GROWTHS:
-        lengths = sorted({length for length in options.lengths if growth.longest is None or length <= growth.longest})
-        chosen = growth.tiny() if options.tiny else growth
-        records = [_record(growth.name, chosen.at(max(1, length // SHRINK) if options.tiny else length)) for length in lengths]
-        result["growth"] += records
-        for name in (OURS, *(peer for peer in options.peers if peer in growth.peers)):
-            began = time.perf_counter()
-            grow(chosen, name, records, dtype, device)
-            save()
-            say(f"{growth.name} {name}", began)
+    def keep(part: memory_parts.Part, found: Any) -> None:
+        if part.lengths:
+            at = {record["length"]: record for record in points[part.name]}
+            for length, step in zip(part.lengths, found, strict=True):
+                at[length]["contenders"][part.contenders[0]] = {STEP: step}
+        else:
+            there = {record["workload"]: record for record in result["workloads"]}
+            (workload,) = (workload for workload in WORKLOADS if workload.name == part.name)
+            record = there.setdefault(part.name, _blank(workload))
+            own = {name: steps for name, steps in found["contenders"].items() if name in part.contenders}
+            record |= {**found, "contenders": record["contenders"] | own}
+            result["workloads"] = [there[workload.name] for workload in WORKLOADS if workload.name in there]
+        for record in [*result["workloads"], *result["growth"]]:
+            record["contenders"] = {name: record["contenders"][name] for name in names if name in record["contenders"]}
+        save()
+        print(f"{part.name} {' '.join(part.contenders)}: at {result['seconds']:.0f} s", file=sys.stderr, flush=True)
+
+    settings = memory_parts.Settings(str(device), dtype, options.tiny)
+    left = memory_parts.run(_parts(options, points), settings, options.jobs, time.monotonic() + options.seconds, keep)
+    result["not_reached"] = [f"{part.name}, {' '.join(part.contenders)}" for part in left]
     save()
     show(result)
     if target is not None:
         print(target)
-    return 1 if failures(result) or not (result["workloads"] or result["growth"]) else 0
+    return 1 if left or failures(result) or not (result["workloads"] or result["growth"]) else 0
+
+
+def _points(growth: Growth, options: argparse.Namespace) -> list[Record]:
+    """Those of a growth at the lengths asked for, as yet without contenders."""
+    lengths = sorted({length for length in options.lengths if growth.longest is None or length <= growth.longest})
+    chosen = growth.tiny() if options.tiny else growth
+    return [_record(growth.name, chosen.at(max(1, length // SHRINK) if options.tiny else length)) for length in lengths]
+
+
+def _parts(options: argparse.Namespace, points: dict[str, list[Record]]) -> list[memory_parts.Part]:
+    """All that is asked for: workloads with all contenders, and each contender of a growth by itself."""
+    parts = [memory_parts.Part(workload.name, (OURS, *options.peers)) for workload in WORKLOADS if workload.name in options.workloads]
+    for growth in GROWTHS:
+        lengths = tuple(record["length"] for record in points[growth.name])
+        names = (OURS, *(peer for peer in options.peers if peer in growth.peers))
+        parts += [memory_parts.Part(growth.name, (name,), lengths) for name in names if lengths]
+    return parts
 
 
 def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequence[str]) -> Record:
@@ -158,9 +184,8 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
     tensors = workload.tensors(harness.DTYPES[dtype], device)
     given = {name: x for name, x in tensors.items() if name != "d_out" and not (workload.prepared and name == "mask")}
     inputs = harness.tensor_bytes(given.values())
-    steps = PASSES[:1] if workload.inference else STEPS
-    record: Record = {"workload": workload.name, "shape": workload.shape, "steps": steps, "input_bytes": inputs, "contenders": {}}
-    record["distances"] = workload.distances
+    record = {**_blank(workload), "input_bytes": inputs}
+    steps = record["steps"]
     for name in (OURS, *wanted):
         contender: Record = {}
         record["contenders"][name] = contender
@@ -171,6 +196,13 @@ def measure(workload: Workload, dtype: str, device: torch.device, wanted: Sequen
             contender[step] = {"error": harness.reason(error)}
         harness.release(device)
     return record
+
+
+def _blank(workload: Workload) -> Record:
+    """The record of a workload, as yet without contenders."""
+    steps = PASSES[:1] if workload.inference else STEPS
+    sizes = {"shape": workload.shape, "steps": steps, "input_bytes": None}
+    return {"workload": workload.name, **sizes, "contenders": {}, "distances": workload.distances}
 
 
 def grow(growth: Growth, name: str, records: Sequence[Record], dtype: str, device: torch.device) -> None:
@@ -234,6 +266,8 @@ def show(result: Record) -> None:
         show_table(columns, rows, f"Peak / extra MiB of a training step: {records[-1]['shape']}")
     for sentence in failures(result):
         print(sentence)
+    for name in result.get("not_reached", ()):
+        print(f"{name}: not reached, for the time was spent")
 
 
 def _passes(function: Attention, tensors: dict[str, Any]) -> harness.Passes:
@@ -350,6 +384,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
+    jobs = "processes that measure at once, by default 8 on a GPU; 0 measures in this one, as is the default on a CPU"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time for all of it; what it leaves is named")
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too, without figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: tables and plot of what the result file holds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/memory_<GPU>.json, and none on a CPU")

@@ -120,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = harness.device_for(options.device, options.tiny)
     where = {**harness.environment(device), "transformers": transformers.__version__, "dtype": "bf16"}
     print(harness.describe(where), flush=True)
+    target = options.json or harness.result_file("transformers", device)
+    end = time.monotonic() + options.seconds
     records: list[Record] = []
     for model in MODELS:
         if options.models and model.name not in options.models:
@@ -132,13 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if implementation == PAIRS and not model.is_t5():
                 continue
             start = time.perf_counter()
-            records[-1]["runs"][implementation] = run(chosen, implementation, device, options.tiny)
+            in_time = time.monotonic() < end
+            found = run(chosen, implementation, device, options.tiny) if in_time else {"training": {"error": "not reached in the time"}}
+            records[-1]["runs"][implementation] = found
             print(f"{model.name} {implementation}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-            if options.json is not None:
-                harness.write_json(options.json, {"environment": where, "models": records})
+            if target is not None:
+                harness.write_json(target, {"environment": where, "models": records})
     show(records)
-    if options.json is not None:
-        print(options.json)
+    if target is not None:
+        print(target)
     return 0 if records and all(sound(record) for record in records) else 1
 
 
@@ -263,7 +267,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS, metavar="NAME", help="by default all")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--tiny", action="store_true", help="small models, for trying the code, on a CPU too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there; with --plot, read it from there")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further implementation of a model after so many")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/transformers_<GPU>.json, and none on a CPU")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the plot of the --json file instead of measuring")
     beside = "with --plot: further result files, whose models are drawn instead of those of their names"
     parser.add_argument("--beside", nargs="+", type=Path, default=(), metavar="FILE", help=beside)

@@ -302,7 +302,8 @@ def term_sizes(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, float]:
     if rows is not None and cols is not None:
         sizes["d_rows"] = sum_to(d_scores @ per_query_head(cols, heads).abs(), rows.shape)
         sizes["d_cols"] = sum_to(d_scores.mT @ per_query_head(rows, heads).abs(), cols.shape)
-    return {name: size.max().item() if size.numel() else 0.0 for name, size in sizes.items()}
+    largest = torch.stack([size.max().double() if size.numel() else size.new_zeros(()) for size in sizes.values()])
+    return dict(zip(sizes, largest.tolist(), strict=True))
 
 
 @contextmanager
@@ -366,10 +367,18 @@ def _verdict(name: str, ours: Tensor, standard: Standard) -> Verdict:
     error, plain_error = _error(ours, true), _error(usual, true)
     if error.numel() == 0:
         return Verdict(name, 0.0, 0.0, 0.0, 0.0, True, (), 0.0, 0.0)
-    finite = true[true.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    plain_finite = plain_error[plain_error.isfinite()]
-    plain_max = plain_finite.max().item() if plain_finite.numel() else 0.0
+    place = error.argmax()
+    # one read of the device, as each waits for whoever shares it
+    most, largest, plain_max, got, wanted, at = torch.stack(
+        (
+            error.max(),
+            true.double().abs().masked_fill(~true.isfinite(), 0.0).max(),
+            plain_error.masked_fill(~plain_error.isfinite(), 0.0).max(),
+            ours.take(place).double(),
+            true.take(place).double(),
+            place.double(),
+        )
+    ).tolist()
     inputs_dtype = standard.plain["out"].dtype
     rounding = torch.finfo(ours.dtype).eps
     if name.startswith("d_"):
@@ -378,10 +387,7 @@ def _verdict(name: str, ours: Tensor, standard: Standard) -> Verdict:
     if inputs_dtype.itemsize > 2:
         band += torch.finfo(torch.float32).eps * standard.sizes[name]
     budget = PLAIN_FACTOR * plain_max + BAND_ROUNDINGS * band
-    place = int(error.argmax())
-    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), error.shape))
-    most = error.flatten()[place].item()
-    got, wanted = ours.flatten()[place].item(), true.flatten()[place].item()
+    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(int(at)), error.shape))
     return Verdict(name, most, most / largest if largest else most, plain_max, budget, most <= budget, worst, got, wanted)
 
 

@@ -203,6 +203,9 @@ def nothing_to_repeat() -> Iterator[None]:
     forget()
 
 
+REHEARSED = ("test_ahead.py", "test_compilation.py", "test_random.py")  # the last compiles side by side and watches nothing
+
+
 @pytest.fixture(autouse=True)
 def passes_compile_what_they_launch(request: pytest.FixtureRequest) -> Iterator[None]:
     """No pass is rehearsed on a GPU, so that functions which tests watch are called by passes alone, but where rehearsals are tested.
@@ -210,7 +213,7 @@ def passes_compile_what_they_launch(request: pytest.FixtureRequest) -> Iterator[
     With a patch of its own: that of the test would be undone after all other fixtures then, some of which look at what a test leaves.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if torch.cuda.is_available() and not interpreting() and request.path.name not in ("test_ahead.py", "test_compilation.py"):
+        if torch.cuda.is_available() and not interpreting() and request.path.name not in REHEARSED:
             from dmattn.kernels.base.ahead import Ahead
 
             patch.setattr(Ahead, "active", lambda mode: nullcontext())

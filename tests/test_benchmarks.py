@@ -9,6 +9,7 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -412,6 +413,58 @@ def test_memory_runs_every_pass_and_every_growth_on_a_cpu_without_figures(tmp_pa
     assert any(line.startswith("sdpa_efficient step: RuntimeError") and "dense_bias-16, dense_bias-32" in line for line in printed)
 
 
+def test_what_is_too_large_for_a_part_of_the_memory_is_measured_again_alone(memory, monkeypatch):
+    """With answers in the place of processes: side by side 1000 bytes are too many, and alone 4000."""
+    parts = importlib.import_module("benchmarks.memory_parts")
+    limits, kept = [], []
+
+    class Process:
+        ended = False
+
+        def __init__(self, given, module):
+            self.most = 1000 if given["memory_share"] < 1 else 4000
+            limits.append(given["memory_share"])
+
+        def close(self):
+            self.ended = True
+
+    def answer(worker, request, seconds):
+        name, contenders, lengths = request["part"]
+        sizes = [{"peak_bytes": length} if length <= worker.most else {"error": "out of memory, in the call"} for length in lengths]
+        found = {
+            each: {"forward": {"extra_bytes": 7} if each == "dmattn" or worker.most == 4000 else {"error": "out of memory"}}
+            for each in contenders
+        }
+        return {"error": "ended with code 9"} if name == "broken" else {"found": sizes or {"contenders": found}}
+
+    monkeypatch.setattr(parts, "Worker", Process)
+    monkeypatch.setattr(parts, "ask", answer)
+    listed = [parts.Part("w", ("dmattn", "eager")), parts.Part("g", ("eager",), (500, 2000, 8000)), parts.Part("broken", ("eager",), (1,))]
+    settings = parts.Settings("cuda", "bf16", False)
+    assert parts.run(listed, settings, 2, time.monotonic() + 60, lambda part, found: kept.append((part, found))) == []
+    assert set(limits) == {parts.MEMORY_SHARE / 2, 1.0}
+    found = {(part.name, part.contenders, part.lengths): each for part, each in kept}
+    assert set(found) == {
+        ("w", ("dmattn",), ()),
+        ("w", ("eager",), ()),
+        ("g", ("eager",), (500,)),
+        ("g", ("eager",), (2000, 8000)),
+        ("broken", ("eager",), (1,)),
+    }
+    assert found["g", ("eager",), (2000, 8000)] == [{"peak_bytes": 2000}, {"error": "out of memory, in the call"}]
+    assert found["broken", ("eager",), (1,)] == [{"error": "ended with code 9"}]
+    assert parts.run(listed, settings, 2, time.monotonic() - 1, lambda part, found: kept.append((part, found))) == listed
+
+
+def test_parts_of_memory_are_measured_in_processes(memory):
+    parts, kept = importlib.import_module("benchmarks.memory_parts"), []
+    listed = [parts.Part("decode_128k", ("dmattn",)), parts.Part("table", ("dmattn",), (16,))]
+    assert parts.run(listed, parts.Settings("cpu", "fp32", True), 1, time.monotonic() + 600, lambda *found: kept.append(found)) == []
+    assert [part for part, _ in kept] == listed
+    assert kept[0][1]["contenders"]["dmattn"] == {"forward": {"extra_bytes": None, "extra_fraction": None}}
+    assert kept[1][1] == [{"peak_bytes": None, "extra_bytes": None}]
+
+
 def test_memory_measures_nothing_where_no_name_and_no_length_is_given(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "memory.py"), "--tiny", "--device", "cpu", "--workloads", "--lengths"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 1
@@ -500,7 +553,16 @@ def test_memory_fails_where_ours_takes_more_than_it_promises(ours, tiny, code, m
     monkeypatch.setattr(memory.harness, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(memory.harness, "environment", lambda device: made_memory(ours)["environment"])
     monkeypatch.setattr(memory.harness, "describe", lambda where: where["device"])
-    arguments = ["--workloads", "plain_d128", "--lengths", "--json", str(tmp_path / "result.json"), *(["--tiny"] if tiny else [])]
+    arguments = [
+        "--workloads",
+        "plain_d128",
+        "--lengths",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--jobs",
+        "0",
+        *(["--tiny"] if tiny else []),
+    ]
     assert memory.main(arguments) == code
     said = [line for line in capsys.readouterr().out.splitlines() if "more than 5%" in line]
     assert said == [

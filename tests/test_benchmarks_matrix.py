@@ -52,10 +52,12 @@ def test_matrix_measures_rows_in_processes_of_their_own(tmp_path):
         assert "refused: no triangle" in entry["contenders"]["trifast"]["error"] or "trifast's rows" in entry["contenders"]["trifast"]["error"]
     assert "CPU" in rows["fp32_d64", "backward"]["contenders"]["flex"]["error"]
     assert set(result["first_calls"]) == set(names)
+    assert result["not_reached"] == []
     assert result["means"]["all"]["of"] == 5
     assert result["means"]["biased"]["of"] == 2
     assert any(line.startswith("backward: geometric mean") for line in printed)
     before = [entry for entry in result["rows"] if entry["work"] != names[2]]
+    assert all(entry["right"] and max(entry["errors"].values()) <= 1 for entry in result["rows"])
     code, _, added = run("matrix.py", tmp_path, "--tiny", "--rows", names[2], "--peers", "--add")
     assert code == 0
     assert added["rows"][:-1] == before, "other rows are kept"
@@ -167,7 +169,7 @@ def made(name: str, ours: float, best: float | None, biased: bool = False, step:
     contenders = {"dmattn": {"median_ms": ours, "difference": [0.0], "wrong": False}, "sdpa": {"error": "ValueError: refused: a mask"}}
     contenders["flex"] = {"error": "out of memory"} if best is None else {"median_ms": best, "difference": [0.001], "wrong": False}
     peer = dict(best_peer=None if best is None else "flex", peer_ms=best)
-    return dict(work=name, **{"pass": step}, ours_ms=ours, **peer, biased=biased, repeatable=True, contenders=contenders)
+    return dict(work=name, **{"pass": step}, ours_ms=ours, **peer, biased=biased, repeatable=True, right=True, contenders=contenders)
 
 
 def test_the_mean_is_geometric_over_rows_that_have_a_peer(scripts):
@@ -208,6 +210,33 @@ def test_a_contender_that_computes_something_else_is_no_peer(scripts):
     assert forward["contenders"]["dmattn"]["error"] == "ended with code -6"
     assert forward["ours_ms"] is None
     assert not forward["repeatable"]
+    assert not forward["right"]
+    answer |= {"judged": {"shares": {"out": 0.5, "d_query": 1.5}}}
+    forward, backward = matrix.entries(row, "bf16", answer, {"fa4_deterministic": "it broke the device"})
+    assert (forward["right"], backward["right"]) == (True, False)
+    assert backward["errors"] == {"d_query": 1.5}
+    assert forward["contenders"]["fa4_deterministic"] == {"error": "it broke the device"}
+
+
+def test_a_run_resumes_with_rows_that_have_no_time_of_ours(scripts):
+    matrix, first = scripts("matrix"), scripts("matrix_rows").MATRIX[:3]
+    entries = [made(first[0].name, 1.0, 2.0), made(first[1].name, 1.0, 2.0) | {"ours_ms": None}, made("other", 1.0, 2.0)]
+    earlier = {"environment": {"sources": "s", "commit": "c"}, "rows": entries, "first_calls": {"other": {}}}
+    result = {"environment": {"sources": "s"}, "rows": [], "first_calls": {}}
+    assert matrix.keep(result, earlier, first, True) == list(first[1:])
+    assert [entry["work"] for entry in result["rows"]] == [first[0].name, "other"]
+    assert matrix.keep(result, earlier, first, False) == list(first)
+    assert [entry["work"] for entry in result["rows"]] == ["other"]
+
+
+def test_rows_under_another_distribution_have_it_in_their_names(scripts):
+    matrix, rows = scripts("matrix"), scripts("matrix_rows")
+    options = matrix._options(["--rows", "plain_d64_causal", "plain_d128_zeros", "--distribution", "trained", "queries_x30"])
+    assert [row.name for row in options.rows] == ["plain_d64_causal_trained", "plain_d64_causal_queries_x30"]
+    assert all(rows.row_of(row.name) == row for row in options.rows)
+    assert rows.row_of("plain_d128_trained").distribution == "trained"
+    with pytest.raises(ValueError, match="no row is called plain_d128_loud"):
+        rows.row_of("plain_d128_loud")
 
 
 def test_matrix_plots_a_result_file(tmp_path, monkeypatch, capsys):
@@ -226,11 +255,11 @@ def test_matrix_plots_a_result_file(tmp_path, monkeypatch, capsys):
 def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):
     workers = scripts("workers")
     settings = workers.Settings("cpu", "fp32", True, (), None)
-    worker = workers.Worker("no such row", settings)
+    worker = workers.of_row("no such row", settings)
     try:
         assert "ValueError" in workers.ask(worker, {"do": "prepare"}, 60)["error"]
         began = time.monotonic()
-        assert workers.ask(worker, {"do": "prepare"}, 0.0) == {"error": "the time was spent"}
+        assert workers.ask(worker, {"do": "prepare"}, 0.0) == {"error": workers.NOT_REACHED}
         worker.process.kill()
         worker.process.wait()
         assert "ended with code -9 during measure" in workers.ask(worker, {"do": "measure"}, 60)["error"]
@@ -238,9 +267,70 @@ def test_a_worker_that_ends_or_hangs_leaves_a_reason(scripts):
     finally:
         worker.close()
     assert worker.ended
-    hanging = workers.Worker("fp32_d64", settings)
+    hanging = workers.of_row("fp32_d64", settings)
     assert "no answer to prepare" in workers.ask(hanging, {"do": "prepare"}, 0.01)["error"]
     assert hanging.ended
+
+
+FATAL = """
+import os, pathlib
+def flash_attn_func(query, key, value, **options):
+    calls = pathlib.Path(os.environ["CALLS"])
+    if not options.get("deterministic") or calls.exists():
+        os._exit(11)
+    calls.touch()
+    return query * 0
+flash_attn_varlen_func = None
+"""
+
+
+def test_a_peer_that_ends_the_process_costs_its_own_time_alone(tmp_path, monkeypatch, scripts):
+    """fa4 does so while a row is prepared, and another process does without it; fa4_deterministic while it is measured, after others."""
+    workers, matrix = scripts("workers"), scripts("matrix")
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute.py").write_text(FATAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    row = scripts("matrix_rows").row_of("fp32_d64")
+    settings = workers.Settings("cpu", "fp32", True, ("sdpa", "fa4", "fa4_deterministic", "eager"), judges=True)
+    worker, prepared = workers._prepared(row, settings, time.monotonic() + 600)
+    assert "ended with code 11 during prepare, at fa4:" in prepared["without"]["fa4"]
+    assert max(prepared["judged"]["shares"].values()) <= 1
+    answer = workers.ask(worker, {"do": "measure"}, 600)
+    assert worker.ended
+    worker.close()
+    found = matrix.entries(row, "fp32", answer, prepared["without"])[0]["contenders"]
+    assert found["dmattn"]["median_ms"] > 0
+    assert found["sdpa"]["median_ms"] > 0
+    assert "during prepare, at fa4:" in found["fa4"]["error"]
+    assert "ended with code 11 during measure, at fa4_deterministic" in found["fa4_deterministic"]["error"]
+    assert "not reached: ended with code 11" in found["eager"]["error"]
+
+
+def test_batches_of_rows_have_the_time_that_is_left(scripts):
+    workers = scripts("workers")
+    assert workers._batch_size(1, 16, 3600.0, 60.0) == 32
+    assert workers._batch_size(2, 16, 3600.0, 60.0) == 16
+    assert workers._batch_size(1, 16, 200.0, 60.0) == 20
+    assert workers._batch_size(1, 16, 10.0, 60.0) == 16
+    assert workers._batch_size(1, 2, 3600.0, 60.0) == 4
+
+
+@pytest.mark.parametrize("name", ["bias_gqa_causal", "t5_relative_pad_1000", "factors_d64", "gpt_oss_window_sinks", "decode_bias_b32_pad"])
+def test_a_row_is_judged_by_a_part_of_it(name, scripts):
+    """By the rule of equivalence.py: ours passes, and what is off in the part does not."""
+    shares_of_budget, row = scripts("row_check").shares_of_budget, scripts("matrix_rows").row_of(name).tiny()
+    tensors = row.tensors(torch.float32, torch.device("cpu"))
+    function = scripts("contenders").attention_of("dmattn", row, tensors)
+    shares = shares_of_budget(row, tensors, function)
+    assert set(shares) == {"out", *(() if row.inference else ("d_query", "d_key", "d_value", "d_bias"))}
+    assert all(share <= 1 for share in shares.values())
+    off = shares_of_budget(row, tensors, lambda query, key, value, bias: function(query, key, value * 1.001, bias))
+    assert max(off["out"], off.get("d_value", 9)) > 1
+    if not row.inference:
+        off = shares_of_budget(row, tensors, lambda query, key, value, bias: function(query, key, value, bias * 2 - bias.detach()))
+        assert off["d_bias"] > 1
 
 
 def test_ratios_are_medians_of_pairs(scripts, capsys):

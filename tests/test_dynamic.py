@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton.language as tl
 from conftest import needs_cuda
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searches import PARTS, in_part
 from torch import Tensor
 
 from dmattn import dynamic_mask_attention, reference, topk_mask
@@ -240,14 +240,18 @@ def test_odd_lengths_on_a_gpu(problem: dict) -> None:
     assert not failures("cuda", torch.bfloat16, head_dim=128, **problem)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    len_q=st.integers(1, 50), len_k=st.integers(1, 70), keep=st.integers(1, 80), causal=st.booleans(), scores=st.sampled_from(sorted(SCORES)),
-    padding=st.booleans(), seed=st.integers(0, 1000), kv_heads=st.integers(1, 2), group=st.integers(1, 2), batch=st.integers(1, 2),
-    dtype=st.sampled_from([torch.float32, torch.float16]), scale=st.none() | st.floats(0.1, 1.0),
-)  # fmt: skip
-def test_any_problem(device: str, kv_heads: int, group: int, dtype: torch.dtype, **problem: Any) -> None:
-    assert not failures(device, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=8, **problem)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_problem(device: str, part: int) -> None:
+    @in_part(
+        part, EXAMPLES, len_q=st.integers(1, 50), len_k=st.integers(1, 70), keep=st.integers(1, 80), causal=st.booleans(),
+        scores=st.sampled_from(sorted(SCORES)), padding=st.booleans(), seed=st.integers(0, 1000), kv_heads=st.integers(1, 2),
+        group=st.integers(1, 2), batch=st.integers(1, 2), dtype=st.sampled_from([torch.float32, torch.float16]),
+        scale=st.none() | st.floats(0.1, 1.0),
+    )  # fmt: skip
+    def passes(kv_heads: int, group: int, dtype: torch.dtype, **problem: Any) -> None:
+        assert not failures(device, dtype, heads=kv_heads * group, kv_heads=kv_heads, head_dim=8, **problem)
+
+    passes()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "the-best-keys-alone"])

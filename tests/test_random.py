@@ -9,8 +9,9 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from searches import PARTS, in_part
 
 from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
@@ -76,13 +77,16 @@ def problems(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_any_problem(device: str, case: Case, seed: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and device == "cpu" and interpreting():
-        dtype = torch.float16
-    failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
-    assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_problem(device: str, part: int) -> None:
+    @in_part(part, EXAMPLES, case=problems(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    def passes(case: Case, seed: int, dtype: torch.dtype) -> None:
+        if dtype == torch.bfloat16 and device == "cpu" and interpreting():
+            dtype = torch.float16
+        failed = [str(verdict) for verdict in check(case, dtype, device, seed) if not verdict.passed]
+        assert not failed, "\n".join([f"{dtype} on {device}, seed {seed}: {case}", *failed])
+
+    passes()
 
 
 def test_the_search_reaches_every_kind_of_rule() -> None:

@@ -1,7 +1,8 @@
 """``python -m benchmarks.prove``: all parts on this machine's GPU, into a result file and docs/proof.md.
 
-Parts run in groups, side by side in a group. Each has a share of `--seconds`, stops itself when that is spent, and says what it left. The
-result file is written anew after each group. With `--only-report` nothing is run: the page is written of the result file.
+Parts run in phases, side by side in a phase. Each has a share of `--seconds`, stops itself when that is spent, and says what it left. The
+result file is written anew every few seconds, so a run that is ended leaves what it found. With `--only-report` nothing is run: the page is
+written of the result file.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.prove import errors, report
 from benchmarks.prove.part import Record, Run, is_left
-from benchmarks.prove.processes import side_by_side
-from benchmarks.prove.schedule import PARTS, Part, until
+from benchmarks.prove.processes import run_parts
+from benchmarks.prove.schedule import PARTS, Part
 
 COMMAND = "python -m benchmarks.prove"
-PROBLEMS, TINY_PROBLEMS = 3000, 24
+PROBLEMS, TINY_PROBLEMS = 6000, 24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, write and show; 0 when no check failed."""
+    """Run, write and show; 0 when no check failed, 1 when one did, 2 when nothing was checked."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _options(arguments)
     if options.only_report:
@@ -41,40 +42,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [part for part in PARTS if part.name in options.parts]
     ready = [part for part in chosen if device.type == "cuda" or not part.needs_gpu]
     for part in chosen:
-        if part not in ready:
-            result["parts"][part.name] = {"seconds": 0.0, "summary": None, "not_run": ["all of it: it needs a GPU"]}
-    groups = {part.group for part in ready}
-    for group in sorted(groups):
-        run = Run(
-            str(device), options.tiny, until(group, time.time(), began + options.seconds, groups), options.seed, _number_of_problems(options)
-        )
-        own = [part for part in ready if part.group == group]
-        for name, (records, seconds) in side_by_side(own, run, _jobs(options)).items():
-            (part,) = (part for part in own if part.name == name)
-            result["parts"][name] = _found(part, records, seconds)
-            _show(name, result["parts"][name])
+        why = "it was not reached" if part in ready else "it needs a GPU"
+        result["parts"][part.name] = {"seconds": 0.0, "summary": None, "not_run": [f"all of it: {why}"]}
+    ended: set[str] = set()
+
+    def keep(part: Part, records: list[Record], seconds: float, is_done: bool) -> None:
+        if part.name in ended or not (records or is_done):
+            return
+        result["parts"][part.name] = _found(part, records, seconds, is_done)
         result["seconds"] = time.time() - began
         if target is not None:
             harness.write_json(target, result)
+        if is_done:
+            ended.add(part.name)
+            _show(part.name, result["parts"][part.name])
+
+    run = Run(str(device), options.tiny, began + options.seconds, options.seed, _number_of_problems(options))
+    run_parts(ready, run, _jobs(options), keep)
     if target is not None:
         print(target)
         if options.report is not None or device.type == "cuda":
             _write_page(result, target, options.report or report.PAGE)
-    return 0 if not any(found["summary"] and found["summary"]["failures"] for found in result["parts"].values()) else 1
+    if any(map(report.failures_of, result["parts"].values())):
+        return 1
+    return 0 if report.checks_of(result) else 2  # nothing was checked
 
 
-def _found(part: Part, records: list[Record], seconds: float) -> Record:
-    """What the result file keeps of a part."""
+def _found(part: Part, records: list[Record], seconds: float, is_done: bool) -> Record:
+    """What the result file keeps of a part; a summary that cannot be made is a failure."""
     deaths = [f"{record['check']}: {record['problem']}" for record in records if record.get("died")]
-    summary = part.module.summary([record for record in records if not is_left(record) and not record.get("died")])
+    skipped = [record["left"] for record in records if is_left(record)]
+    try:
+        summary = part.module.summary([record for record in records if not is_left(record) and not record.get("died")])
+    except Exception as error:
+        return {"seconds": seconds, "summary": None, "failures": [f"no summary: {harness.reason(error)}", *deaths], "not_run": skipped}
     summary["failures"] = [*summary["failures"], *deaths]
-    return {"seconds": seconds, "summary": summary, "not_run": [record["left"] for record in records if is_left(record)]}
+    skipped += [] if is_done else ["whatever was not done when this was written: the run was ended"]
+    return {"seconds": seconds, "summary": summary, "not_run": skipped}
 
 
 def _show(name: str, found: Record) -> None:
-    summary = found["summary"]
-    print(f"{name}: {summary['checks']} checks, {len(summary['failures'])} failed, {found['seconds']:.0f} s", flush=True)
-    for sentence in [*summary["failures"], *(f"not run: {sentence}" for sentence in found["not_run"])]:
+    checks, wrong = (found["summary"] or {}).get("checks", 0), report.failures_of(found)
+    print(f"{name}: {checks} checks, {len(wrong)} failed, {found['seconds']:.0f} s", flush=True)
+    for sentence in [*wrong, *(f"not run: {sentence}" for sentence in found["not_run"])]:
         print(f"  {sentence}", flush=True)
 
 

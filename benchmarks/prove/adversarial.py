@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.prove import hidden, huge
 from benchmarks.prove.hidden import Checks, judged, shrunk
-from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, left, raised, table
+from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, left, no_room, raised, table
 from dmattn import attention
 from dmattn.equivalence import Case, Standard, judge, results
 
@@ -36,11 +36,12 @@ class Sort(NamedTuple):
 
 
 def work(run: Run) -> Iterator[Record]:
-    """A record for each check."""
+    """A record for each check. A process has all checks of a dtype, which share kernels; the one of bf16 has the largest inputs, too."""
     alone, *sorts = SORTS
     largest = [(alone.name, *each) for each in alone.checks(run.device, run.tiny)] if run.share == 0 else []  # one at a time
     others = [(sort.name, *each) for sort in sorts for each in sort.checks(run.device, run.tiny)][:: TINY_STEP if run.tiny else 1]
-    for item in run.in_time([*largest, *others[run.share :: run.of]][run.skip :], "checks"):
+    own = sorted((each for each in others if _dtype_number(each[1]) % run.of == run.share), key=lambda each: _dtype_number(each[1]))
+    for item in run.in_time([*largest, *own][run.skip :], "checks"):
         if is_left(item):
             yield item
             continue
@@ -50,10 +51,18 @@ def work(run: Run) -> Iterator[Record]:
         except huge.TooSmall as error:
             yield left(f"{name}: {error}")
             continue
+        except torch.OutOfMemoryError:
+            yield no_room(name)
+            continue
         except Exception as error:
             yield raised(name, error, sort=sort)
             continue
         yield check(name, problem, sort=sort)
+
+
+def _dtype_number(name: str) -> int:
+    """Of the dtype with which a check's name ends; 0 where there is none."""
+    return next((number for number, dtype in enumerate(DTYPES) if name.endswith(dtype)), 0)
 
 
 def summary(records: list[Record]) -> Record:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import contenders, harness
-from benchmarks.prove.part import DTYPES, Record, Run, cell, is_left, table
+from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, no_room, raised, table
 from benchmarks.workloads import Workload
 from dmattn import figures, reference
 
@@ -41,7 +41,7 @@ ON_A_CPU = ("eager", "sdpa")  # where FlexAttention has no backward pass
 
 
 def work(run: Run) -> Iterator[Record]:
-    """A record for each problem, dtype and contender."""
+    """A record for each problem in each dtype, with all contenders."""
     chosen = [workload.tiny() for workload in WORKLOADS if workload.name in TINY] if run.tiny else WORKLOADS
     listed = [(workload, dtype) for dtype in DTYPES for workload in chosen][:: TINY_STEP if run.tiny else 1]
     for item in run.in_time(run.mine(listed), "problems"):
@@ -49,19 +49,34 @@ def work(run: Run) -> Iterator[Record]:
             yield item
             continue
         workload, dtype = item
-        yield from _compared(workload, dtype, run)
+        name = f"{workload.name}, {dtype}"
+        try:
+            contenders_of = _compared(workload, dtype, run)
+        except torch.OutOfMemoryError:
+            yield no_room(name)
+            continue
+        except Exception as error:
+            yield raised(name, error, workload=workload.name, dtype=dtype, contenders=[])
+            continue
+        broken = dict(fatal=True) if contenders_of[-1].get("fatal") else {}
+        ours = next(each for each in contenders_of if each["contender"] == contenders.OURS)
+        yield check(name, ours.get("error"), workload=workload.name, dtype=dtype, contenders=contenders_of, **broken)
 
 
 def summary(records: list[Record]) -> Record:
     """All of them, and those of ours that are not finite as failures. Budgets are the subject of the random problems."""
-    found = [record for record in records if "contender" in record]
-    ours = [record for record in found if record["contender"] == contenders.OURS]
-    wrong = [f"{record['workload']}, {record['dtype']}: {record['error']}" for record in ours if "error" in record]
+    done = [record for record in records if "check" in record]
+    found = [dict(workload=record["workload"], dtype=record["dtype"], **each) for record in done for each in record["contenders"]]
     refused: dict[str, list[str]] = defaultdict(list)
     for record in found:
         if "error" in record:
             refused[f"{figures.look_of(record['contender']).name}: {record['error']}"].append(f"{record['workload']} {record['dtype']}")
-    return {"checks": len(ours), "failures": wrong, "errors": [record for record in found if "error" not in record], "refused": refused}
+    return {
+        "checks": len(done),
+        "failures": failures(records),
+        "errors": [record for record in found if "error" not in record],
+        "refused": refused,
+    }
 
 
 def section(found: Record) -> list[str]:
@@ -114,24 +129,35 @@ def plot(found: Record, target: Path) -> bool:
     return True
 
 
-def _compared(workload: Workload, dtype: str, run: Run) -> Iterator[Record]:
+def _compared(workload: Workload, dtype: str, run: Run) -> list[Record]:
+    """Errors of ours and its peers, or why one has none. After one that broke the device no other is tried, and it is "fatal"."""
     device = torch.device(run.device)
     seeds = [workload.tensors(DTYPES[dtype], device, seed) for seed in range(TINY_SEEDS if run.tiny else SEEDS)]
     for tensors in seeds:
         tensors["mask"] = seeds[0]["mask"]
     truths = [_results(_truth(workload, tensors), _wide(tensors)) for tensors in seeds]
+    made: list[Record] = []
     for name in (contenders.OURS, *(PEERS if run.on_gpu else ON_A_CPU)):
-        record: Record = {"workload": workload.name, "dtype": dtype, "contender": name}
+        record: Record = {"contender": name}
         try:
             function = contenders.attention_of(name, workload, seeds[0])
             found = [_results(function, tensors) for tensors in seeds]
-            record["tensors"] = {tensor: _errors([x[tensor] for x in found], [x[tensor] for x in truths], DTYPES[dtype]) for tensor in found[0]}
             if name == contenders.OURS and not all(x.isfinite().all() for each in found for x in each.values()):
-                record = {**record, "error": "not finite"}
+                record["error"] = "not finite"
+            else:
+                record["tensors"] = {
+                    tensor: _errors([x[tensor] for x in found], [x[tensor] for x in truths], DTYPES[dtype]) for tensor in found[0]
+                }
         except Exception as error:
+            if name == contenders.OURS and isinstance(error, torch.OutOfMemoryError):
+                raise
             record["error"] = harness.reason(error)
+            record |= {"fatal": True} if raised(name, error).get("fatal") else {}
+        made.append(record)
+        if record.get("fatal"):
+            break
         harness.release(device)
-        yield record
+    return made
 
 
 def _truth(workload: Workload, tensors: dict[str, Any]) -> Callable[..., Tensor]:

@@ -1,8 +1,9 @@
 """Kinds of random problems, and the problems of a kind.
 
-A kind fixes whatever a kernel is compiled for: dtype, head dims, which mask, bias and options there are, and what lengths are multiples of. Its
-problems draw the rest: lengths, batch, numbers and tensors. So many problems share a kernel, whose compilation takes a second or more. Kinds
-with a mask draw lengths and batch from a few that are their own, for the same reason.
+A kind fixes whatever a kernel is compiled for: dtype, head dims, batch, which mask, bias and options there are, and what lengths are multiples
+of. Its problems draw the rest: lengths, numbers and tensors. So all problems of a kind share their kernels, each of which takes seconds to
+compile. Lengths come from ranges whose blocks of 32, 64 and 128 are odd in number, at least beside those of 128. Triton compiles anew where a
+stride divides by 16, and lists of blocks have such numbers for strides. `tests/test_prove.py` counts the kernels.
 
 Each property is dealt from a deck that has every value, shuffled: all values come up, as often as the deck has them.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,37 +22,40 @@ from benchmarks.prove.part import DTYPES
 from benchmarks.prove.problems import AttentionProblem, DynamicProblem, MergeProblem, PackedProblem, Problem
 from dmattn.equivalence import Case
 
-OPS = ("attention",) * 14 + ("attention_varlen",) * 3 + ("dynamic_mask_attention",) * 2 + ("merge_attention",)
+OPS = ("attention",) * 11 + ("attention_varlen",) * 4 + ("dynamic_mask_attention",) * 3 + ("merge_attention",) * 2
 HEAD_DIMS = {"fp32": (16, 32, 40, 64, 64, 80, 128), "16 bits": (16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)}
 GROUPS = ((2, 2), (3, 3), (4, 2), (6, 2), (3, 1))  # heads, key-value heads
 LENGTHS = ("short", "middle", "middle", "long", "long", "more keys", "few keys", "decoding")
 STEPS = (1, 1, 8, 128)  # lengths are multiples of these, and of no more
+ODD_BLOCKS = (257, 513, 769, 1281, 2049)  # where ranges of 31 lengths begin
+OF_128 = (384, 640, 896, 1408, 2176)  # an odd number of blocks, too
+RANGES = {"middle": (0, 1), "long": (1, 2), "more keys": (3, 4), "dynamic": (0, 1)}  # of keys, by place in these; of queries (0, 1)
+BATCHES, SEQUENCES = (2, 2, 3, 3, 5), (3, 5)
 BIASES = (
-    *(None,) * 4,
+    *(None,) * 3,
     *("bhqk", "1hqk", "1hqk", "11qk", "b1qk", "bgqk", "1gqk"),
     *("bh1k", "bg1k", "b11k", "1h1k", "bhq1", "1hq1", "1h11"),
     *("1hr", "1hr", "bhr", "1gr", "11r"),
     *("factors", "factors"),
 )
 MASKS = (
-    *(None,) * 6,
+    *(None,) * 3,
     *("mask bhqk", "mask b1qk", "mask 11qk", "mask bgqk", "mask b11k", "mask bh1k", "mask b1q1"),
-    *("block mask 11qk", "block mask 1hqk", "block mask bgqk") * 2,
+    *("block mask 11qk", "block mask 1hqk", "block mask bgqk"),
     *("documents", "document-prefix", "prefix", "padding", "causal", "window", "chunked", "random", "random-per-head", "random-shared"),
-    *("global", "random-two", "random-two-per-head") * 2,
+    *("global", "random-two", "random-two-per-head"),
 )
 KEEPS = ("random", "random", "random-empty-rows", "topk", "blocks")
 RULES = (None, None, None, "causal", "causal", "window", "causal window")
 SCALES = (None, None, None, None, 1.0, 0.125, 0.3)
 LEADING = ("b",) * 7 + ("bn", "bnm", "")
-SHAPES = 2  # of a kind that has few
 EXTRAS = (*(None,) * 7, "softcap", "softcap", "dropout", "sinks", "sinks", "far sinks")
 BIAS_DTYPES = (None, None, None, None, torch.float32)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What problems have in common: `fixed` are fields of the Case, `lengths` and `step` a range and a multiple of lengths."""
+    """What problems have in common: `fixed` are fields of the Case, `lengths` and `step` ranges and a multiple of lengths."""
 
     number: int
     op: str
@@ -60,11 +64,6 @@ class Kind:
     step: int
     reads_lse: bool
     fixed: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_few_shapes(self) -> bool:
-        """Whether kernels are compiled anew for most lengths: lists of blocks have strides that do, or do not, divide by 16."""
-        return self.lengths == "decoding" or any(self.fixed.get(name) for name in ("mask", "intervals"))
 
     @property
     def features(self) -> list[str]:
@@ -133,12 +132,13 @@ def _kind(number: int, decks: _Decks, tiny: bool) -> Kind:
         head_dim=head_dim,
         value_dim=deal("value dim", (None, None, None, None, 16 if tiny else 64)),
         scale=deal("scale", SCALES),
+        batch=deal("batch", SEQUENCES if op == "attention_varlen" else BATCHES),
         transposed=deal("transposed", (False, True)),
         sinks={"sinks": "random", "far sinks": "far"}.get(extra := deal("extra", EXTRAS)),
     )
     if op == "dynamic_mask_attention":
         fixed |= dict(bias="bg1k", bias_dtype=deal("bias dtype", BIAS_DTYPES))
-        return Kind(number, op, dtype, deal("dynamic", ("middle", "long", "decoding")), deal("step", STEPS), deal("lse", (True, False)), fixed)
+        return Kind(number, op, dtype, deal("dynamic", ("dynamic", "decoding")), deal("step", STEPS), deal("lse", (True, False)), fixed)
     softcap, dropout = 20.0 if extra == "softcap" else None, 0.1 if extra == "dropout" else 0.0
     bias = deal("bias", BIASES)
     mask = deal("mask", MASKS)
@@ -157,7 +157,7 @@ def _kind(number: int, decks: _Decks, tiny: bool) -> Kind:
     if op == "attention_varlen":
         if fixed.get("factors") or (fixed["bias"] or "").endswith("r"):
             fixed |= dict(mask=None, dropout_p=0.0)  # a mask by position in the sequence, and what is dropped: a padded batch has others
-        return Kind(number, op, dtype, deal("packed", ("middle", "long")), 1, deal("lse", (True, False)), fixed)
+        return Kind(number, op, dtype, deal("packed", ("short", "middle")), 1, deal("lse", (True, False)), fixed)
     leading = deal("leading", LEADING)
     if leading != "b":
         fixed = _with_axes(fixed, leading, decks)
@@ -205,45 +205,46 @@ def _with_axes(fixed: dict[str, Any], leading: str, decks: _Decks) -> dict[str, 
 
 
 def _problem(kind: Kind, chance: random.Random, tiny: bool) -> Problem:
-    shapes = random.Random(f"shapes {kind.number} {chance.randrange(SHAPES)}") if kind.has_few_shapes else chance
-    batch = shapes.randint(2, 3)
-    len_q, len_k = _lengths(kind, shapes, tiny)
+    len_q, len_k = (_length(kind, of_keys, chance, tiny) for of_keys in (False, True))
     fixed = dict(kind.fixed)
-    if fixed.get("dropout_p"):
-        len_k = max(len_k, 2)
     if fixed.get("intervals") in ("documents", "document-prefix", "global"):
         len_q = len_k  # of self-attention
     name = f"random-{kind.number}"
     if kind.op == "attention_varlen":
-        sequences = chance.randint(2, 6)
-        lengths_q, lengths_k = (tuple(chance.randint(0, longest) for _ in range(sequences)) for longest in (len_q, len_k))
-        return PackedProblem(Case(name, len_q, len_k, batch=sequences, **fixed), lengths_q, lengths_k)
-    case = Case(name, len_q, len_k, batch=batch, **fixed)
+        packed = [_lengths_of_sequences(fixed["batch"], longest, chance) for longest in (len_q, len_k)]
+        return PackedProblem(Case(name, len_q, len_k, **fixed), *packed)
+    case = Case(name, len_q, len_k, **fixed)
     if kind.op == "dynamic_mask_attention":
-        causal = kind.number % 3 > 0
-        return DynamicProblem(case, keep=max(1, chance.choice((1, 7, len_k // 3, len_k))), causal=causal, has_padding=kind.number % 2 > 0)
+        keep = len_k if kind.number % 4 == 0 else min(len_k, chance.choice((7, len_k // 3 | 1)))
+        return DynamicProblem(case, keep, causal=kind.number % 3 > 0, has_padding=kind.number % 2 > 0)
     if kind.op == "merge_attention":
-        return MergeProblem(case, tuple(sorted(chance.randint(0, len_k) for _ in range(chance.randint(1, 3)))))
+        return MergeProblem(*_with_cuts(case, chance))
     return AttentionProblem(case, kind.reads_lse or len_k < 16)  # of a query that sees one key all other gradients of its score are 0
 
 
-def _lengths(kind: Kind, chance: random.Random, tiny: bool) -> tuple[int, int]:
-    ranges = {
-        "short": ((2, 64), (2, 64)),
-        "middle": ((65, 320), (65, 320)),
-        "long": ((300, 700), (300, 900)),
-        "more keys": ((65, 300), (600, 2200)),
-        "few keys": ((65, 400), (2, 40)),
-        "decoding": ((1, 8), (200, 1500)),
-    }[kind.lengths]
-    shrink = 16 if tiny else 1
-    return tuple(_multiple(kind.step, *(max(1, end // shrink) for end in ends), chance) for ends in ranges)  # type: ignore[return-value]
+def _length(kind: Kind, of_keys: bool, chance: random.Random, tiny: bool) -> int:
+    """One of the kind's: a multiple of its step, and of no more."""
+    if kind.lengths == "decoding" and not of_keys:
+        return 1 if kind.number % 2 else chance.choice((3, 5, 7))
+    if kind.lengths == "short" or (of_keys and kind.lengths == "few keys"):
+        begin = 128 if kind.step == 128 else 33
+    else:
+        places = RANGES.get(kind.lengths, (0, 1) if kind.lengths == "few keys" else (2, 3)) if of_keys else (0, 1)
+        begin = (OF_128 if kind.step == 128 else ODD_BLOCKS)[chance.choice(places)]
+    within = {1: 2 * chance.randrange(15), 8: chance.choice((7, 23)), 128: 0}[kind.step]
+    return (begin + within) // 16 | 1 if tiny else begin + within
 
 
-def _multiple(step: int, least: int, most: int, chance: random.Random) -> int:
-    """A length of the range: a multiple of `step`, and of 8 no odd multiple where that is 1; any where the range has none."""
-    length = chance.randint(least, most)
-    if most < 2 * step or step == 1:
-        return length + 1 if length % 8 == 0 and length < most else length
-    rounded = max(step, length // step * step)
-    return rounded + step if step == 8 and rounded % 16 == 0 else rounded
+def _lengths_of_sequences(count: int, longest: int, chance: random.Random) -> tuple[int, ...]:
+    """Any up to the longest, 0 among them, of which there is an odd number of tokens."""
+    lengths = [chance.randint(0, longest) for _ in range(count)]
+    if sum(lengths) % 2 == 0:
+        lengths[0] += 1 if lengths[0] < longest else -1
+    return tuple(lengths)
+
+
+def _with_cuts(case: Case, chance: random.Random) -> tuple[Case, tuple[int, ...]]:
+    """The case with twice its keys, which are cut in the middle, and may be once more, for a share of nothing."""
+    middle = case.sizes["k"]
+    nothing = chance.choice(((), (0,), (middle,), (2 * middle,)))
+    return replace(case, len_k=2 * middle), tuple(sorted((middle, *nothing)))

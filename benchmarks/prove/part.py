@@ -1,7 +1,8 @@
 """What a part of the proof is given, and how it says what it found.
 
 A part is a module with three functions. ``work(run)`` yields records, each one check or one measurement. ``summary(records)`` is what the
-result file keeps of them: "checks", a number, "failures", sentences, and figures of its own. ``section(summary)`` is that in Markdown.
+result file keeps of them: "checks", a number, "failures", sentences, and figures of its own. ``section(summary)`` is that in Markdown. A
+part that has the GPU for itself may have a fourth: ``prepare(run)`` compiles, before its turn, what ``work`` calls.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ def raised(name: str, error: Exception, **details: Any) -> Record:
     """The record of a check that ended with an exception. It is "fatal" where no later call of the process can work."""
     fatal = dict(fatal=True) if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error) else {}
     return check(name, f"{type(error).__name__}: {error}"[:500], **fatal, **details)
+
+
+def no_room(name: str) -> Record:
+    """The record of a check for which the GPU had no memory, as several processes share it."""
+    torch.cuda.empty_cache()
+    return left(f"{name}: the GPU, which processes share, had no memory left")
 
 
 def failures(records: Iterable[Record]) -> list[str]:

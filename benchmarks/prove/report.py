@@ -23,6 +23,8 @@ def written(result: dict[str, Any], source: Path, page: Path = PAGE) -> str:
         "",
         "This page is what one command found on one machine. It is written from its result file alone.",
         "",
+        _verdict(result),
+        "",
         *(["This is a small run without a GPU, which tries the code alone. It proves nothing of the kernels.", ""] if result["tiny"] else []),
         *table(
             ("", ""),
@@ -49,6 +51,27 @@ def written(result: dict[str, Any], source: Path, page: Path = PAGE) -> str:
     return "\n".join(lines) + "\n"
 
 
+def failures_of(found: Record) -> list[str]:
+    """Of a part, as the result file has it; also of one whose summary could not be made."""
+    return found["summary"]["failures"] if found["summary"] else found.get("failures", [])
+
+
+def checks_of(result: dict[str, Any]) -> int:
+    """How many checks all parts made."""
+    return sum((found["summary"] or {}).get("checks", 0) for found in result["parts"].values())
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    """The whole page in two sentences."""
+    parts = result["parts"]
+    failed = {name: len(failures_of(found)) for name, found in parts.items() if failures_of(found)}
+    unreached = [name for name, found in parts.items() if not (found["summary"] or {}).get("checks")]
+    partly = [name for name, found in parts.items() if found["not_run"] and name not in unreached]
+    said = f"**{checks_of(result)} checks, " + (f"{sum(failed.values())} failed** ({', '.join(failed)})." if failed else "none failed.**")
+    said += f" Nothing was checked by {', '.join(unreached)}." if unreached else ""
+    return said + (f" Parts that left something out: {', '.join(partly)}." if partly else "")
+
+
 def picture(source: Path) -> Path:
     """The plot of the errors in a result file, beside it."""
     return source.with_suffix(".png")
@@ -58,26 +81,26 @@ def _row(part: Part, found: Record) -> list[Any]:
     summary = found.get("summary") or {}
     skipped = found["not_run"]
     shown = "-" if not skipped else skipped[0] if len(skipped) == 1 else f"{len(skipped)} things, named below"
-    return [f"[{part.name}](#{_anchor(part.title)})", summary.get("checks"), len(summary.get("failures", ())), f"{found['seconds']:.0f}", shown]
+    name = f"[{part.name}](#{_anchor(part.title)})"
+    return [name, summary.get("checks"), len(failures_of(found)), f"{found['seconds']:.0f}", _escaped(shown)]
 
 
 def _section(part: Part, found: Record, source: Path, page: Path) -> list[str]:
     lines: list[str] = []
-    summary = found.get("summary")
+    summary, wrong = found["summary"], failures_of(found)
     if summary is not None:
         lines += part.module.section(summary)
         if part.name == "errors" and summary["errors"]:
             lines += ["", f"![Errors of each contender by tensor and dtype]({_link(picture(source), page)})"]
-        wrong = summary["failures"]
-        if wrong:
-            lines += ["", f"{len(wrong)} failed:", ""]
-            for failure in wrong[:SHOWN_FAILURES]:
-                sentence, _, code = failure.partition("\n")
-                lines.append(f"- {_escaped(sentence)}")
-                lines += ["", "  ```", *(f"  {line}" for line in code.splitlines()), "  ```", ""] if code else []
-            lines += [f"- {len(wrong) - SHOWN_FAILURES} more are in the result file."] if len(wrong) > SHOWN_FAILURES else []
-        else:
-            lines += ["", f"None of {summary['checks']} checks failed." if summary["checks"] else "Nothing was checked."]
+    if wrong:
+        lines += [*([""] if lines else []), f"{len(wrong)} failed:", ""]
+        for failure in wrong[:SHOWN_FAILURES]:
+            sentence, _, code = failure.partition("\n")
+            lines.append(f"- {_escaped(sentence)}")
+            lines += ["", "  ```", *(f"  {line}" for line in code.splitlines()), "  ```", ""] if code else []
+        lines += [f"- {len(wrong) - SHOWN_FAILURES} more are in the result file."] if len(wrong) > SHOWN_FAILURES else []
+    elif summary is not None:
+        lines += ["", f"None of {summary['checks']} checks failed." if summary["checks"] else "Nothing was checked."]
     if found["not_run"]:
         lines += [*([""] if lines else []), "Not run:", "", *(f"- {_escaped(sentence)}" for sentence in found["not_run"])]
     return lines

@@ -6,14 +6,16 @@ Rows of benchmarks/speed.py with and without a bias, on each distribution of dma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks import contenders
+from benchmarks import contenders, harness
 from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, table
-from benchmarks.workloads import PASSES, WORKLOADS
+from benchmarks.workloads import PASSES, WORKLOADS, Workload
 from dmattn.bench import compare
 from dmattn.bench.distributions import DISTRIBUTIONS, NORMAL
 
@@ -22,24 +24,49 @@ PEERS = ("sdpa_cudnn", "cudnn")  # SDPA's has no gradient of a bias, NVIDIA's fr
 TIMING = dict(budget_ms=120.0, most_runs=20)
 
 
+def prepare(run: Run) -> None:
+    """Compile what the contenders launch."""
+    for row in _rows(run):
+        if row.distribution == NORMAL:
+            tensors = _tensors(row, run)
+            for name in (contenders.OURS, *_peers(run)):
+                with suppress(Exception):  # it comes again
+                    passes = compare.passes_of(contenders.attention_of(name, row, tensors), tensors)
+                    (out,) = passes.forward()
+                    passes.backward(out)
+                    del passes, out
+                harness.release(torch.device(run.device))
+
+
 def work(run: Run) -> Iterator[Record]:
     """A record for each row and distribution."""
-    rows = [row.tiny() if run.tiny else row for row in WORKLOADS if row.name in ROWS]
-    names = (NORMAL, *DISTRIBUTIONS)
-    listed = [replace(row, distribution=name) for name in (names[:1] + names[-1:] if run.tiny else names) for row in rows]
-    peers = PEERS if run.on_gpu else ("sdpa_math",)
-    for row in run.in_time(run.mine(listed), "rows"):
+    for row in run.in_time(run.mine(_rows(run)), "rows"):
         if is_left(row):
             yield row
             continue
-        device = torch.device(run.device)
-        tensors = row.tensors(DTYPES["bf16" if run.on_gpu else "fp32"], device)
+        device, tensors = torch.device(run.device), _tensors(row, run)
         times: Record = {}
-        compare.compete(times, row, tensors, device, peers, partial(contenders.attention_of, workload=row, tensors=tensors), **TIMING)
+        make = partial(contenders.attention_of, workload=row, tensors=tensors)
+        compare.compete(times, row, tensors, device, _peers(run), make, **TIMING)
         ours = times[contenders.OURS]
         steps = {step: ours.get(step, {}) for step in PASSES}
         wrong = [f"{step}: {one.get('error', 'repeats otherwise')}" for step, one in steps.items() if not one.get("repeatable")]
         yield check(f"{row.name}, {row.distribution}", "; ".join(wrong) or None, row=row.name, distribution=row.distribution, times=times)
+
+
+def _rows(run: Run) -> list[Workload]:
+    """Each row with each distribution in turn."""
+    rows = [row.tiny() if run.tiny else row for row in WORKLOADS if row.name in ROWS]
+    names = (NORMAL, *DISTRIBUTIONS)
+    return [replace(row, distribution=name) for name in (names[:1] + names[-1:] if run.tiny else names) for row in rows]
+
+
+def _peers(run: Run) -> tuple[str, ...]:
+    return PEERS if run.on_gpu else ("sdpa_math",)
+
+
+def _tensors(row: Workload, run: Run) -> dict[str, Any]:
+    return row.tensors(DTYPES["bf16" if run.on_gpu else "fp32"], torch.device(run.device))
 
 
 def summary(records: list[Record]) -> Record:

@@ -60,8 +60,11 @@ def work(run: Run) -> Iterator[Record]:
         yield left(f"{expected - made} of {expected} calls of threads, for their time was spent")
     for which, call in enumerate(listed):
         wrong = [f"{text} ({times} times)" for (place, text), times in errors.items() if place == which]
-        serial = prepared[which]()
         results = [result for each in found for place, result in each if place == which]
+        if not results and not wrong:
+            yield left(f"{call.name}: no thread came to it")
+            continue
+        serial = prepared[which]()
         differing = {name for result in results for name, x in result.items() if not same_bits(x, serial[name])}
         if differing:
             wrong.append(f"other bits than alone in {', '.join(sorted(differing))}")

@@ -1,4 +1,7 @@
-"""A process of a part: ``python -m benchmarks.prove.worker PART RUN``, RUN being the fields of a Run as JSON. Each record is a line of JSON."""
+"""A process of a part: ``python -m benchmarks.prove.worker PART RUN``, RUN being the fields of a Run as JSON. Each record is a line of JSON.
+
+It prepares what its part needs, and begins once a line of stdin says when it is to end.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import json
 import os
 import signal
 import sys
+import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from benchmarks.prove.part import Run
@@ -18,7 +23,13 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, _end)
     (part,) = (part for part in PARTS if part.name == sys.argv[1])
-    for record in part.module.work(Run(**json.loads(sys.argv[2]))):
+    run = Run(**json.loads(sys.argv[2]))
+    try:
+        getattr(part.module, "prepare", lambda run: None)(run)
+    except Exception:  # which comes again where it is looked for
+        traceback.print_exc()
+    run = replace(run, until=float(sys.stdin.readline()))
+    for record in part.module.work(run):
         print(json.dumps(record), file=answers, flush=True)
         if record.get("fatal"):  # whoever started this starts another for the rest
             raise SystemExit(3)

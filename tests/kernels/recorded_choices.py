@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cases import CASES, HOPPER, LARGE, WIDEST, gpu_dtypes
+from cases import CASES, HOPPER, LARGE, WIDEST, kernel_dtypes
 from compile_report import DYNAMIC, FORWARD, LAUNCHES, dynamic, meta
 from drawn_problems import Drawn, drawn
 
@@ -37,7 +37,7 @@ DRAWN = 80  # recorded
 def named_problems() -> Iterator[tuple[str, torch.dtype, Problem]]:
     """Those of the equivalence tests, in three dtypes, and of the compile report."""
     for case in (*CASES, *WIDEST, *LARGE, *HOPPER):
-        for dtype in gpu_dtypes(case):
+        for dtype in kernel_dtypes(case):
             yield case.name, dtype, meta(case, dtype)
     for case, dtype in (*LAUNCHES, *FORWARD):
         yield case.name, dtype, meta(case, dtype)
