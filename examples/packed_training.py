@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     third = max(1, size.steps // 3)  # steps have other documents, some of them harder: a mean of several says whether the model learned
     first, last = (sum(part) / third for part in (losses[:third], losses[-third:]))
     good = max(apart, off) <= TOLERANCE[torch.bfloat16 if size.bf16 else torch.float32] and last < first
-    print(f"losses differ by {apart:.1e}, gradients of the first step by {off:.1e}; loss {first:.3f} to {last:.3f}: {'ok' if good else 'FAILED'}")
+    print(f"losses differ by {apart:.1e}, first gradients by {off:.1e}; loss {first:.3f} to {last:.3f}: {'ok' if good else 'FAILED'}")
     return 0 if good else 1
 
 
