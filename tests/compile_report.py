@@ -2,7 +2,8 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_100 --few    leaves out launches that differ from others in size, not in kind
+python tests/compile_report.py sm_80 --few     leaves out launches that differ from others in size, not in kind
+python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
 would have. One process per target, and under it one per compilation.
@@ -217,12 +218,12 @@ def nothing():
 class Compiler:
     """Inside, launches become compilations for `target`: `rows` gets one for each that none before was the same as, by Triton's key.
 
-    Each compiles in a process of its own, because bad code generation may abort it, and a few at once. A process is forked at the launch: it
+    Or, `once`, only the first launch of each kernel. Each compiles in a process of its own, because bad code generation may abort it, and a few at once. A process is forked at the launch: it
     compiles as the launch would have, with the assembler that is set for it, and what has to be passed to a compiler cannot be sent.
     """
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+    def __init__(self, target: GPUTarget, once: bool) -> None:
+        self.target, self.once = target, once
         self.case = ""
         self.rows: list[dict[str, Any]] = []
         self.known: set[tuple] = set()
@@ -245,9 +246,10 @@ class Compiler:
             self.collect()
 
     def launched(self, function: jit.JITFunction, key: Any, others: tuple) -> None:
-        if (function, key) in self.known:
+        compilation = (function,) if self.once else (function, key)
+        if compilation in self.known:
             return
-        self.known.add((function, key))
+        self.known.add(compilation)
         while len(self.running) >= self.at_once:
             self.collect()
         forked = multiprocessing.get_context("fork")
@@ -278,10 +280,10 @@ class Compiler:
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums and early starts of one compiled kernel.
 
-    Atomics on shared memory are how tl.histogram counts, and relaxed sums of
-    integers how programs draw numbers: neither is a sum of rounded numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes then hold
-    different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global memory, or
-    starts early.
+    Atomics on shared memory are how tl.histogram counts, and relaxed sums of integers how programs draw numbers: neither is a sum of rounded
+    numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
+    then hold different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global
+    memory, or starts early.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -358,10 +360,10 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
 
 
-def report(name: str, few: bool = False) -> list[dict[str, Any]]:
+def report(name: str, few: bool = False, once: bool = False) -> list[dict[str, Any]]:
     """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
     left_out = ALIKE if few else {}
-    with Compiler(gpu_target(name)) as compiler:
+    with Compiler(gpu_target(name), once) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
         problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
@@ -396,7 +398,7 @@ def report(name: str, few: bool = False) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = report(sys.argv[1], few="--few" in sys.argv)
+    found = report(sys.argv[1], few="--few" in sys.argv, once="--once" in sys.argv)
     if "--json" in sys.argv:
         print(json.dumps(found))
     else:
