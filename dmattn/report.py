@@ -117,10 +117,13 @@ def _cpu_path() -> str:
     return "PyTorch, in chunks of query rows"
 
 
-def _tiles(name: str, capability: tuple[int, int]) -> Tiles:
-    """Where the tiles of a GPU come from."""
-    from .kernels.base.tiles import TIMED_ON
-    from .kernels.base.timed_tiles import source_of
+def _tiles(name: str, capability: tuple[int, int]) -> Tiles | None:
+    """Where the tiles of a GPU come from; None where the kernels cannot be imported, of which `info` is to tell the versions all the same."""
+    try:
+        from .kernels.base.tiles import TIMED_ON
+        from .kernels.base.timed_tiles import source_of
+    except ImportError:
+        return None
 
     family = "hip" if torch.version.hip is not None else "sm_{}{}".format(*capability)
     file, timed, ignored = source_of(family)

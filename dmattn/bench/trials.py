@@ -62,6 +62,7 @@ JUDGED = {
     " by intervals": (
         Case("documents-key-bias-gqa", 320, heads=4, kv_heads=2, intervals="documents", bias="bg1k", bias_dtype=FP32),
         Case("two-intervals-shared-bias-causal", 256, 384, intervals="random-two", bias="1hqk", causal=True, bias_dtype=FP32),
+        Case("two-intervals-own-bias-causal", 256, 384, intervals="random-two", bias="bhqk", causal=True, bias_dtype=FP32),  # dS is stored
     ),
 }
 

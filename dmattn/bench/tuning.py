@@ -198,7 +198,7 @@ class Round:
             return
         start = time.monotonic()
         left = self.deadline - start
-        compiled = self._compile(start + COMPILING * left)
+        compiled = self._compile(start + COMPILING * left)  # and on until what is under way is done
         self.compiling = time.monotonic() - start
         choices = {place: self._time(place) for place in compiled if time.monotonic() < start + TIMING * left}
         self._judge({place: choice for place, choice in choices.items() if choice})
@@ -241,25 +241,30 @@ class Round:
             if time.monotonic() > until:
                 break
             try:
-                for trial in self.trials[place]:
-                    self._ask(compilations, place, self._launches(place, trial), {(place, tile): tile for tile in self.tiles[place]})
-                asked.append(place)
+                if all(
+                    self._ask(compilations, place, self._launches(place, trial), {(place, tile): tile for tile in self.tiles[place]}, until)
+                    for trial in self.trials[place]
+                ):
+                    asked.append(place)
             except Exception as error:
-                self._miss(place, trial.workload.name, error)
+                self._miss(place, "compiling", error)
         compilations.finish()
         self.compiled += compilations.kernels
         for (place, tile), why in compilations.failed.items():
             self.refused[place][tile] = why
         return asked
 
-    def _ask(self, compilations: Compilations[Any], place: Place, launches: Launches, by_key: dict[Any, Tile]) -> None:
-        """Compile what a problem takes, and the kernel of a place with each tile."""
+    def _ask(self, compilations: Compilations[Any], place: Place, launches: Launches, by_key: dict[Any, Tile], until: float) -> bool:
+        """Compile what a problem takes, and the kernel of a place with each tile; whether there was time for all."""
         for before in launches.before:
             compilations.ask(None, before.function, before.arguments, {})
         call = launches.kernels[self.kernels[place]]
         for key, tile in by_key.items():
+            if time.monotonic() > until:
+                return False
             compilations.ask(key, call.function, call.arguments, {place: tile})
             self.advance(f"compiling {place.kind}")
+        return True
 
     def _time(self, place: Place) -> list[Choice]:
         """The tiles that a place may have, the best first, the frozen one last; none where that cannot be said."""
@@ -335,16 +340,21 @@ class Round:
         """Take for each place the first choice whose results are as exact as they have to be; the frozen tile is known to be."""
         compilations: Compilations[Place] = Compilations(self.device, self.target)
         for place, (first, *others) in choices.items():
-            if others:
-                for case in self._cases(place):
+            try:
+                for case in self._cases(place) if others else ():
                     problem, inputs = trials.of_case(case, self.dtype, self.device)
                     launches = trials.launches_of(problem, inputs.d_out, inputs.d_lse, [self.kernels[place]])
-                    self._ask(compilations, place, launches, {place: first.tile})
+                    self._ask(compilations, place, launches, {place: first.tile}, self.deadline)
+            except Exception:
+                self._check_device()  # the same is met again below, and is then a reason
         compilations.finish()
         self.compiled += compilations.kernels
         standards: dict[Case, Standard] = {}
         for place, tried in choices.items():
             for choice in tried[:-1]:
+                if time.monotonic() > self.deadline:
+                    self.refused[place][choice.tile] = "not judged in time"
+                    continue
                 try:
                     for case in self._cases(place):
                         self._judge_case(place, choice.tile, case, standards)

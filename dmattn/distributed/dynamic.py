@@ -94,7 +94,7 @@ def context_parallel_dynamic_mask_attention(
         return (out, lse) if return_lse else out
     scores, valid = _of_all_keys(ranks, order, key_bias.detach(), key_padding_mask)
     listed, first, last = intervals_of(scores, valid, min(keep, len_k), len_q, causal)
-    found = wanted(ranks, order, listed, first, last, len_q) if key_bias.shape[0] else None
+    found = wanted(ranks, order, listed, first, last, len_q) if key_bias.numel() else None
     if found is None:
         band = Band.of(None, 0 if causal else None, len_q, len_k)
         setting = Setting(ranks, order, len_q, len_k, band, problem.scale, None, joins_rows=True, joins_cols=True)

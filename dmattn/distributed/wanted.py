@@ -94,13 +94,13 @@ class _Constants(NamedTuple):
 def _constants(order: str, size: int, rank: int, len_q: int, sequences: int, device: torch.device) -> _Constants:
     """Made on the CPU, as the host waits for their copies: any stream may read them."""
     with torch.inference_mode(False):
-        own = torch.zeros(len_q + 1, dtype=torch.int32)
+        own = torch.zeros(len_q + 1, dtype=torch.int32, device="cpu")
         for run in runs(order, size, rank, len_q):
             own[run.start + 1 : run.start + run.length + 1] = 1
         made = (
             own.cumsum(0, dtype=torch.int32),
-            torch.tensor(_limits(order, size, len_q), dtype=torch.int32)[..., None, None],
-            torch.arange(sequences, dtype=torch.int32)[:, None],
-            torch.ones(1, dtype=torch.int64),
+            torch.tensor(_limits(order, size, len_q), dtype=torch.int32, device="cpu")[..., None, None],
+            torch.arange(sequences, dtype=torch.int32, device="cpu")[:, None],
+            torch.ones(1, dtype=torch.int64, device="cpu"),
         )
         return _Constants(*(x.to(device) for x in made))

@@ -102,10 +102,10 @@ _INTERPRETED_PIECES = dict.fromkeys(_FLOATS_DEFAULT, Tile(32, 32, 4, 1, 64))
 _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields of a problem, loaded by places of queries or keys
 
 
-def pick(kernel: str, problem: Problem) -> Tile:
-    """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device."""
-    query = problem.query
-    tile = find(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
+def pick(kernel: str, problem: Problem, is_frozen: bool = False) -> Tile:
+    """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device; `is_frozen` asks for no timed one."""
+    query, found = problem.query, find_frozen if is_frozen else find
+    tile = found(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     # a mask takes registers, and so do dropout and a table
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None

@@ -6,7 +6,8 @@ Which file: DMATTN_TILES in the environment names one, or is ``frozen``, which i
 The tiles are asked for by family, as rehearsals and ``dmattn compile`` do for tensors without a device. The first visible device of the family
 gives the GPU's name. A file that DMATTN_TILES names serves the family that it names, with or without a GPU.
 
-No file is ever an error of attention: one that cannot be used is ignored, and one warning of the logger "dmattn" has its name and the reason.
+A file that cannot be read, or was made for another GPU or other kernels, is no error of attention: it is ignored, and one warning of the logger
+"dmattn" has its name and the reason. One that DMATTN_TILES names is silently left alone by GPUs of other families.
 Other tiles sum in another order, so two files give results that differ in rounding; results repeat bit by bit for a given file.
 """
 
@@ -109,13 +110,13 @@ def source_of(family: str) -> Source:
     if not setting and gpu is None:
         return Source()
     file = Path(os.path.expanduser(setting)) if setting else file_for(str(gpu))
-    if not setting and not file.exists():
-        return Source()
     try:
         timed = read(file)
         if gpu not in (None, timed.gpu):
             raise ValueError(f"its tiles were timed on {timed.gpu}, this is {gpu}")
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not setting:
+            return Source()  # nothing was timed here
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         once(logging.WARNING, f"timed tiles: {file} is ignored: {reason}", key=f"timed tiles: {file}")
         return Source(file, None, reason)

@@ -97,7 +97,7 @@ def table_gradient(problem: Problem, incoming: Incoming, end_sums: Tensor, d_tab
 
 def tile_of(problem: Problem) -> Tile:
     """The tile of a shared dBias, with at least as many queries as keys: sums along diagonals ask for that."""
-    tile = pick("bias", problem)
+    tile = pick("bias", problem, is_frozen=True)  # `dmattn tune` times the kernel of a shared bias with it
     return tile if tile.block_m >= tile.block_n else tile._replace(block_m=tile.block_n, block_n=tile.block_m)
 
 

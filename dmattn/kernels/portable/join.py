@@ -64,5 +64,6 @@ def _join_kernel(first, second, into, heads, len_q, DIM: tl.constexpr, BLOCK_M: 
     divisor = tl.where(total == 0.0, 1.0, total)
     first_tile = load_tile(first_out, seq, rows, dims).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     second_tile = load_tile(second_out, seq, rows, dims).to(tl.float32)
+    tl.debug_barrier()  # threads read the same lse, each in the layout of its use: none may write before all have read
     store_tile(out, seq, rows, dims, first_tile * (of_first / divisor)[:, None] + second_tile * (of_second / divisor)[:, None])
     store_rows(lse, seq, rows, tl.where(total == 0.0, float("-inf"), pivot + tl.log(divisor)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA
@@ -12,7 +15,10 @@ from dmattn.execution.backend import interpreting
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from triton.runtime import driver, jit
+
 from dmattn import kernels
+from dmattn.kernels.base.no_device import NoDevice, gpu_target
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
@@ -67,6 +73,22 @@ def test_joined(shape: tuple[int, ...], dtype: torch.dtype, made: torch.dtype | 
         kernels.join(first, second, first)
         assert torch.equal(first[0], out)
         assert torch.equal(first[1], lse)
+
+
+@pytest.mark.compile_only
+@pytest.mark.skipif(interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_all_threads_have_read_before_one_writes(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place several read a number that one of them writes: a barrier lies between."""
+    found: list[Any] = []
+    compile_it = jit.JITFunction._do_compile
+    monkeypatch.setattr(driver, "_active", NoDevice(gpu_target("sm_90")), raising=False)
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", lambda *given: found.append(compile_it(*given)))
+    out, lse = (torch.empty((1, 4096, *sizes), device="meta").transpose(1, 2) for sizes in ((16, dim), (16,)))
+    kernels.join((out, lse), (out, lse), (out, lse))
+    (code,) = (kernel.asm["ptx"] for kernel in found)
+    events = re.findall("ld.global|st.global|bar.sync", code)
+    assert events.index("st.global") > events.index("bar.sync") > max(place for place, event in enumerate(events) if event == "ld.global")
 
 
 @pytest.mark.parametrize("device", DEVICES)
