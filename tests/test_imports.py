@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dmattn.execution.backend import interpreting
+
+pytestmark = pytest.mark.skipif(interpreting(), reason="about imports, which are the same in both halves")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 CALL = """

@@ -239,7 +239,8 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("mask", [None, "111k", "11q1", "n1qk"])
 @pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk", "1hr"])
 def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = (3,) * 99 + (203,)
+    count, total, padded = 50, 250, 105  # sequences, tokens, and the room of the longest
+    lengths = (3,) * (count - 1) + (padded - 2,)
     case = Case("memory", mask, bias, lengths, lengths[::-1], 1, 1, 1, 1)
     given = inputs(case, torch.float32)
     seen: list[Problem] = []
@@ -252,19 +253,19 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
     with Watch() as watch:
         packed(case, **{name: given[name] for name in ("query", "key", "value", "mask", "bias")}, causal=True)
     assert watch.waits == 0
-    assert watch.size <= 8 * 500  # int64, for each of 500 queries or keys; padded there were 100 * 205
+    assert watch.size <= 8 * total  # int64, for each query or key; padded there were count * padded
     (problem,) = seen
-    assert problem.query.shape == (1, 1, 500, 1)
+    assert problem.query.shape == (1, 1, total, 1)
     if interpreting():
-        terms = 8 * (500 + 64 * 100)  # two float32 for each query, in whole blocks for each sequence
-        blocks = 205 // 32 + 1
+        terms = 8 * (total + 64 * count)  # two float32 for each query, in whole blocks for each sequence
+        blocks = padded // 32 + 1
         scanned = (
-            0 if problem.mask is None else max(problem.mask.numel() // 4, 4 * 100 * (blocks + 1) * (2 + blocks))
+            0 if problem.mask is None else max(problem.mask.numel() // 4, 4 * count * (blocks + 1) * (2 + blocks))
         )  # states, and lists of blocks
         with Watch(problem.mask, problem.bias) as watch:
             out, lse, states, *_ = passes.forward(problem)
         assert watch.waits == 0
-        assert watch.size <= max(16 * 500, scanned)
+        assert watch.size <= max(16 * total, scanned)
         problem = problem.with_states(states)
         for bias_too in (False, True):
             with Watch(problem.mask, problem.bias) as watch:
@@ -272,7 +273,9 @@ def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str
             assert watch.waits == 0
             largest = max(terms, scanned, *(x.untyped_storage().nbytes() for x in gradients if x is not None))
             if bias_too and bias in ("1h1k", "1hq1"):
-                largest = max(largest, 8 * 100 * 205)  # of a bias of keys or queries sums lie as the bias would for each sequence, or places
+                largest = max(
+                    largest, 8 * count * padded
+                )  # of a bias of keys or queries sums lie as the bias would for each sequence, or places
             if bias_too and bias == "1hr":
                 largest = max(largest, 1 << 20)  # of a table in as many parts as there are programs
             assert watch.size <= largest
