@@ -406,10 +406,11 @@ def test_tune_names_a_file_that_cannot_be_written_before_it_tunes(monkeypatch, c
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "gpu")
     monkeypatch.setattr(tuning, "sweep", lambda *given: pytest.fail("it tunes"))
     (tmp_path / "file").touch()
-    for file in (tmp_path, tmp_path / "file" / "below"):
+    can_be_written, is_of_tiles = "file that can be written", "new file, or one of timed tiles"
+    for file, expected in ((tmp_path, can_be_written), (tmp_path / "file" / "below", can_be_written), (tmp_path / "file", is_of_tiles)):
         with pytest.raises(SystemExit):
             cli.main(["tune", "--out", str(file)])
-        assert f"--out: expected a file that can be written, received {file}" in capsys.readouterr().err
+        assert f"--out: expected a {expected}, received {file}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

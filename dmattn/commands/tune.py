@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,17 @@ def _check_writable(file: Path) -> None:
         raise ValueError(f"--out: expected a file that can be written, received {file}: {error.strerror}") from error
     if file.is_dir() or not os.access(file.parent, os.W_OK):
         raise ValueError(f"--out: expected a file that can be written, received {file}")
+    if file.exists() and not _has_tiles(file):
+        raise ValueError(f"--out: expected a new file, or one of timed tiles, received {file}")
+
+
+def _has_tiles(file: Path) -> bool:
+    """Whether a file is of this command, be it of other versions."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"format", "gpu", "tiles"} <= found.keys()
 
 
 def _row(found: Any) -> list[str]:

@@ -171,6 +171,14 @@ def test_a_file_that_is_not_there_is_ignored_if_the_variable_names_it(tmp_path: 
     assert source_of("sm_86") == Source(tmp_path / "nothing", None, "No such file or directory")
 
 
+def test_a_cache_that_cannot_be_looked_into_is_no_error(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")  # no system has such a name
+    gpus((GPU, (8, 6)))
+    source = source_of("sm_86")
+    assert source.timed is None
+    assert source.ignored == "File name too long"
+
+
 def test_a_rehearsal_finds_the_tile_of_the_launch(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus((GPU, (8, 6)))
     keep(file_for(GPU))
