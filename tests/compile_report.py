@@ -207,6 +207,7 @@ ALIKE = {
     "packed-shared-bias-fp32-d64": "packed-dense-bias-softcap-d64 and fp32-d128",
     "plan-128k": "plan-16k and plan-1m",
 }
+NEVER_FOR_HOPPER = ("fp32", "d512", "plan-")  # in names of launches whose kernels are the portable ones there, too
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
 
 
@@ -362,7 +363,7 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
 
 def report(name: str, few: bool = False, once: bool = False) -> list[dict[str, Any]]:
     """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
-    left_out = ALIKE if few else {}
+    left_out = {case for case in ALIKE if name != "sm_90" or any(word in case for word in NEVER_FOR_HOPPER)} if few else set()
     with Compiler(gpu_target(name), once) as compiler:
         problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
         problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
