@@ -13,6 +13,7 @@ from .unions import expect_none, read
 
 
 def check_lengths(constructor: str, **lengths: int) -> None:
+    """Raise unless the lengths given to a constructor of IntervalMask are integers that it can have."""
     for name, length in lengths.items():
         if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
             raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
@@ -63,8 +64,10 @@ def refuse_several(several: Tensor, message: str) -> None:
 
 
 def is_integer(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of integers, which bools are not."""
     return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
 def what(value: object) -> str:
+    """A value by its kind, a tensor by its dtype, for messages."""
     return f"{value.dtype} tensor" if isinstance(value, Tensor) else kind(value)

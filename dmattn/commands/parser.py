@@ -71,6 +71,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Give a command the option --json."""
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, and progress on standard error")
 
 
@@ -90,12 +91,14 @@ def _plain(found: Any) -> Any:
 
 
 def sizes(text: str) -> tuple[int, ...]:
+    """The sizes of an option such as 4,16,4096,128."""
     if not all(size.isdigit() for size in text.split(",")):
         raise argparse.ArgumentTypeError(f"expected sizes such as 4,16,4096,128, received {text}")
     return tuple(map(int, text.split(",")))
 
 
 def window(text: str) -> int | tuple[int | None, int | None]:
+    """The sides of an option such as 1023,0 or none,0, or the one number of both."""
     sides = [None if side == "none" else int(side) if side.isdigit() else -1 for side in text.split(",")]
     if -1 in sides or len(sides) > 2 or sides == [None]:
         raise argparse.ArgumentTypeError(f"expected LEFT,RIGHT such as 1023,0 or none,0, received {text}")
@@ -103,6 +106,7 @@ def window(text: str) -> int | tuple[int | None, int | None]:
 
 
 def positive(text: str) -> int:
+    """The number of an option, 1 or more."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, received {text}")
     return int(text)

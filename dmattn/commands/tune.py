@@ -22,6 +22,7 @@ DTYPES = ("bf16", "fp32")
 
 
 def add(commands: Any) -> None:
+    """Add the command to those of the parser."""
     parser = commands.add_parser("tune", help="time the tiles of the portable kernels on a GPU, and keep them in a file that later calls read")
     parser.add_argument("--device", help="cuda or cuda:N; by default the first GPU")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME", help=f"of {', '.join(KERNELS)}")
@@ -36,6 +37,7 @@ def add(commands: Any) -> None:
 
 
 def run(parser: Parser, options: argparse.Namespace) -> Result:
+    """Sweep on the GPU asked for, keep the tiles in a file, and show what was found."""
     with parser.refusing():
         device = _gpu(options.device)
     from ..bench import measuring, tuning  # which import the kernels

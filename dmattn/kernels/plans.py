@@ -97,6 +97,7 @@ def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False) -> Iterat
 
 
 def are_wide(traits: Traits) -> bool:
+    """Whether head dims are over 128, for which Hopper has kernels of their own."""
     return max(traits.head_dim, traits.value_dim) > 128
 
 
