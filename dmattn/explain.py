@@ -357,9 +357,8 @@ class _Call:
         problem, out, lse = flattened(problem, self.out, self.lse)
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
-        if "query terms" in makes:
-            incoming = Incoming.without_terms(out, lse, with_columns="columns of query terms" in makes)
-            total += _size(incoming.terms, incoming.term_columns)
+        incoming = Incoming.without_terms(out, lse, as_vectors="query terms" in makes, as_columns="columns of query terms" in makes)
+        total += _size(incoming.terms, incoming.term_columns)
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 

@@ -28,6 +28,7 @@ from .traits import (
     OUT,
     QUERY_TERMS,
     TERM_COLUMNS,
+    TERM_FORMS,
     Traits,
 )
 
@@ -118,14 +119,17 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if any(_reads_columns(choice, traits) for choice in chosen):
-        chosen[0] = chosen[0]._replace(makes=chosen[0].makes | {TERM_COLUMNS})
+        is_vector = any(QUERY_TERMS in choice.row.reads and TERM_COLUMNS not in choice.row.reads for choice in chosen)
+        makes = chosen[0].makes if is_vector else chosen[0].makes - {QUERY_TERMS}
+        chosen[0] = chosen[0]._replace(makes=makes | {TERM_COLUMNS})
     return tuple(chosen)
 
 
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
-    """Whether a row reads query terms as columns, too: for d_key and d_value, but for a bias of keys under intervals.
+    """Whether query terms are made as columns for a row: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower then with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
+    Other rows that could read columns or vectors read what is there. The kernel is 1 % slower with term columns beside bias columns. Beside
+    head dims over 128 shared memory has no room for them.
     """
     if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits):
         return False
@@ -166,7 +170,7 @@ GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
-WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
+WITH_COLUMNS = dict(targets=HOPPER, reads=TERM_FORMS)
 HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED, plans.hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, plans.hopper_interval_keys, **WITH_COLUMNS
@@ -212,21 +216,21 @@ BACKWARD = (
         name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=STORED
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS, needs=STORED),
-    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS | STORED, needs=STORED),
-    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERMS | {END_SUMS}),
+    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=TERM_FORMS | STORED, needs=STORED),
+    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERM_FORMS | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),
     HOPPER_KEYS,
     _loading(HOPPER_KEYS),
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, plans.always, reads=TERMS),
-    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERMS),
+    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERM_FORMS),
     HOPPER_BIAS,
     _loading(HOPPER_BIAS),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
-    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERM_FORMS),
     Row("query terms", TERMS, ALL, plans.always),
 )
 

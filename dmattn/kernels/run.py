@@ -40,7 +40,9 @@ from .traits import (
     D_VALUE,
     END_SUMS,
     PARTIAL,
+    QUERY_TERMS,
     TERM_COLUMNS,
+    TERM_FORMS,
     Traits,
 )
 from .visits.mask_blocks import scan
@@ -95,13 +97,14 @@ class Call:
     d_out: Tensor
     d_lse: Tensor | None
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
-    with_columns: bool  # whether terms of queries are made as columns, too
+    term_forms: frozenset[str]  # in which the terms of queries are made
     given: Given
 
     @cached_property
     def incoming(self) -> Incoming:
         """d_out and lse with room for the terms of queries, which one row fills and others read."""
-        return Incoming.without_terms(self.d_out, self.lse, self.with_columns)
+        forms = self.term_forms
+        return Incoming.without_terms(self.d_out, self.lse, as_vectors=QUERY_TERMS in forms, as_columns=TERM_COLUMNS in forms)
 
 
 @on_its_device
@@ -145,7 +148,8 @@ def backward(
         for of_keys in (given.gradients.key, given.gradients.value, results.get(D_BIAS_OF_KEYS)):
             if of_keys is not None:
                 of_keys.zero_()  # what the order does not name
-    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, any(TERM_COLUMNS in choice.makes for choice in choices), given)
+    forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, forms, given)
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)

@@ -28,8 +28,9 @@ D_BIAS_OF_QUERIES = "d_bias of queries"  # (..., Sq or 1, 1): dS summed over the
 D_BIAS_OF_DISTANCES = "d_bias of distances"  # (..., 1, R), a table: dS summed over the pairs of a distance
 END_SUMS = "sums at the ends"  # for each query those of dS over the keys whose distances take an end of the table
 D_SINKS = "d_sinks"
-QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py)
+QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py), as vectors
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
+TERM_FORMS = frozenset({QUERY_TERMS, TERM_COLUMNS})
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor

@@ -43,6 +43,7 @@ from dmattn.kernels.traits import (
     PARTIAL,
     QUERY_TERMS,
     TERM_COLUMNS,
+    TERM_FORMS,
     Bias,
     Traits,
 )
@@ -65,7 +66,7 @@ FORWARD_KERNELS = {
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "portable.one_tile._one_tile_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
     "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
-    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: 1, TERM_COLUMNS: given["term_columns"]}),
+    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]}),
     "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
     "hopper.key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
@@ -458,13 +459,23 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
 
 
-def test_columns_of_query_terms_are_made_for_the_row_that_reads_them() -> None:
-    for uncopyable, row, columns in (
-        ((), "Hopper: d_key, d_value, d_bias", True),
-        ((("d_out", "rows of d_out"),), "portable: d_key, d_value, d_bias", False),
-    ):
-        terms, keys, _query = dispatch.choose_backward(DENSE._replace(uncopyable=uncopyable))
-        assert (keys.row.name, TERM_COLUMNS in terms.makes) == (row, columns)
+@pytest.mark.parametrize(
+    ("wanted", "uncopyable", "keys", "forms"),
+    [
+        ({D_QUERY, D_KEY, D_VALUE}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_SINKS}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (), "Hopper: d_key, d_value, d_bias", {TERM_COLUMNS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, QUERY_TERMS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (("d_out", "rows"),), "portable: d_key, d_value, d_bias", {QUERY_TERMS}),
+    ],
+)
+def test_query_terms_are_made_in_the_forms_that_are_read(
+    wanted: set[str], uncopyable: tuple[tuple[str, str], ...], keys: str, forms: set[str]
+) -> None:
+    """Columns alone where nobody asks for vectors: 16 bytes a query and head, where both are 24."""
+    chosen = dispatch.choose_backward(DENSE._replace(wanted=frozenset(wanted), uncopyable=uncopyable))
+    assert chosen[0].makes & TERM_FORMS == forms
+    assert keys in [choice.row.name for choice in chosen]
 
 
 def test_a_row_runs_before_those_whose_results_it_borrows(monkeypatch: pytest.MonkeyPatch) -> None:

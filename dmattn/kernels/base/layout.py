@@ -361,22 +361,22 @@ def store_zeros(t, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 def load_rows(t, seq, rows, other):
     """A vector per row of one sequence, `other` beyond the bounds."""
     if rows.length is None:
-        return tl.load(_row_pointers(t, seq, rows))
+        return tl.load(row_pointers(t, seq, rows))
     else:
-        return tl.load(_row_pointers(t, seq, rows), mask=inside(rows), other=other)
+        return tl.load(row_pointers(t, seq, rows), mask=inside(rows), other=other)
 
 
 @triton.jit
 def store_rows(t, seq, rows, x):
     """Write a vector per row of one sequence inside the bounds."""
     if rows.length is None:
-        tl.store(_row_pointers(t, seq, rows), x)
+        tl.store(row_pointers(t, seq, rows), x)
     else:
-        tl.store(_row_pointers(t, seq, rows), x, mask=inside(rows))
+        tl.store(row_pointers(t, seq, rows), x, mask=inside(rows))
 
 
 @triton.jit
-def _row_pointers(t, seq, rows):
+def row_pointers(t, seq, rows):
     """Pointers to a vector per row of one sequence."""
     return slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + rows.index * t.row
 

@@ -11,7 +11,7 @@ from ...problem import Problem
 from .bias_columns import three_parts
 from .described import Packed
 from .launch import launch
-from .layout import UNIT, Span, ends_of, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided
+from .layout import UNIT, Span, ends_of, inside, load_rows, load_tile, row_pointers, rows_in_blocks, sequence, slice_pointer, strided
 from .overlap import follow
 from .packed_blocks import packed_blocks
 from .place import place
@@ -26,36 +26,47 @@ FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
 class Incoming(NamedTuple):
-    """Inputs of the backward pass by query: dO, lse, and the `terms` (B, H, 2, Sq in whole BLOCKs) float32, once they are made.
+    """Inputs of the backward pass by query: dO, lse, and two terms, once they are made.
 
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
-    is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
-    STORED_COLUMNS), hold both terms once more, for products to add (base/bias_columns.py); or they are None. Of packed sequences the first axis
-    of both has one entry, with blocks of their own for each (`layout.first_row_in_blocks`).
+    is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `terms`, float32 of (B, H, 2, Sq in whole BLOCKs), are
+    both as vectors. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs, STORED_COLUMNS), are both for products to add
+    (base/bias_columns.py). One of these may be None: whoever reads has the form that it asks for. Of packed sequences the first axis of both
+    has one entry, with blocks of their own for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor
     lse: Tensor
-    terms: Tensor
+    terms: Tensor | None
     term_columns: Tensor | None
 
     @classmethod
-    def without_terms(cls, d_out: Tensor, lse: Tensor, with_columns: bool) -> "Incoming":
-        """With room for the terms, which a kernel fills later."""
+    def without_terms(cls, d_out: Tensor, lse: Tensor, *, as_vectors: bool = True, as_columns: bool = False) -> "Incoming":
+        """With room for the terms in either form or both, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         if isinstance(lse, Packed):
             batch, padded = 1, rows_in_blocks(lse.tensor.shape[2], lse.sequences)
-        term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if with_columns else None
-        return cls(d_out, lse, lse.new_empty((batch, heads, 2, padded)), term_columns)
+        terms = lse.new_empty((batch, heads, 2, padded)) if as_vectors else None
+        term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if as_columns else None
+        return cls(d_out, lse, terms, term_columns)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
-        """dO, lse and delta as a kernel argument."""
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self.term(1), heads)
+        """dO, lse and delta as a kernel argument. Where there are columns alone, delta is for :func:`load_delta`."""
+        delta = self.terms[:, :, 1] if self.terms is not None else self.columns[..., 0]
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self._placed(delta), heads)
 
-    def term(self, number: int) -> Any:
-        """One of the terms, (B, H, Sq in whole BLOCKs)."""
-        return self._placed(self.terms[:, :, number])
+    @property
+    def vectors(self) -> Tensor:
+        """The terms as vectors, for who asks for them."""
+        assert self.terms is not None
+        return self.terms
+
+    @property
+    def columns(self) -> Tensor:
+        """The terms as columns, likewise."""
+        assert self.term_columns is not None
+        return self.term_columns
 
     def stored(self, heads: int) -> tuple[Any, Any]:
         """The terms and their columns as a kernel argument."""
@@ -132,10 +143,11 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
     dLSE too, reaches dV so, as it reaches dQ and dK.
     """
     terms, term_columns, scale = places
-    pointers = slice_pointer(terms, seq) + start + index
     divisor_rows = divisor2(lse_rows)
-    tl.store(pointers, divisor_rows)
-    tl.store(pointers + terms.row, delta_rows)
+    if terms is not None:
+        pointers = slice_pointer(terms, seq) + start + index
+        tl.store(pointers, divisor_rows)
+        tl.store(pointers + terms.row, delta_rows)
     if term_columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")
@@ -144,3 +156,22 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
         d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
         parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
         tl.store(slice_pointer(term_columns, seq) + (tl.cast(start, tl.int64) + index)[:, None] * term_columns.row + column, parts)
+
+
+@triton.jit
+def load_delta(delta, seq, rows):
+    """delta of rows: of a vector, or of term columns, of which three sum to what lowers dP by it."""
+    if delta.ptr.dtype.element_ty == tl.bfloat16:
+        pointers = row_pointers(delta, seq, rows)
+        return -(_column(pointers + 3, rows) + (_column(pointers + 4, rows) + _column(pointers + 5, rows)))
+    else:
+        return load_rows(delta, seq, rows, 0.0)
+
+
+@triton.jit
+def _column(pointers, rows):
+    """One of the columns as float32."""
+    if rows.length is None:
+        return tl.load(pointers).to(tl.float32)
+    else:
+        return tl.load(pointers, mask=inside(rows), other=0.0).to(tl.float32)

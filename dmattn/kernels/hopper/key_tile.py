@@ -126,7 +126,7 @@ class Turn(NamedTuple):
 def tiled_terms(incoming: Incoming) -> TensorDescriptor:
     """The terms of tiles of queries as the copy engine takes them: as columns, if there are some."""
     if incoming.term_columns is None:
-        return tiled_vectors(incoming.terms, 2, BLOCK_M.value)
+        return tiled_vectors(incoming.vectors, 2, BLOCK_M.value)
     return tiled_columns(incoming.term_columns, BLOCK_M.value)
 
 

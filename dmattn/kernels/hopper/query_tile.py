@@ -36,8 +36,8 @@ class Vectors(NamedTuple):
     out: Any
     lse: Any
     d_lse: Any  # may be None
-    terms: Any
-    term_columns: Any  # may be None
+    terms: Any  # may be None, or the next
+    term_columns: Any
 
 
 class Context(NamedTuple):

@@ -120,7 +120,7 @@ def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tens
         d_out=tiled(incoming.d_out, block_m, dim),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
-        terms=tiled_vectors(incoming.terms, 2, block_m),
+        terms=tiled_vectors(incoming.vectors, 2, block_m),
         d_q=strided(d_query, heads),
         bias_heads=bias_heads,
         sharing_heads=heads // bias_heads,

@@ -12,7 +12,7 @@ from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import place_queries
-from ..base.query_terms import Incoming
+from ..base.query_terms import Incoming, load_delta
 from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_of_first, rules_of, through_softcap
 from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
@@ -71,7 +71,7 @@ def _query_gradients_kernel(
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
     q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
     d_out_tiles = load_pieces(d_out, seq, rows, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_M, BLOCK_DV]
-    stats = (load_rows(lse, seq, rows, float("-inf")), load_rows(delta, seq, rows, 0.0))
+    stats = (load_rows(lse, seq, rows, float("-inf")), load_delta(delta, seq, rows))
     dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
     held = (q_tiles, d_out_tiles, (k, v, d_q, d_bias, end_sums), rules, seq, rows, dims, value_dims)

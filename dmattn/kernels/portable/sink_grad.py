@@ -12,9 +12,9 @@ from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_ti
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import listed_block
-from ..base.query_terms import Incoming
+from ..base.query_terms import Incoming, load_delta
 from ..base.rules import LOG2E
-from ..base.softmax import sink2_of
+from ..base.softmax import divisor2, sink2_of
 from .bias_grad import Sharing
 
 QUERIES = 1024  # of a turn
@@ -26,7 +26,7 @@ def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
 
     Of packed sequences (1, H, Sq in whole blocks), see `layout.first_row_in_blocks`.
     """
-    terms = incoming.terms if isinstance(incoming.lse, Packed) else incoming.terms[..., : incoming.lse.shape[2]]
+    terms = incoming.vectors if isinstance(incoming.lse, Packed) else incoming.vectors[..., : incoming.lse.shape[2]]
     divisor, delta = terms.unbind(2)
     return torch.exp2((sinks[:, None].float() * LOG2E.value) - divisor) * -delta
 
@@ -38,12 +38,13 @@ def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks:
     sharing = Sharing.of_blocks(heads, count_blocks(problem, packed, QUERIES), PROGRAMS_PER_PROCESSOR, d_sinks.device)
     total = d_sinks[None, :, None, None]
     parts = sharing.parts(total)
+    _d_out, lse, delta = incoming.strided(heads)
     launch(
         _sink_gradients_kernel,
         heads * sharing.splits,
         sinks=strided_by_head(sinks),
-        divisor=strided(incoming.term(0), heads),
-        delta=strided(incoming.term(1), heads),
+        lse=lse,
+        delta=delta,
         ends=ends_of(problem),
         packed_blocks=packed,
         parts=strided(parts, heads),
@@ -59,7 +60,7 @@ def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks:
 
 
 @triton.jit
-def _sink_gradients_kernel(sinks, divisor, delta, ends, packed_blocks, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+def _sink_gradients_kernel(sinks, lse, delta, ends, packed_blocks, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
     """One program: the sum of -p * delta over its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
@@ -78,7 +79,7 @@ def _sink_gradients_kernel(sinks, divisor, delta, ends, packed_blocks, parts, sh
             block, batch = listed_block(packed_blocks, member)
         seq = sequence(ends, batch, head, len_q, 0)
         rows = Span(block * BLOCK, tl.arange(0, BLOCK).to(tl.int64), seq.len_q)
-        p = tl.exp2(sink2 - load_rows(divisor, seq, rows, float("inf")))
-        total -= p * load_rows(delta, seq, rows, 0.0)
+        p = tl.exp2(sink2 - divisor2(load_rows(lse, seq, rows, float("-inf"))))
+        total -= p * load_delta(delta, seq, rows)
     one = Span(0, tl.arange(0, 1), None)
     store_tile(parts, Sequence(part, head, len_q, 0), one, one, tl.sum(total, 0) + tl.full([1, 1], 0.0, tl.float32))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dmattn import RelativeBias
 from dmattn.equivalence import Case
 from dmattn.execution.backend import interpreting
+from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.query_terms import Incoming, fill_terms
+from dmattn.kernels.portable.distance_grad import table_gradient
+from dmattn.kernels.portable.sink_grad import sink_gradients
 from dmattn.problem import Problem
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter; on a GPU the cases for Hopper do")
-@pytest.mark.parametrize("with_columns", [False, True])
+@pytest.mark.parametrize("forms", [("vectors",), ("columns",), ("vectors", "columns")], ids="-".join)
 @pytest.mark.parametrize("scale", [None, 3.7])
-def test_terms(with_columns: bool, scale: float | None) -> None:
+def test_terms(forms: tuple[str, ...], scale: float | None) -> None:
     length, empty, far = 70, 3, 5
     given = Case("terms", length, heads=2, head_dim=20).inputs(torch.float32)
     options = dict(mask=None, bias=None, causal=False, window=None, scale=scale, softcap=None)
@@ -23,23 +27,62 @@ def test_terms(with_columns: bool, scale: float | None) -> None:
     lse, d_lse = 30 * torch.randn(2, *given.query.shape[:3])
     lse[..., empty], lse[..., far] = float("-inf"), 2.0**27
     d_lse[..., empty] = float("nan")
-    incoming = Incoming.without_terms(d_out, lse, with_columns)
+    incoming = Incoming.without_terms(d_out, lse, as_vectors="vectors" in forms, as_columns="columns" in forms)
     fill_terms(problem, incoming, out, d_lse)
     delta = (out.double() * d_out.double()).sum(-1) - d_lse.double()
     delta[..., empty] = 0.0
     bounds = dict(rtol=2.0**-20, atol=1e-5)
-    torch.testing.assert_close(incoming.terms[:, :, 1, :length].double(), delta, **bounds)
     usual = [row for row in range(length) if row not in (empty, far)]
-    lessened = incoming.terms[:, :, 0]
-    torch.testing.assert_close(lessened[..., usual].double(), lse[..., usual].double() / torch.log(torch.tensor(2.0)).double(), **bounds)
-    assert lessened[..., [empty, far, *range(length, lessened.shape[-1])]].isposinf().all()
-    assert (incoming.term_columns is not None) == with_columns
-    if not with_columns:
-        return
-    lowered = incoming.term_columns[..., :3].double().sum(-1)
-    torch.testing.assert_close(lowered[..., usual], -lse[..., usual].double() / problem.scale, rtol=2.0**-22, atol=0.0)
-    assert (incoming.term_columns[..., [empty, far, *range(length, lowered.shape[-1])], :3].float().sum(-1) == float("-inf")).all()
-    of_d_p = incoming.term_columns[..., 3:6].double().sum(-1)
-    torch.testing.assert_close(of_d_p[..., :length], -incoming.terms[:, :, 1, :length].double(), rtol=2.0**-22, atol=0.0)
-    assert (of_d_p[..., length:] == 0).all()
-    assert (incoming.term_columns[..., 6:] == 0).all()
+    hidden = [empty, far, *range(length, 128)]
+    assert (incoming.terms is not None, incoming.term_columns is not None) == ("vectors" in forms, "columns" in forms)
+    if incoming.terms is not None:
+        lessened, deltas = incoming.terms.unbind(2)
+        torch.testing.assert_close(deltas[..., :length].double(), delta, **bounds)
+        torch.testing.assert_close(lessened[..., usual].double(), lse[..., usual].double() / torch.log(torch.tensor(2.0)).double(), **bounds)
+        assert lessened[..., hidden].isposinf().all()
+    if incoming.term_columns is not None:
+        lowered, of_d_p = incoming.term_columns[..., :3], incoming.term_columns[..., 3:6].double().sum(-1)
+        torch.testing.assert_close(lowered[..., usual, :].double().sum(-1), -lse[..., usual].double() / problem.scale, rtol=2.0**-22, atol=0.0)
+        assert (lowered[..., hidden, :].float().sum(-1) == float("-inf")).all()
+        torch.testing.assert_close(-of_d_p[..., :length], delta, **bounds)
+        assert (of_d_p[..., length:] == 0).all()
+        assert (incoming.term_columns[..., 6:] == 0).all()
+    if len(forms) == 2:
+        torch.testing.assert_close(-of_d_p[..., :length].float(), incoming.vectors[:, :, 1, :length], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter; on a GPU the cases for Hopper do")
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_who_reads_either_form_gets_the_same_of_both(packed: bool) -> None:
+    """d_sinks, and d_bias of distances, in every bit."""
+    batch, length, heads, distances = 2, 70, 2, 21
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, out, d_out = torch.randn(5, batch, heads, length, 20, generator=generator)
+    lse, d_lse, *end_sums = torch.randn(4, batch, heads, length, generator=generator)
+    lse[..., 3] = float("-inf")
+    table, sinks = torch.randn(1, heads, 1, distances, generator=generator), torch.randn(heads, generator=generator)
+    options = dict(mask=None, bias=RelativeBias(table[:, :, 0], zero=10), causal=False, window=None, scale=None, softcap=None)
+    problem = Problem.canonical(query, key, value, **options)
+    if packed:
+        query, key, value, out, d_out = (join(x) for x in (query, key, value, out, d_out))
+        lse, d_lse = (join(x[..., None])[..., 0] for x in (lse, d_lse))
+        ends = torch.arange(batch + 1) * length
+        problem = problem._replace(query=query, key=key, value=value, ends_q=ends, ends_k=ends, longest_q=length, longest_k=length)
+    problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
+    found = {}
+    for form in ("as_vectors", "as_columns"):
+        incoming = Incoming.without_terms(d_out, lse, **{"as_vectors": False, form: True})
+        fill_terms(problem, incoming, out, d_lse)
+        d_sinks, d_table = torch.full_like(sinks, float("nan")), torch.full_like(table, float("nan"))
+        sink_gradients(problem, sinks, incoming, d_sinks)
+        table_gradient(problem, incoming, torch.stack(end_sums), d_table, (batch,))
+        found[form] = d_sinks, d_table
+    for of_vectors, of_columns in zip(*found.values(), strict=True):
+        assert of_vectors.isfinite().all()
+        assert of_vectors.abs().min() > 0
+        assert torch.equal(of_vectors, of_columns)
+
+
+def join(x: torch.Tensor) -> torch.Tensor:
+    """Batch entries, (B, H, length, D), as sequences one after another."""
+    return x.movedim(0, -3).flatten(-3, -2)[None]

@@ -109,7 +109,7 @@ def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_
         k=tiled(problem.key, BLOCK_N.value, DIM),
         v=tiled(problem.value, BLOCK_N.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=tiled_vectors(incoming.terms, 2, BLOCK_M.value),
+        terms=tiled_vectors(incoming.vectors, 2, BLOCK_M.value),
         bias=tiled(problem.bias, CHUNK.value, BLOCK_N.value),
         rules=rules_of(problem),
         d_k=strided(d_key, heads),

@@ -115,7 +115,7 @@ def query_gradients(
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
-        terms=strided(incoming.terms, heads),
+        terms=strided(incoming.vectors, heads),
         bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         d_q=tiled(d_query, BLOCK_M.value, DIM),
