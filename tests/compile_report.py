@@ -2,7 +2,7 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_80 --few     leaves out launches that differ from others in size, not in kind
+python tests/compile_report.py sm_80 --few     leaves out a launch if each of its arguments has a type that an earlier launch of the kernel has
 python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -164,50 +165,6 @@ DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bia
 JOINED = "joined-d128"  # results over two sets of keys
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
-# What --few leaves out, by what compiles the same: the kernels of rows are Hopper's, elsewhere they are plain problems of a small head dim.
-ALIKE = {
-    "shared-bias-d64": "mask-shared-bias-d64 and dropout-shared-bias-d64",
-    "shared-bias-of-four-window-d64": "mask-shared-bias-d64",
-    "shared-bias-of-eight-window-d64": "mask-shared-bias-d64",
-    "documents-bias-by-head-gqa-d128": "intervals-window-d64",
-    "shared-bias-d32-short": "windows-of-49-mask-d32, and windows-dense-bias-dropout-d64 of whole tiles",
-    "rows-shared-bias-d32": "mask-shared-bias-d64",
-    "long-rows-shared-bias-d32": "mask-shared-bias-d64",
-    "long-rows-shared-bias-mask-d32": "mask-shared-bias-d64",
-    "rows-dense-bias-mask-d32": "mask-softcap-d128",
-    "rows-key-bias-d16": "key-bias-gqa-causal-d128",
-    "shared-bias-of-four-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
-    "shared-bias-of-many-d128": "dense-bias-causal-d128 and mask-shared-bias-d64",
-    "block-mask-d128": "mask-softcap-d128",
-    "prepared-mask-dense-bias-causal-d128": "prepared-mask-d128 and dense-bias-causal-d128",
-    "exact-scale-shared-bias-causal-d256": "dense-bias-d256 and dense-bias-causal-d128",
-    "mask-shared-bias-d192": "dense-bias-d256 and mask-softcap-d128",
-    "key-bias-gqa-causal-d192-128": "dense-bias-d256 and key-bias-gqa-causal-d128",
-    "prepared-mask-window-d192-128": "dense-bias-d256 and prepared-mask-d128",
-    "documents-bias-by-head-gqa-d256": "dense-bias-d256 and intervals-window-d64",
-    "intervals-dense-bias-d160-96": "dense-bias-d256 and intervals-window-d64",
-    "distances-causal-d256": "dense-bias-d256 and distances-causal-d128",
-    "documents-key-bias-d512": "causal-gqa-d512 and intervals-window-d64",
-    "distances-d512": "causal-gqa-d512 and distances-d64",
-    "dropout-d512": "mask-dense-bias-d512 and windows-dense-bias-dropout-d64",
-    "decoding-64-rows-bias-d512": "decoding-gqa-d512 and decoding-64-rows-bias-d256",
-    "fp32-d256": "fp32-d128 and dense-bias-d256",
-    "documents-dense-bias-d128": "intervals-window-d64 and dense-bias-causal-d128",
-    "exact-scale-dense-bias-d128": "dense-bias-causal-d128",
-    "dense-bias-fp16-d64": "mask-shared-bias-d64",
-    "no-bias-d64": "intervals-window-d64",
-    "sinks-causal-gqa-d128": "sinks-window-causal-gqa-d64",
-    "sinks-dense-bias-d64": "sinks-window-causal-gqa-d64",
-    "sinks-rows-shared-bias-d32": "sinks-window-causal-gqa-d64",
-    "decoding-fp32-d256": "decoding-fp32-d128 and decoding-64-rows-bias-d256",
-    "packed-key-mask-bias-window-d64": "packed-causal-gqa-d128 and packed-mask-key-bias-window-d128",
-    "packed-shared-bias-d64": "packed-dense-bias-softcap-d64 and packed-shared-bias-mask-gqa-d128",
-    "packed-shared-bias-dropout-d64": "packed-dense-bias-softcap-d64 and dropout-shared-bias-d64",
-    "packed-query-mask-bias-d256": "packed-dense-bias-causal-d128 and dense-bias-d256",
-    "packed-shared-bias-fp32-d64": "packed-dense-bias-softcap-d64 and fp32-d128",
-    "plan-128k": "plan-16k and plan-1m",
-}
-NEVER_FOR_HOPPER = ("fp32", "d512", "plan-")  # in names of launches whose kernels are the portable ones there, too
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
 
 
@@ -217,14 +174,16 @@ def nothing():
 
 
 class Compiler:
-    """Inside, launches become compilations for `target`: `rows` gets one for each that none before was the same as, by Triton's key.
+    """Inside, launches become compilations for `target`: `rows` gets one for each that brings something new.
 
-    Or, `once`, only the first launch of each kernel. Each compiles in a process of its own, because bad code generation may abort it, and a few at once. A process is forked at the launch: it
-    compiles as the launch would have, with the assembler that is set for it, and what has to be passed to a compiler cannot be sent.
+    That is, as `new` says, another "key" of Triton's; another "type" of an argument of the kernel, of parts of arguments by themselves, so that
+    an absent tensor is one, and a size is none; or another "kernel". Each compiles in a process of its own, because bad code generation may
+    abort it, and a few at once. A process is forked at the launch: it compiles as the launch would have, with the assembler that is set for
+    it, and what has to be passed to a compiler cannot be sent.
     """
 
-    def __init__(self, target: GPUTarget, once: bool) -> None:
-        self.target, self.once = target, once
+    def __init__(self, target: GPUTarget, new: str) -> None:
+        self.target, self.new = target, new
         self.case = ""
         self.rows: list[dict[str, Any]] = []
         self.known: set[tuple] = set()
@@ -247,10 +206,11 @@ class Compiler:
             self.collect()
 
     def launched(self, function: jit.JITFunction, key: Any, others: tuple) -> None:
-        compilation = (function,) if self.once else (function, key)
-        if compilation in self.known:
+        brought = {"key": lambda: {(key,)}, "type": lambda: set(types(others[0])), "kernel": lambda: {()}}[self.new]()
+        unknown = {(function, *each) for each in brought} - self.known
+        if not unknown:
             return
-        self.known.add(compilation)
+        self.known |= unknown
         while len(self.running) >= self.at_once:
             self.collect()
         forked = multiprocessing.get_context("fork")
@@ -276,6 +236,16 @@ class Compiler:
             process.join()
             if "hash" not in row:
                 row["ended"] = process.exitcode
+
+
+def types(signature: Any, *path: Any) -> Iterator[tuple]:
+    """The type of each part of each argument, with the path to it; of a tuple its length, too."""
+    if isinstance(signature, dict | tuple | list):
+        yield *path, len(signature)
+        for name, each in signature.items() if isinstance(signature, dict) else enumerate(signature):
+            yield from types(each, *path, name)
+    else:
+        yield *path, str(signature)
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
@@ -361,12 +331,11 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
 
 
-def report(name: str, few: bool = False, once: bool = False) -> list[dict[str, Any]]:
-    """A record for every kernel that the launches, or a `few` of them, compile for a target; `ended` alone for one that does not compile."""
-    left_out = {case for case in ALIKE if name != "sm_90" or any(word in case for word in NEVER_FOR_HOPPER)} if few else set()
-    with Compiler(gpu_target(name), once) as compiler:
-        problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES if case.name not in left_out]
-        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED if case.name not in left_out]
+def report(name: str, new: str = "key") -> list[dict[str, Any]]:
+    """A record for every kernel that a launch compiles for a target which brings something `new`; `ended` alone if it does not compile."""
+    with Compiler(gpu_target(name), new) as compiler:
+        problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
+        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED]
         for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
             out, lse, states = backend.allocate_forward(problem)
             problem = problem.with_states(states)
@@ -374,14 +343,10 @@ def report(name: str, few: bool = False, once: bool = False) -> list[dict[str, A
             kernels.forward(problem, out, lse)
             kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
         for case, dtype in FORWARD:
-            if case.name in left_out:
-                continue
             compiler.case, problem = case.name, meta(case, dtype)
             out, lse, states = backend.allocate_forward(problem)
             kernels.forward(problem.with_states(states), out, lse)
         for compiler.case, length in PLANS:
-            if compiler.case in left_out:
-                continue
             key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
             valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
             for scores in (key_bias, key_bias.float().contiguous()):
@@ -399,7 +364,7 @@ def report(name: str, few: bool = False, once: bool = False) -> list[dict[str, A
 
 
 if __name__ == "__main__":
-    found = report(sys.argv[1], few="--few" in sys.argv, once="--once" in sys.argv)
+    found = report(sys.argv[1], "kernel" if "--once" in sys.argv else "type" if "--few" in sys.argv else "key")
     if "--json" in sys.argv:
         print(json.dumps(found))
     else:

@@ -163,7 +163,7 @@ def record(tree: Path, folder: Path, wanted: Wanted) -> None:
     compile_report.Compiler.__enter__, compile_report.Compiler.launched = entered, launched
     for old in folder.glob("*.txt"):
         old.unlink()
-    rows = compile_report.report(wanted.target, few=wanted.few)
+    rows = compile_report.report(wanted.target, "type" if wanted.few else "key")
     # One case compiles what others use too, and which one comes first is no difference.
     compilations = sorted({(row["kernel"], *row.get("compiled", ["does not compile"])) for row in rows})
     (folder / "record.json").write_text(json.dumps({"launches": launches, "compilations": compilations}))
