@@ -131,9 +131,10 @@ def _parts(whole: Tensor, dtype: torch.dtype, count: int, stored: torch.dtype) -
     """
     parts, rest = [], whole.detach()
     for i in range(count):
-        rounded = rest if i == count - 1 and stored == dtype else _rounded(rest, dtype)
-        lost = torch.where(rounded.isfinite(), rest - rounded, 0.0)
         part = whole if i == 0 else rest
+        if i == count - 1 and stored == dtype:
+            return [*parts, part]
+        lost = torch.nan_to_num(rest - _rounded(rest, dtype), nan=0.0, posinf=0.0, neginf=0.0)  # nothing beyond the room of `dtype`
         parts.append(part if stored == dtype else part - lost)
         rest = lost
     return parts
@@ -142,7 +143,7 @@ def _parts(whole: Tensor, dtype: torch.dtype, count: int, stored: torch.dtype) -
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 numbers rounded to `dtype`, to the nearest and then to even; by bits for a compiler, which drops a conversion and back."""
     if not torch.compiler.is_compiling():
-        return x.to(dtype).to(x.dtype)
+        return x.to(dtype)
     bits, low = x.view(torch.int32), LOW_BITS[dtype]
     half = (1 << low - 1) - 1 + (bits >> low & 1)
     return (bits + half & -1 << low).view(torch.float32)
@@ -150,7 +151,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:
     """Query or key with columns after its own, and zeros up to a multiple of 16 bytes."""
-    columns = [part.expand(*tokens.shape[:-1], -1).to(tokens.dtype) for part in parts]  # the gradient is widened before it is summed
-    width = tokens.shape[-1] + sum(column.shape[-1] for column in columns)
+    width = tokens.shape[-1] + len(parts) * parts[0].shape[-1]
     padding = -width % (16 // tokens.element_size())
-    return torch.cat([tokens, *columns, tokens.new_zeros(*tokens.shape[:-1], padding)], -1)
+    columns = torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)  # few numbers, before heads share them
+    return torch.cat([tokens, columns.expand(*tokens.shape[:-1], -1).to(tokens.dtype)], -1)  # the gradient is widened before it is summed
