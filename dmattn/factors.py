@@ -129,7 +129,8 @@ def _parts(whole: Tensor, dtype: torch.dtype, count: int, stored: torch.dtype) -
 
     They are rounded here where they are stored in another dtype; storing them rounds them otherwise.
     """
-    parts, rest = [], whole.detach()
+    parts: list[Tensor] = []
+    rest = whole.detach()
     for i in range(count):
         part = whole if i == 0 else rest
         if i == count - 1 and stored == dtype:
