@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -107,12 +108,16 @@ _KEYWORDS = {
 }
 
 
-def refuse_keywords(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise for the first of the keywords that `function` was called with and does not have, naming its own."""
-    name = next(iter(unknown))
+def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown: Mapping[str, Any]) -> NoReturn:
+    """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own."""
     called = function.__qualname__
     ours = [x.name for x in inspect.signature(function).parameters.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
-    expected = _KEYWORDS[called].get(name, f"one of the keywords {', '.join(ours)}")
+    if more:
+        received = " and ".join(map(kind, more))
+        raise TypeError(f"dmattn: {called}: expected the arguments {', '.join(ours)} by keyword, received {received} by position")
+    name = next(iter(unknown))
+    alike = [f"{each}, or another" for each in get_close_matches(name, ours, 1)] or ["one"]
+    expected = _KEYWORDS[called].get(name, f"{alike[0]} of the keywords {', '.join(ours)}")
     raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")
 
 

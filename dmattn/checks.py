@@ -90,7 +90,8 @@ def checked_mask(mask: Any, is_packed: bool) -> Tensor:
     if mask.requires_grad:
         _fail("mask", "a bool tensor, which has no gradient (a learned additive term is the argument bias)", f"{mask.dtype} requiring grad")
     if mask.dtype.is_floating_point:
-        _fail("mask", "dtype torch.bool, True where query attends key (an additive mask is the argument bias)", mask.dtype)
+        hint = "; mask.bool() if nonzero means that it does, and the argument bias if it is added"
+        _fail("mask", "dtype torch.bool, True where query attends key", f"{mask.dtype}{hint}")
     if mask.dtype != torch.bool:
         _fail("mask", "dtype torch.bool, True where query attends key", f"{mask.dtype}; mask.bool() if nonzero means that it does")
     return mask
@@ -180,7 +181,7 @@ def broadcastable(
     if not _fits(view, full, kv_heads, head_axis):
         choices = " or ".join(str(n) for n in sorted({full[head_axis], kv_heads, 1}, reverse=True))
         hint, leading = "", full[:head_axis]
-        if name == "mask" and tuple(tensor.shape) == (*full[:-3], full[-1]):
+        if name in ("mask", "attn_mask") and tuple(tensor.shape) == (*full[:-3], full[-1]):
             hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
         elif tensor.ndim > len(full):
             hint = _with_fewer_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
@@ -195,10 +196,14 @@ def broadcastable(
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; of RelativeBias.t5, the weight is (buckets, H)"
         else:
-            for at in range(1, tensor.ndim if tensor.ndim < len(full) else 1):
-                if _fits(with_axes(tensor.unsqueeze(at), len(full)), full, kv_heads, head_axis):
-                    hint = f"; with the axis that is missing {name}[{':, ' * at}None]"
-                    break
+            places = range(1, tensor.ndim if tensor.ndim < len(full) else 1)
+            longer = {tuple(tensor.unsqueeze(at).shape): at for at in reversed(places)}  # the first place of each shape
+            fitting = sorted(at for sizes, at in longer.items() if _sizes_fit(sizes, full[-len(sizes) :], kv_heads, head_axis))
+            if fitting:
+                ways = [f"{name}[{':, ' * at}None]" for at in fitting]
+                if name.startswith("mask."):  # a bound of an IntervalMask
+                    ways = [f"IntervalMask(first{at}, last{at}, len_q)" for at in (way.removeprefix(name) for way in ways)]
+                hint = f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import check_flag, refuse_keywords
+from .arguments import check_flag, refuse_arguments
 from .biases import FactoredBias, RelativeBias
 from .execution import backend, torch_kernel
 from .factors import joined
@@ -146,7 +146,7 @@ def explain(
     defaults: dict[str, Any] = attention.__kwdefaults__ or {}
     unknown = {name: option for name, option in options.items() if name not in defaults}
     if unknown:
-        refuse_keywords(attention, unknown)
+        refuse_arguments(attention, (), unknown)
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)

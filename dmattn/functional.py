@@ -8,7 +8,7 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from .arguments import check_flag, kind, refuse_keywords
+from .arguments import check_flag, kind, refuse_arguments
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .checks import Window, check_tensor
@@ -72,7 +72,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    *more: NoReturn,
     mask: Tensor | IntervalMask | BlockMask | None = None,
     bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
@@ -160,8 +160,8 @@ def attention(
 
     Algorithm: Dao, FlashAttention-2, 2023 (arXiv:2307.08691), with mask and bias tiles read in the kernels and dBias written by them.
     """
-    if unknown:
-        refuse_keywords(attention, unknown)
+    if more or unknown:
+        refuse_arguments(attention, more, unknown)
     check_flag("return_lse", return_lse)
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap)

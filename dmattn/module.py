@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .arguments import check_flag, kind, refuse_keywords
+from .arguments import check_flag, kind, refuse_arguments
 from .checks import FLOATS, LARGEST_FACTOR, MAX_HEAD_DIM
 from .dynamic import dynamic_mask_attention
 
@@ -181,7 +181,7 @@ class DynamicMaskAttention(nn.Module):
                 causal, of bounded length (a static one, a sliding window), or that returns another number of keys than it held plus S.
         """
         if unknown:
-            refuse_keywords(DynamicMaskAttention.forward, unknown)
+            refuse_arguments(DynamicMaskAttention.forward, (), unknown)
         self._check_tokens(hidden_states)
         query, key, value = (self._heads(project(hidden_states)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:

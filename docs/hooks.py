@@ -129,9 +129,10 @@ class Docstrings(griffe.Extension):
         self.names = public_names((ROOT / "docs" / "api.md").read_text())
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Leave out the parameter that catches unknown names."""
-        if "unknown" in func.parameters and str(func.parameters["unknown"].annotation) == "NoReturn":
-            del func.parameters["unknown"]
+        """Leave out the parameters that catch unknown arguments."""
+        for name in ("more", "unknown"):
+            if name in func.parameters and str(func.parameters[name].annotation) == "NoReturn":
+                del func.parameters[name]
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object as it is loaded."""

@@ -89,6 +89,7 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention", "cu_seqlens", "the function dmattn.attention_varlen, or an IntervalMask"),
         ("attention", "dropout", "dropout_p"),
         ("attention", "backend", "one of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
+        ("attention", "cauzal", "causal, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention_varlen", "cu_seqlens", "cu_seqlens_q and cu_seqlens_k"),
         (
             "attention_varlen",
@@ -104,6 +105,17 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
 def test_unknown_keywords(called: str, name: str, expected: str) -> None:
     with pytest.raises(TypeError, match=f"^dmattn: {name}: expected {re.escape(expected)}, received a keyword that {called} does not have$"):
         CALLS[called](**{name: True})
+
+
+@pytest.mark.parametrize("function", [attention, attention_varlen, dynamic_mask_attention], ids=lambda function: function.__name__)
+def test_what_is_taken_by_keyword_alone_is_not_taken_by_position(function: Callable) -> None:
+    """As a mask after query, key and value, which some libraries take so."""
+    parameters = inspect.signature(function).parameters.values()
+    positions = [torch.ones(1) for x in parameters if x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    needed = {x.name: 1 for x in parameters if x.kind is inspect.Parameter.KEYWORD_ONLY and x.default is inspect.Parameter.empty}
+    message = rf"^dmattn: {function.__name__}: expected the arguments .*, return_lse by keyword, received torch.Tensor and bool by position$"
+    with pytest.raises(TypeError, match=message):
+        function(*positions, torch.ones(1), True, **needed)
 
 
 @pytest.mark.parametrize("called", CALLS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -466,10 +468,54 @@ def test_a_wrong_argument_is_named(number: int) -> None:
 def test_a_mask_bias_on_a_gpu_is_read_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU, where nobody has to wait for it."""
     given = [x.cuda().float() for x in E3], [ZEROS.cuda() - 0.5, PAIRS.cuda()]
-    compat.DS4Sci_EvoformerAttention(*given[0], given[1])
     monkeypatch.setattr(advice, "asked", True)
     with pytest.raises(ValueError, match=r"biases\[0\]: expected 0 for a key that is attended"):
         compat.DS4Sci_EvoformerAttention(*given[0], given[1])
+
+
+@needs_cuda
+def test_a_bias_that_is_none_of_a_mask_does_not_go_unseen_on_a_gpu() -> None:
+    """In a process of its own, which it ends."""
+    code = """
+import torch
+from dmattn.compat import DS4Sci_EvoformerAttention
+q = torch.randn(1, 2, 20, 2, 8, device="cuda")
+given = [torch.full((1, 2, 1, 1, 20), -100.0, device="cuda"), torch.randn(1, 1, 2, 20, 20, device="cuda")]
+DS4Sci_EvoformerAttention(q, q, q, given)
+torch.cuda.synchronize()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "device-side assert" in run.stderr
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_bias_that_is_none_of_a_mask_does_not_go_unseen_in_compiled_code(learned: bool) -> None:
+    """What was compiled for a bias with a gradient is another function than what is for one without."""
+    evo = [x.float() for x in E3]
+    weight = torch.ones((), requires_grad=learned)
+
+    def by_weight(weight: Tensor) -> Tensor:
+        return compat.DS4Sci_EvoformerAttention(*evo, [(ZEROS - 0.5) * weight, PAIRS.float()])
+
+    compiled = torch.compile(by_weight, backend="aot_eager", fullgraph=True)
+    if learned:
+        torch.testing.assert_close(compiled(weight), by_weight(weight))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"biases\[0\]: expected 0 for a key that is attended.*requires a gradient"):
+        compiled(weight)
+
+
+def test_a_bias_of_keys_is_added_under_transforms() -> None:
+    """They see no values: so it is not taken for a mask's."""
+    evo = [x.float() for x in E3]
+
+    def of_pairs(pairs: Tensor) -> Tensor:
+        return compat.DS4Sci_EvoformerAttention(*evo, [ZEROS - 0.5, pairs]).square().sum()
+
+    given = PAIRS.float()
+    soft = (ZEROS - 0.5 + given).expand(2, 3, *given.shape[2:])
+    alone = attention(*(x.transpose(2, 3) for x in evo), bias=soft).square().sum()
+    torch.testing.assert_close(torch.func.grad_and_value(of_pairs)(given)[1], alone)
 
 
 def test_dropout_is_that_of_attention() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from .. import advice
 from ..arguments import kind
@@ -15,9 +16,11 @@ from ..checks import check_bias, check_tensor
 from ..execution.watching import nothing_watches
 from ..factors import joined
 from ..functional import attention
+from ..graphs import asked_in_tracing
 from .named import by_its_names, heads_first
 
 LAYOUT = ("batch", "N", "length", "heads", "head dim")
+ADDED = "a bias that requires a gradient is added as it is"
 
 
 @by_its_names(query="Q", key="K", value="V")
@@ -34,9 +37,12 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
             list is left as it is, where the original appends None to it.
 
     Where both are given and ``biases[0]`` requires no gradient, it is taken for the mask that it stands for: entries of -1e4 or less, -inf
-    too, hide their key, and all others are to be 0. That is checked on a CPU, and on a GPU under ``DMATTN_CHECK=1``, as reading it means to
-    wait. It may be a bool tensor then, True for a real key. Where it requires a gradient, it is added as it is, by columns beside Q and K.
-    A row whose keys all are hidden gives 0, where the original gives the mean of the values.
+    too, hide their key, and all others have to be 0. On a GPU, and in compiled code, that is asserted on the device, which nobody waits for: a
+    RuntimeError comes later, unless ``DMATTN_CHECK=1`` has it read at once. A row whose keys all are hidden gives 0 then, where the original
+    gives the mean of the values. It may be a bool tensor, True for a real key.
+
+    Where ``biases[0]`` requires a gradient, or under a transform of torch.func, it is added as it is, by columns beside Q and K. A learned one
+    that is computed under ``torch.no_grad`` requires none: call ``requires_grad_()`` on it. Alone, it is added as it is, too.
 
     Head dims are up to 512 (the original's up to 64), lengths any (over 16).
 
@@ -67,7 +73,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         if by_key is not None and by_key.dtype == torch.bool:
             return attention(query, key, value, mask=by_key, bias=of_pairs).transpose(2, 3)
         return attention(query, key, value, bias=of_pairs if by_key is None else by_key).transpose(2, 3)
-    if not by_key.requires_grad:
+    if not by_key.requires_grad and not _is_transformed():
         _check_mask_bias(by_key)
         return attention(query, key, value, mask=by_key > advice.MASKLIKE, bias=of_pairs).transpose(2, 3)
     least = max(-1e9, torch.finfo(by_key.dtype).min)
@@ -78,10 +84,16 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
 
 
 def _check_mask_bias(bias: Tensor) -> None:
-    """Raise where it is known that a bias is none of a mask."""
-    if not nothing_watches((bias,)) or not (bias.is_cpu or advice.asked):
-        return
-    other = bias[~(bias <= advice.MASKLIKE) & (bias != 0)]  # NaN, too
-    if other.numel():
-        expected = f"0 for a key that is attended and at most {advice.MASKLIKE:g} for another, beside biases[1] and without a gradient"
-        raise ValueError(f"dmattn: biases[0]: expected {expected}, received {other[0].item():g}")
+    """Raise where a bias is none of a mask: at once where it can be read without waiting for it, else when the device comes to it."""
+    is_of_mask = (bias <= advice.MASKLIKE) | (bias == 0)  # NaN is neither
+    expected = f"0 for a key that is attended and at most {advice.MASKLIKE:g} for another, beside biases[1] and without a gradient"
+    if not (nothing_watches((bias,)) and (bias.is_cpu or advice.asked)):
+        torch._assert_async(is_of_mask.all(), f"dmattn: biases[0]: expected {expected}, received another number; {ADDED}")
+    elif not is_of_mask.all():
+        raise ValueError(f"dmattn: biases[0]: expected {expected}, received {bias[~is_of_mask][0].item():g}; {ADDED}")
+
+
+@asked_in_tracing
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func has tensors of its own."""
+    return functorch.peek_interpreter_stack() is not None

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 from torch import Tensor
 
-from ..arguments import check_flag, kind, refuse_keywords
+from ..arguments import check_flag, kind, refuse_arguments
 from ..biases import FactoredBias, RelativeBias
 from ..checks import Window, check_qkv, check_tensor
 from ..execution.eager import attend
@@ -153,7 +153,7 @@ def context_parallel_attention(
 
     def prepare() -> tuple[_Call, Mapping[str, object]]:
         if unknown:
-            refuse_keywords(context_parallel_attention, unknown)
+            refuse_arguments(context_parallel_attention, (), unknown)
         check_flag("return_lse", return_lse)
         call = _prepared(ranks, query, key, value, mask, bias, **options)
         return call, call.described() | dict(return_lse=return_lse)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..arguments import check_flag, refuse_keywords
+from ..arguments import check_flag, refuse_arguments
 from ..dynamic import checked, intervals_of
 from ..execution.eager import attend
 from ..graphs import left_out_of_graphs
@@ -71,7 +71,7 @@ def context_parallel_dynamic_mask_attention(
 
     def prepare() -> tuple[Problem, Mapping[str, object]]:
         if unknown:
-            refuse_keywords(context_parallel_dynamic_mask_attention, unknown)
+            refuse_arguments(context_parallel_dynamic_mask_attention, (), unknown)
         check_flag("return_lse", return_lse)
         check_order(order)
         given: tuple[Any, ...] = query, key, value
