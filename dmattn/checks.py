@@ -194,7 +194,7 @@ def broadcastable(
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
-            hint = "; of RelativeBias.t5, the weight is (buckets, H)"
+            hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
         else:
             places = range(1, tensor.ndim if tensor.ndim < len(full) else 1)
             longer = {tuple(tensor.unsqueeze(at).shape): at for at in reversed(places)}  # the first place of each shape

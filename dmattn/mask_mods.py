@@ -76,8 +76,12 @@ def kept_pairs(mask_mod: MaskMod, batch: Tensor, head: Tensor, rows: Tensor, col
 
     by_key = torch.vmap(of_pair, (None, None, None, 0))
     by_query = torch.vmap(by_key, (None, None, 0, None))
-    with _Lookups():
-        kept = torch.vmap(by_query, (0, 0, 0, 0))(batch, head, rows, cols)
+    try:
+        with _Lookups():
+            kept = torch.vmap(by_query, (0, 0, 0, 0))(batch, head, rows, cols)
+    except IndexError as error:
+        asked = "a function that answers for each b, h, q_idx and kv_idx below B, H, Q_LEN and KV_LEN"
+        raise IndexError(f"dmattn: mask_mod: expected {asked}, received one that looked beyond a tensor: {error}") from error
     if kept.dtype != torch.bool or kept.shape != (*rows.shape, BLOCK):
         raise TypeError(f"{expected} {kept.dtype} of shape {tuple(kept.shape[3:])}")
     return kept

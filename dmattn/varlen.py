@@ -205,12 +205,16 @@ def _check_lengths(
         )
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"dmattn: {name}: expected an integer, received {kind(longest)}")
+            hint = f"; {name}.item() is one, and waits for the device" if isinstance(longest, Tensor) and longest.numel() == 1 else ""
+            raise TypeError(f"dmattn: {name}: expected an integer, received {kind(longest)}{hint}")
         if longest < 0:
             raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
         if sequences * longest < total:
-            expected = f"a length that {sequences} sequences of {total} tokens do not exceed"
-            raise ValueError(f"dmattn: {name}: expected {expected}, received {longest}")
+            ends = name.replace("max_seqlen", "cu_seqlens")
+            expected = f"{-(-total // sequences) if sequences else 0} or more for {total} tokens in {sequences} sequences"
+            raise ValueError(
+                f"dmattn: {name}: expected {expected} ({ends} has where each begins, from 0 on, and the total), received {longest}"
+            )
     if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
         _check_contents("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
         _check_contents("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)

@@ -254,7 +254,7 @@ def of(*shape: int, **options: Any) -> RelativeBias:
         (
             lambda: dmattn.attention(*[torch.zeros(2, 8, 5, 4)] * 3, bias=RelativeBias.t5(torch.zeros(8, 32), bidirectional=True)),
             ValueError,
-            r"bias\.table: expected .* 8 or 1 heads, received \(32, 257\); of RelativeBias\.t5, the weight is \(buckets, H\)$",
+            r"bias\.table: expected .* 8 or 1 heads, received \(32, 257\); its axes are .* of RelativeBias\.t5's weight \(buckets, heads\)",
         ),
         (lambda: RelativeBias.t5(torch.zeros(32), bidirectional=False), ValueError, r"t5: weight: expected shape \(buckets from 2, H\), received"),
         (lambda: RelativeBias.t5(torch.zeros(8, 2), bidirectional=1), TypeError, "bidirectional: expected True or False, received int"),
@@ -280,7 +280,7 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
         (
             of(3, 7),
             ValueError,
-            r"bias.table: expected a shape broadcastable to \(B, H, R\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 7\); of RelativeBias",
+            r"bias.table: expected a shape broadcastable to \(B, H, R\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 7\); its axes are",
         ),
         (of(3, 4, 7), ValueError, r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(3, 4, 7\)$"),
         (

@@ -25,9 +25,9 @@ def add_call(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}-pitch", type=positive, metavar="N", help=f"elements from a row of the {name} to the next, if there is padding"
         )
-    dtypes = ("float16", "bfloat16", "float32", "float64")
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of query, key and value (%(default)s)")
-    parser.add_argument("--bias-dtype", choices=dtypes, help="by default that of query, key and value")
+    dtypes: dict[str, Any] = dict(type=_dtype, choices=("float16", "bfloat16", "float32", "float64"))
+    parser.add_argument("--dtype", **dtypes, default="bfloat16", help="of query, key and value (%(default)s); also bf16 and the like")
+    parser.add_argument("--bias-dtype", **dtypes, help="by default that of query, key and value")
     parser.add_argument("--causal", action="store_true", help="hide the keys after a query, aligned at the last")
     parser.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="or one number for both; none for no bound")
     parser.add_argument("--scale", type=float, help="by default D ** -0.5")
@@ -35,6 +35,11 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")
     parser.add_argument("--sinks", action="store_true", help="a score for each query head, of a key without a value")
     parser.add_argument("--backward", action="store_true", help="the backward pass too, with all gradients")
+
+
+def _dtype(text: str) -> str:
+    """The name of a dtype, which may be short."""
+    return {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}.get(text, text)
 
 
 def described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:

@@ -10,8 +10,6 @@ from ..checks import check_bias, check_tensor
 from ..functional import attention
 from .named import by_its_names, check_plain
 
-AXES = "5 axes (B, N, H, length, D), or 4 for B = 1"
-
 
 @by_its_names(query="q", key="k", value="v")
 def triangle_attention(
@@ -30,7 +28,7 @@ def triangle_attention(
     Args:
         q: (B, N, H, Sq, D), for B = 1 also (N, H, Sq, D); k, v: (B, N, H, Sk, D) likewise. Differentiable.
         bias: (B, 1, H, Sq, Sk), or (1, H, Sq, Sk), float of any dtype, which is not cast. Differentiable, with a gradient in its own dtype.
-        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); nonzero attends.
+        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); nonzero attends, of any dtype, so that an additive mask would be the inverse.
         scale: by default D ** -0.5.
         return_aux: False. The original's third result is each row's maximum, which is not kept;
             ``dmattn.attention(q, k, v, mask=mask, bias=bias, return_lse=True)`` returns lse.
@@ -45,19 +43,20 @@ def triangle_attention(
         TypeError, ValueError: as :func:`dmattn.attention`, by these names.
     """
     check_plain("return_aux", return_aux, (False,), "; dmattn.attention(..., return_lse=True) returns lse")
-    q, k, v, bias = (_five(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias)))
+    q, k, v = (_five(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    given, bias = bias, _five("bias", bias, "(B, 1, H, Sq, Sk)")
     check_bias(None, bias)
     shape = (q.shape[0], 1, q.shape[2], q.shape[3], k.shape[3])
     if tuple(bias.shape) != shape:
-        raise ValueError(f"dmattn: bias: expected shape (B, 1, H, Sq, Sk) = {shape}, received {tuple(bias.shape)}")
+        raise ValueError(f"dmattn: bias: expected shape (B, 1, H, Sq, Sk) = {shape}, received {tuple(given.shape)}")
     if mask is not None:
         if kv_lengths is not None:
             raise ValueError("dmattn: kv_lengths: expected None beside a mask, received both")
-        mask = _five("mask", mask)
+        mask = _five("mask", mask, "(B, N, 1, 1, Sk)")
         _check_shape("mask", mask, (*q.shape[:2], 1, 1, k.shape[3]))
         mask = mask if mask.dtype == torch.bool else mask != 0
     elif kv_lengths is not None:
-        kv_lengths = _five("kv_lengths", kv_lengths)
+        kv_lengths = _five("kv_lengths", kv_lengths, "(B, N, 1, 1, 1)")
         _check_shape("kv_lengths", kv_lengths, (*q.shape[:2], 1, 1, 1))
         if kv_lengths.dtype == torch.bool or kv_lengths.dtype.is_floating_point:
             raise TypeError(f"dmattn: kv_lengths: expected a tensor of integers, received {kv_lengths.dtype}")
@@ -65,10 +64,10 @@ def triangle_attention(
     return attention(q, k, v, mask=mask, bias=bias, scale=scale)
 
 
-def _five(name: str, x: Tensor) -> Tensor:
+def _five(name: str, x: Tensor, axes: str = "(B, N, H, length, D)") -> Tensor:
     check_tensor(name, x)
     if x.ndim not in (4, 5):
-        raise ValueError(f"dmattn: {name}: expected {AXES}, received shape {tuple(x.shape)}")
+        raise ValueError(f"dmattn: {name}: expected 5 axes {axes}, or 4 for B = 1, received shape {tuple(x.shape)}")
     return x if x.ndim == 5 else x[None]
 
 

@@ -111,7 +111,8 @@ def flash_attn_varlen_func(
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     lengths = (max_seqlen_q, max_seqlen_k)
     if not all(isinstance(each, (numbers.Integral, torch.SymInt)) for each in lengths):
-        raise TypeError(f"dmattn: max_seqlen_q: expected integers, received {kind(max_seqlen_q)} and {kind(max_seqlen_k)}")
+        hint = "; max_seqlen_q.item() is one, and waits for the device" if any(isinstance(each, Tensor) for each in lengths) else ""
+        raise TypeError(f"dmattn: max_seqlen_q: expected integers, received {kind(max_seqlen_q)} and {kind(max_seqlen_k)}{hint}")
     bias = _slopes_of(alibi_slopes, cu_seqlens_q.numel() - 1, q.shape[1], *lengths)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     ends = cu_seqlens_q, cu_seqlens_k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,21 +17,33 @@ from ..checks import check_tensor
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = bool, int, float, str, torch.dtype  # which a message quotes
 OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
+OWNER = re.compile(r"\b(query|key|value)'s\b")
+TRANSPOSED = "; (B, H, S, D) layout? transpose(1, 2)"
 
 
 def by_its_names(**names: str) -> Callable[[F], F]:
-    """A decorator: errors of dmattn about its own arguments name those of the function, such as ``scale="softmax_scale"``."""
+    """A decorator: errors of dmattn about its own arguments name those of the function, such as ``scale="softmax_scale"``.
+
+    A keyword that the function does not have is named, with those that it has.
+    """
 
     def decorate(function: F) -> F:
+        parameters = inspect.signature(function).parameters
+
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
+            if not options.keys() <= parameters.keys():
+                name = next(name for name in options if name not in parameters)
+                expected = f"one of the arguments {', '.join(parameters)}"
+                raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {function.__name__} does not have")
             try:
                 return function(*arguments, **options)
             except (TypeError, ValueError) as error:
                 found = OURS.match(str(error))
                 if found is None or found[1] not in names:
                     raise
-                raise type(error)(f"dmattn: {names[found[1]]}{found[2]}: {str(error)[found.end() :]}") from None
+                said = OWNER.sub(lambda owner: f"{names.get(owner[1], owner[1])}'s", str(error)[found.end() :])
+                raise type(error)(f"dmattn: {names[found[1]]}{found[2]}: {said}") from None
 
         return call  # type: ignore[return-value]
 
@@ -55,7 +68,9 @@ def heads_first(layout: Sequence[str], names: Sequence[str], query: Tensor, key:
             )
     length, kv_heads, key_dim = key.shape[-3:]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"dmattn: {names[1]}: expected a number of heads that divides {names[0]}'s {heads}, received shape {tuple(key.shape)}")
+        other = len(layout) == 4 and key.shape[1] and query.shape[1] % key.shape[1] == 0
+        expected = f"a number of heads that divides {names[0]}'s {heads}"
+        raise ValueError(f"dmattn: {names[1]}: expected {expected}, received shape {tuple(key.shape)}{TRANSPOSED if other else ''}")
     if key_dim != dim:
         raise ValueError(f"dmattn: {names[1]}: expected {names[0]}'s head dim {dim}, received {key_dim}")
     if value.shape[-3] != length or value.shape[-2] != kv_heads:

@@ -101,7 +101,10 @@ def disable(model: nn.Module) -> None:
     """
     before = _enabled.pop(model, None)
     if before is None:
-        raise ValueError(f"dmattn: model: expected a model that enable() was called on, received a {type(model).__name__} that is not enabled")
+        hint = "; set_attn_implementation of one that was made with dmattn changes it"
+        raise ValueError(
+            f"dmattn: model: expected a model that enable() was called on, received a {type(model).__name__} that is not enabled{hint}"
+        )
     _restore(before)
 
 
