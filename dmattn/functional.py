@@ -188,8 +188,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E); key: (..., Hk, S, E); value: (..., Hk, S, Ev), with leading axes and heads that broadcast. Differentiable.
-        attn_mask: bool or float, broadcastable to (..., H, L, S), each axis by itself and without a copy. A float mask may have another dtype
-            than the query and is differentiable.
+        attn_mask: bool or float, broadcastable to (..., H, L, S), each axis by itself without a copy, the head axis also Hk. A float one may
+            have another dtype than the query and is differentiable.
         dropout_p: probability with which a weight is dropped, as in :func:`attention`.
         is_causal: top-left causal mask; excludes `attn_mask`.
         scale: factor on Q K^T, by default E ** -0.5.
