@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -80,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "sources": _sources(),
+        "sources": sources(),
         "versions": {**report.versions(), "cuda": torch.version.cuda or "none"},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(report.devices()["cpu"]),
         "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
@@ -195,7 +196,8 @@ def _seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _sources() -> str:
+@functools.cache
+def sources() -> str:
     """A digest of the package's source files, which tells whether a result was measured with the code at hand."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):

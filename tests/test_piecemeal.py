@@ -1,0 +1,50 @@
+"""A suite that is run in pieces (tools/piecemeal.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmattn.bench.measuring import sources
+
+TOOLS = Path(__file__).parent / "tools"
+SUITE = """
+import pytest
+
+def test_right(): pass
+def test_wrong(): assert 1 + 1 == 3
+@pytest.mark.skipif(True, reason="not here")
+def test_elsewhere(): pass
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of(side): assert side == "left"
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path) -> None:
+    if workers:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    outcomes = tmp_path / "outcomes.jsonl"
+    command = [sys.executable, "-m", "pytest", "-p", "piecemeal", "--outcomes", outcomes, "-p", "no:cacheprovider", *workers, "test_suite.py"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))}
+
+    def found() -> list[tuple[str, str]]:
+        before = outcomes.read_text() if outcomes.exists() else ""
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+        new = [json.loads(line) for line in outcomes.read_text()[len(before) :].splitlines() if line]
+        assert all(("1 + 1" in each["why"]) == each["test"].endswith("wrong") for each in new if each["outcome"] == "failed")
+        return sorted((each["test"].partition("::")[2], each["outcome"]) for each in new)
+
+    failing = [("test_of[right]", "failed"), ("test_wrong", "failed")]
+    assert found() == sorted([("test_right", "passed"), ("test_of[left]", "passed"), ("test_elsewhere", "skipped"), *failing])
+    with outcomes.open("a") as stream:
+        stream.write('{"test": "broken off')
+    assert found()[-2:] == failing
+    outcomes.write_text(outcomes.read_text().replace(sources(), "other"))
+    assert len(found()) == 5  # of other sources nothing is known
