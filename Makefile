@@ -71,7 +71,7 @@ test: test-pytorch test-kernels
 
 test-full:
 	DMATTN_FULL=1 DMATTN_EXAMPLES=500 $(MAKE) test-pytorch
-	DMATTN_EXAMPLES=100 $(MAKE) test-kernels
+	DMATTN_FULL=1 DMATTN_EXAMPLES=100 $(MAKE) test-kernels
 	$(MAKE) test-replay
 	$(MAKE) test-processors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA
@@ -537,11 +539,8 @@ HOPPER = (
 def runs() -> list:
     """(case, device, dtype) of every equivalence test as pytest parameters: what this process can run, and what a GPU would."""
     cases = CASES + WIDEST + FACTORS
-    if interpreting():
-        dtypes = (torch.float32, torch.float16)
-        cpu = [(case, dtype) for case in cases for dtype in dtypes if case.bias_dtype != torch.bfloat16]
-    else:
-        cpu = [(case, dtype) for case in cases for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    of_cpu = interpreted_dtypes if interpreting() else lambda case: (torch.float32, torch.float16, torch.bfloat16)
+    cpu = [(case, dtype) for case in cases for dtype in of_cpu(case)]
     gpu = [(case, dtype) for case in cases + LARGE_FACTORS + LARGE + HOPPER for dtype in gpu_dtypes(case)]
     return [pytest.param(case, "cpu", dtype, id=name(case, "cpu", dtype)) for case, dtype in cpu] + [
         pytest.param(case, "cuda", dtype, id=name(case, "cuda", dtype), marks=NEEDS_CUDA) for case, dtype in gpu
@@ -559,9 +558,22 @@ def gpu_dtypes(case: Case) -> tuple[torch.dtype, ...]:
     Kernels of float16 are those of bfloat16 in all but a few places. So every third case has it, and each with a scale of its own or a bias that
     is kept on chip. Hopper's kernels are not of float32, in which the cases for them get kernels that other cases get, too.
     """
-    in_half = NUMBERS[case.name] % 3 == 0 or case.scale is not None or "resident" in case.name
-    wanted = {torch.bfloat16, *([torch.float16] if in_half else []), *([] if case in HOPPER else [torch.float32])}
+    wanted = {torch.bfloat16, *([torch.float16] if is_in_half(case) else []), *([] if case in HOPPER else [torch.float32])}
     return tuple(dtype for dtype in kernel_dtypes(case) if dtype in wanted)
+
+
+def interpreted_dtypes(case: Case) -> tuple[torch.dtype, ...]:
+    """Those in which the interpreter runs a case: of those that it computes rightly one, and float16 too as on a GPU, or with DMATTN_FULL."""
+    if case.bias_dtype == torch.bfloat16:
+        return ()
+    if torch.float32 not in kernel_dtypes(case):
+        return (torch.float16,)
+    return (torch.float32, torch.float16) if is_in_half(case) or os.environ.get("DMATTN_FULL") else (torch.float32,)
+
+
+def is_in_half(case: Case) -> bool:
+    """Whether a case runs in float16 besides another dtype."""
+    return NUMBERS[case.name] % 3 == 0 or case.scale is not None or "resident" in case.name
 
 
 NUMBERS = {case.name: number for number, case in enumerate(CASES + WIDEST + FACTORS + LARGE_FACTORS + LARGE + HOPPER)}
