@@ -202,7 +202,7 @@ def broadcastable(
             if fitting:
                 ways = [f"{name}[{':, ' * at}None]" for at in fitting]
                 if name.startswith("mask."):  # a bound of an IntervalMask
-                    ways = [f"IntervalMask(first{at}, last{at}, len_q)" for at in (way.removeprefix(name) for way in ways)]
+                    ways = [f"{way.removeprefix('mask.')} in IntervalMask(first, last, len_q)" for way in ways]
                 hint = f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view

@@ -64,7 +64,7 @@ def dynamic_mask_attention(
     key: Tensor,
     value: Tensor,
     key_bias: Tensor,
-    *more: NoReturn,
+    *,
     keep: int,
     causal: bool = True,
     key_padding_mask: Tensor | None = None,
@@ -109,8 +109,8 @@ def dynamic_mask_attention(
 
     Source: Shi et al., Trainable Dynamic Mask Sparse Attention, 2025 (arXiv:2508.02124); the intervals are this library's.
     """
-    if more or unknown:
-        refuse_arguments(dynamic_mask_attention, more, unknown)
+    if unknown:
+        refuse_arguments(dynamic_mask_attention, (), unknown)
     check_flag("return_lse", return_lse)
     problem = checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale, sinks)
     len_q, len_k = query.shape[2], key.shape[2]

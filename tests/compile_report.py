@@ -2,7 +2,7 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_80 --few     leaves out a launch if each of its arguments has a type that an earlier launch of the kernel has
+python tests/compile_report.py sm_80 --few     leaves out a launch whose types and constants earlier launches of the kernel have, each by itself
 python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
@@ -176,8 +176,8 @@ def nothing():
 class Compiler:
     """Inside, launches become compilations for `target`: `rows` gets one for each that brings something new.
 
-    That is, as `new` says, another "key" of Triton's; another "type" of an argument of the kernel, of parts of arguments by themselves, so that
-    an absent tensor is one, and a size is none; or another "kernel". Each compiles in a process of its own, because bad code generation may
+    That is, as `new` says, another "key" of Triton's; another "type" of an argument of the kernel or of a part of it, by itself, where an absent
+    tensor is a type and each constant is, too, such as a head dim; or another "kernel". Each compiles in a process of its own, because bad code generation may
     abort it, and a few at once. A process is forked at the launch: it compiles as the launch would have, with the assembler that is set for
     it, and what has to be passed to a compiler cannot be sent.
     """
@@ -206,7 +206,8 @@ class Compiler:
             self.collect()
 
     def launched(self, function: jit.JITFunction, key: Any, others: tuple) -> None:
-        brought = {"key": lambda: {(key,)}, "type": lambda: set(types(others[0])), "kernel": lambda: {()}}[self.new]()
+        constants = {(str(place), repr(constant)) for place, constant in others[2].items()}
+        brought = {"key": {(key,)}, "type": constants.union(types(others[0])), "kernel": {()}}[self.new]
         unknown = {(function, *each) for each in brought} - self.known
         if not unknown:
             return

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import needs_cuda
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dmattn import BlockMask, advice, attention, compat
 from dmattn.execution.backend import interpreting
@@ -516,6 +517,14 @@ def test_a_bias_of_keys_is_added_under_transforms() -> None:
     soft = (ZEROS - 0.5 + given).expand(2, 3, *given.shape[2:])
     alone = attention(*(x.transpose(2, 3) for x in evo), bias=soft).square().sum()
     torch.testing.assert_close(torch.func.grad_and_value(of_pairs)(given)[1], alone)
+
+
+def test_a_bias_of_keys_with_a_tangent_is_added() -> None:
+    """In forward mode nothing requires a gradient."""
+    evo = [x.float() for x in E3]
+    with forward_ad.dual_level():
+        out = compat.DS4Sci_EvoformerAttention(*evo, [forward_ad.make_dual(ZEROS, torch.randn_like(ZEROS)), PAIRS.float()])
+        assert forward_ad.unpack_dual(out).tangent.norm() > 0
 
 
 def test_dropout_is_that_of_attention() -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dmattn.bench.measuring import sources
-
 TOOLS = Path(__file__).parent / "tools"
 SUITE = """
-import pytest
+import os, pytest
 
 def test_right(): pass
 def test_wrong(): assert 1 + 1 == 3
@@ -22,15 +20,22 @@ def test_wrong(): assert 1 + 1 == 3
 def test_elsewhere(): pass
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_of(side): assert side == "left"
+@pytest.fixture
+def spoilt():
+    yield
+    raise OSError
+def test_spoilt(spoilt): pass
 """
+DYING = "def test_dying(): os._exit(3)"
+FAILING = [("test_of[right]", "failed"), ("test_spoilt", "failed"), ("test_spoilt", "passed"), ("test_wrong", "failed")]
+AGAIN = [("test_elsewhere", "skipped"), *FAILING]
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path) -> None:
     if workers:
         pytest.importorskip("xdist")
-    (tmp_path / "test_suite.py").write_text(SUITE)
-    outcomes = tmp_path / "outcomes.jsonl"
+    suite, outcomes = tmp_path / "test_suite.py", tmp_path / "outcomes.jsonl"
     command = [sys.executable, "-m", "pytest", "-p", "piecemeal", "--outcomes", outcomes, "-p", "no:cacheprovider", *workers, "test_suite.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))}
 
@@ -41,10 +46,14 @@ def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_pat
         assert all(("1 + 1" in each["why"]) == each["test"].endswith("wrong") for each in new if each["outcome"] == "failed")
         return sorted((each["test"].partition("::")[2], each["outcome"]) for each in new)
 
-    failing = [("test_of[right]", "failed"), ("test_wrong", "failed")]
-    assert found() == sorted([("test_right", "passed"), ("test_of[left]", "passed"), ("test_elsewhere", "skipped"), *failing])
+    suite.write_text(SUITE)
+    assert found() == sorted([("test_right", "passed"), ("test_of[left]", "passed"), *AGAIN])
     with outcomes.open("a") as stream:
         stream.write('{"test": "broken off')
-    assert found()[-2:] == failing
-    outcomes.write_text(outcomes.read_text().replace(sources(), "other"))
-    assert len(found()) == 5  # of other sources nothing is known
+    assert found() == AGAIN
+    if workers:  # a process that ends is replaced by one that leaves out the same
+        suite.write_text(f"{SUITE}\n{DYING}\n")
+        assert found() == sorted([*AGAIN, ("test_dying", "failed")])
+        suite.write_text(SUITE)
+    outcomes.write_text(outcomes.read_text().replace('"code": "', '"code": "other'))
+    assert len(found()) == 2 + len(AGAIN)  # of other code nothing is known

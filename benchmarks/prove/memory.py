@@ -78,7 +78,7 @@ def summary(records: list[Record]) -> Record:
 def section(found: Record) -> list[str]:
     """As Markdown."""
     if not found["looks"]:
-        return ["No call was looked at."]
+        return ["The calls were too few to look at the memory."]
     rows = [[look["calls"], *(_mebibytes(look[name]) for name in SLACK)] for look in found["looks"]]
     grown = [f"{name} by {_mebibytes(max(0, size))}" for name, size in found["grown"].items()]
     compared = [

@@ -55,7 +55,8 @@ class Run:
         items = list(items)
         for done, item in enumerate(items):
             if time.time() >= self.until:
-                yield left(f"{len(items) - done} of {len(items)} {what}, for its time was spent")
+                whose = f" of process {self.share + 1} of {self.of}" if self.of > 1 else ""
+                yield left(f"{len(items) - done} of the {len(items)} {what}{whose}, for its time was spent")
                 return
             yield item
 

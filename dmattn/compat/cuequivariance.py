@@ -28,7 +28,7 @@ def triangle_attention(
     Args:
         q: (B, N, H, Sq, D), for B = 1 also (N, H, Sq, D); k, v: (B, N, H, Sk, D) likewise. Differentiable.
         bias: (B, 1, H, Sq, Sk), or (1, H, Sq, Sk), float of any dtype, which is not cast. Differentiable, with a gradient in its own dtype.
-        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); nonzero attends, of any dtype, so that an additive mask would be the inverse.
+        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); of any dtype, nonzero attends: not an additive mask.
         scale: by default D ** -0.5.
         return_aux: False. The original's third result is each row's maximum, which is not kept;
             ``dmattn.attention(q, k, v, mask=mask, bias=bias, return_lse=True)`` returns lse.

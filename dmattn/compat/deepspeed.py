@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 
 from .. import advice
 from ..arguments import kind
@@ -37,12 +38,13 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
             list is left as it is, where the original appends None to it.
 
     Where both are given and ``biases[0]`` requires no gradient, it is taken for the mask that it stands for: entries of -1e4 or less, -inf
-    too, hide their key, and all others have to be 0. On a GPU, and in compiled code, that is asserted on the device, which nobody waits for: a
-    RuntimeError comes later, unless ``DMATTN_CHECK=1`` has it read at once. A row whose keys all are hidden gives 0 then, where the original
-    gives the mean of the values. It may be a bool tensor, True for a real key.
+    too, hide their key, and all others have to be 0. On a GPU and in compiled code that is asserted on the device, which nobody waits for. The
+    error comes later, and ends the process's use of the GPU, unless ``DMATTN_CHECK=1`` has the bias read at once. A row whose keys all are
+    hidden gives 0 then. It may be a bool tensor, True for a real key.
 
-    Where ``biases[0]`` requires a gradient, or under a transform of torch.func, it is added as it is, by columns beside Q and K. A learned one
-    that is computed under ``torch.no_grad`` requires none: call ``requires_grad_()`` on it. Alone, it is added as it is, too.
+    Where ``biases[0]`` requires a gradient, under a transform of torch.func and in forward mode it is added as it is, by columns beside Q and
+    K. A learned one that is computed under ``torch.no_grad`` requires none: call ``requires_grad_()`` on it. Alone, it is added as it is, too.
+    A row whose keys all are hidden gives the mean of the values then, as in the original.
 
     Head dims are up to 512 (the original's up to 64), lengths any (over 16).
 
@@ -95,5 +97,5 @@ def _check_mask_bias(bias: Tensor) -> None:
 
 @asked_in_tracing
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func has tensors of its own."""
-    return functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func, or a derivative in forward mode, has tensors of its own."""
+    return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -128,8 +128,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether query terms are made as columns for a row: for d_key and d_value, but for a bias of keys under intervals.
 
-    Other rows that could read columns or vectors read what is there. The kernel is 1 % slower with term columns beside bias columns. Beside
-    head dims over 128 shared memory has no room for them.
+    Other rows that read either form, once for a block of queries, read what is there. The kernels of a shared dBias read terms for each tile,
+    and ask for vectors. The kernel is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room
+    for them.
     """
     if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits):
         return False

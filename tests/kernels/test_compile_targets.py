@@ -1,8 +1,8 @@
 """Every kernel compiles for each supported kind of GPU, fits its shared memory, and spills no more than is known and accepted.
 
-In a full run (DMATTN_FULL=1) all launches, for every GPU. Else as many as have each type of each argument of a kernel, for Hopper, where the
-kernels are measured, for the GPU whose shared memory is the smallest of NVIDIA's and for AMD's; and for sm_100, whose tiles are those of sm_80,
-one of each kernel.
+In a full run (DMATTN_FULL=1) all launches, for every GPU. Else as many as have each type and each constant of each argument of a kernel, for
+Hopper, where the kernels are measured, for the GPU whose shared memory is the smallest of NVIDIA's and for AMD's; and for sm_100, whose tiles
+are those of sm_80, one of each kernel.
 """
 
 import json

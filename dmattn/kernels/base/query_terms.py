@@ -160,10 +160,11 @@ def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
 
 @triton.jit
 def load_delta(delta, seq, rows):
-    """delta of rows: of a vector, or of term columns, of which three sum to what lowers dP by it."""
+    """delta of rows: of a vector, or of term columns, of which three sum to what lowers dP by it. Beyond FINITE it is infinite there."""
     if delta.ptr.dtype.element_ty == tl.bfloat16:
         pointers = row_pointers(delta, seq, rows)
-        return -(_column(pointers + 3, rows) + (_column(pointers + 4, rows) + _column(pointers + 5, rows)))
+        lowered = _column(pointers + 3, rows) + (_column(pointers + 4, rows) + _column(pointers + 5, rows))
+        return tl.where(lowered >= FINITE, float("-inf"), tl.where(lowered <= -FINITE, float("inf"), -lowered))
     else:
         return load_rows(delta, seq, rows, 0.0)
 

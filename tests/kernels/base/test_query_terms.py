@@ -52,6 +52,24 @@ def test_terms(forms: tuple[str, ...], scale: float | None) -> None:
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter; on a GPU the cases for Hopper do")
+@pytest.mark.parametrize("beyond", [float("inf"), float("-inf"), float("nan")])
+def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) -> None:
+    """So that a gradient which overflowed is seen to have."""
+    query = torch.randn(1, 1, 40, 16)
+    problem = Problem.canonical(query, query, query, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
+    lse, d_lse, sinks = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40), torch.zeros(1)
+    d_lse[..., 7] = beyond
+    found = []
+    for form in ("as_vectors", "as_columns"):
+        incoming = Incoming.without_terms(query, lse, **{"as_vectors": False, form: True})
+        fill_terms(problem, incoming, query, d_lse)
+        found.append(torch.empty_like(sinks))
+        sink_gradients(problem, sinks, incoming, found[-1])
+    assert not found[0].isfinite()
+    assert torch.equal(*found) or found[1].isnan() == found[0].isnan() == (beyond != beyond)
+
+
+@pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter; on a GPU the cases for Hopper do")
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_who_reads_either_form_gets_the_same_of_both(packed: bool) -> None:
     """d_sinks, and d_bias of distances, in every bit."""
