@@ -72,8 +72,10 @@ def test_the_warning_can_be_left_out_by_how_it_begins(found):
 )
 def test_a_version_outside_the_range_is_named(found, has, named):
     found(**has)
-    with pytest.warns(UntestedVersionWarning, match=re.escape(f"dmattn was tested with {versions.tested_with()}; this is {named}. ")):
+    with pytest.warns(UntestedVersionWarning) as warned:
         versions.warn_if_untested()
+    (warning,) = warned
+    assert str(warning.message).startswith(f"dmattn was tested with {versions.tested_with()}; this is {named}. ")
 
 
 @pytest.mark.parametrize(

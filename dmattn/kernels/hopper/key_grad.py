@@ -299,36 +299,7 @@ def _consume(
             store_bias_columns(context.bias_columns, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, BLOCKS * BLOCK_N)
         if rules.lists is None:
-            open_begin, open_end = open_queries(rules.left, rules.right, this, col, begin, end, BLOCK_M, BLOCK_N)
-            if rules.right is not None or not config.EVEN_N:
-                for start in range(begin, open_begin, BLOCK_M):
-                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
-                    step += 1
-            if rules.ends is not None:  # the last rows of a block may be those of the next sequence
-                whole = next_step(begin, this.len_q - BLOCK_M + 1, BLOCK_M)
-                open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
-            if rules.table is None:
-                for start in range(open_begin, open_end, BLOCK_M):
-                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
-                    step += 1
-            else:  # outer tiles of queries before the keys, which take the last number, inner ones, and outer ones after, which take the first
-                first, last = end_numbers(rules, this)
-                low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
-                place = place_of_first(rules, this, 0, col)  # that of a query is lower by its number
-                inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
-                number, outer_begin, outer_end = last, open_begin, inner_begin
-                for _ in range(2):
-                    for start in range(outer_begin, outer_end, BLOCK_M):
-                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False, number=number)
-                        step += 1
-                    for start in range(outer_end, inner_end, BLOCK_M):
-                        sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
-                        step += 1
-                    number, outer_begin, outer_end = first, inner_end, open_end
-            if rules.left is not None or rules.ends is not None:
-                for start in range(open_end, end, BLOCK_M):
-                    sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
-                    step += 1
+            sums, step = _add_range(context, this, keys, sums, step, begin, end, config)
         else:
             for position in range(begin, end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
@@ -346,15 +317,71 @@ def _consume(
                 store_d_bias(context, this, start, zeros)
         if key_sums is not None and not config.BY_GROUP:
             _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, PAIRS))
-    if key_sums is not None and config.BY_GROUP:
-        _store_sums(key_sums, seq, col, sums_of_lanes(sums.lanes, PAIRS))
-    if d_bias is not None and config.COPIES_D_BIAS:
+    _store_results(results, sums, rules, seq, col, config)
+
+
+@gluon.jit
+def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
+    """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
+    rules, col = context.rules, context.col
+    BLOCKS: gl.constexpr = config.BLOCKS
+    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
+    if rules.right is not None or not config.EVEN_N:
+        for start in range(begin, open_begin, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
+            step += 1
+    if rules.ends is not None:  # the last rows of a block may be those of the next sequence
+        whole = next_step(begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
+        open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
+    if rules.table is None:
+        for start in range(open_begin, open_end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=False)
+            step += 1
+    else:
+        sums, step = _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config)
+    if rules.left is not None or rules.ends is not None:
+        for start in range(open_end, end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
+            step += 1
+    return sums, step
+
+
+@gluon.jit
+def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config: gl.constexpr):
+    """The same of open tiles beside a table of distances: outer ones of queries before the keys, which take the last number, inner ones, and
+    outer ones after, which take the first.
+    """
+    rules = context.rules
+    BLOCKS: gl.constexpr = config.BLOCKS
+    first, last = end_numbers(rules, seq)
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
+    place = place_of_first(rules, seq, 0, context.col)  # that of a query is lower by its number
+    inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+    number, outer_begin, outer_end = last, open_begin, inner_begin
+    for _ in range(2):
+        for start in range(outer_begin, outer_end, BLOCK_M):
+            turn = turn_of(step, config.STAGES, context.which, BLOCKS)
+            sums = add_tile(context, seq, keys, sums, turn, start, EDGE=False, number=number)
+            step += 1
+        for start in range(outer_end, inner_end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=False)
+            step += 1
+        number, outer_begin, outer_end = first, inner_end, open_end
+    return sums, step
+
+
+@gluon.jit
+def _store_results(results, sums, rules, seq, col, config: gl.constexpr):
+    """Write the sums of all heads of the group."""
+    if results.key_sums is not None and config.BY_GROUP:
+        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, PAIRS))
+    if results.d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
-    if d_k is not None:
+    if results.d_k is not None:
         for i in gl.static_range(len(sums.dk)):
-            store_tile(d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
-    if d_v is not None:
-        store_tile(d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM)
+            store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
+    if results.d_v is not None:
+        store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM)
 
 
 @gluon.jit

@@ -268,20 +268,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
                 kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
         divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
-        rows2, middle2 = 0, keys.middle2
-        if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
-            rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
-            middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
-        if number is not None:
-            divisor_rows = divisor_rows - number * exponent_factor(rules)
-        s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
-        if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
-            s = up_to(s, start + rows, seq.len_q - 1)
-        exponents = s * exponent_factor(rules) - divisor_rows
-        OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
-        if AS_COLUMNS and OF_PAIRS and tiles.q.dtype.is_fp16():
-            exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
-        p = gl.exp2(exponents)
+        p = _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE)
     if tiles.p is not None:
         phase = turn.number & 1
         if OF_SCORES:
@@ -320,6 +307,28 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         dk, dv = (dk_whole,), (dv_whole,)
     mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return Sums(dk, dv, lanes)
+
+
+@gluon.jit
+def _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE: gl.constexpr):
+    """The probabilities of a tile's products, [BLOCK_N, BLOCK_M], of which `kept` and `words` hide some at an EDGE."""
+    rules = context.rules
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
+    rows2, middle2 = 0, keys.middle2
+    if EDGE and rules.first is not None:  # what differs by lane joins the middle, for a lane to have constants in its registers' places
+        rows2 = (2 * (rows & ~6)).to(gl.float32)  # [1, BLOCK_M]
+        middle2 = middle2 - (2 * (start + (rows & 6))).to(gl.float32)  # [BLOCK_N, BLOCK_M]
+    if number is not None:
+        divisor_rows = divisor_rows - number * exponent_factor(rules)
+    s = ruled(s, bias, Hiding(kept, rows2, middle2, keys.length, words), rules, seq, start + rows, context.col + cols, EDGE)
+    if EDGE and rules.ends is not None:  # a bias past the last query may be NaN
+        s = up_to(s, start + rows, seq.len_q - 1)
+    exponents = s * exponent_factor(rules) - divisor_rows
+    OF_PAIRS: gl.constexpr = (rules.bias is not None and rules.bias_by_key is None) or rules.table is not None
+    if are_columns(context.tiles.terms.dtype) and OF_PAIRS and context.tiles.q.dtype.is_fp16():
+        exponents = gl.where(exponents > 1.0, 1.0, exponents)  # of a row far from 0 they are rounded to more than 16 bits may hold
+    return gl.exp2(exponents)
 
 
 @gluon.jit
