@@ -38,10 +38,7 @@ from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
-# Tiles with a maximum of their own after one whose scores were too far above the last, as there may be more of the kind: so many at first, and
-# each time so many times as many.
-RISEN = gl.constexpr(7)
-STILL_RISING = gl.constexpr(4)
+RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
 
 
 class Config(NamedTuple):
@@ -246,7 +243,7 @@ def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
 
     Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
-    step, rising = begin, RISEN * config.BLOCK_N
+    step = begin
     while step < end:
         near = 1
         while (near != 0) & (step < end):
@@ -255,11 +252,10 @@ def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
         if step < end:
             sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True, number=number)
             step += config.BLOCK_N
-            risen = gl.minimum(step + rising, end)
+            risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
             for after in range(step, risen, config.BLOCK_N):
                 sums = _add_tile(context, sums, after, which, config, EDGE=False, number=number)
             step = gl.maximum(step, risen)
-            rising *= STILL_RISING
     return sums
 
 
