@@ -1,10 +1,10 @@
 """The forward pass on Hopper (sm_90), a consumer's part of hopper/forward.py: tiles of keys, one after the other.
 
 A tile that hides no pair takes the maximum of the tiles before as long as that will do. Probabilities are then powers of 2 of the scores above
-that maximum, and their sums say whether a score was too far above it (`all_within`). If one was, the tile is computed again with its own
-maximum. FlashAttention-4 leaves out the rescaling of sums in the same way (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here
-the search for the maximum goes too. The 64 queries of a consumer decide together, so the last bits of a row may depend on the rows beside it.
-They are the same in each run.
+that maximum, and their sums say whether a score was too far above it (`all_within`): bfloat16 has room for more than float16. If one was, the
+tile is computed again with its own maximum. FlashAttention-4 leaves out the rescaling of sums in the same way
+(https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here the search for the maximum goes too. The 64 queries of a consumer decide
+together, so the last bits of a row may depend on the rows beside it. They are the same in each run.
 """
 
 from typing import Any, NamedTuple
@@ -280,11 +280,11 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
     near = 1
     if AT_ONCE:
-        near = all_within(added, votes)
+        near = all_within(added, votes, context.tiles.v.dtype)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(barriers.v_free.index(before), count=1)
     if not AT_ONCE:
-        near = all_within(added, votes)
+        near = all_within(added, votes, context.tiles.v.dtype)
     mbarrier.arrive(barriers.k_free.index(stage), count=1, pred=near != 0)
     row_sum = sums.row_sum + gl.where(near != 0, added, 0.0)
     return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, sums.turn + near), near

@@ -277,19 +277,17 @@ def lane_sums(x):
 
 
 @gluon.jit
-def all_within(sums, votes):
-    """Whether all sums by lane of a consumer's tile (:func:`lane_sums`) are numbers of at most 1024: 1 or 0.
+def all_within(sums, votes, DTYPE: gl.constexpr):
+    """Whether all sums by lane of a consumer's tile (:func:`lane_sums`) are numbers of at most 2**10 in float16 or 2**64 in bfloat16: 1 or 0.
 
-    Such weights have room in float16. A lane has 32 of them, so sums are at most 32 times those of as many weights of 1, as the maximum of
-    their own would give. `votes` is shared memory for an int8 of each thread.
+    Such weights have room in their type, and products of 2**64 with values to 1e13 in sums of 131072 keys. `votes` is shared memory for an
+    int8 of each thread.
     """
-    CODE: gl.constexpr = """{
-        .reg .pred within;
-        setp.le.f32 within, $1, 0f44800000;
-        setp.le.and.f32 within, $2, 0f44800000, within;
-        vote.sync.all.pred within, within, 0xffffffff;
-        selp.b32 $0, 1, 0, within;
-    }"""
+    MOST: gl.constexpr = "0f44800000" if DTYPE.is_fp16() else "0f5F800000"
+    CODE: gl.constexpr = (
+        "{ .reg .pred within; setp.le.f32 within, $1, " + MOST + "; setp.le.and.f32 within, $2, " + MOST + ", within; "
+        "vote.sync.all.pred within, within, 0xffffffff; selp.b32 $0, 1, 0, within; }"
+    )
     low, high = gl.split(sums.reshape([4, 2, 8, 4]).permute((2, 3, 0, 1)))
     vote = gl.inline_asm_elementwise(CODE, "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1)
     votes.store(vote.reshape([128]).to(gl.int8))  # the votes of the four warps side by side, once for each lane, whose votes are alike
