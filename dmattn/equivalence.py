@@ -39,8 +39,8 @@ class Case:
     `leading` are letters for the axes before the heads, any of b, n and m. `mask` and `bias` are letters for their axes, a letter where the
     axis is full and 1 where it is broadcast: ``"bhqk"``, ``"1hqk"``, ``"b11k"``; the head axis is ``h``, ``g`` (one entry per key-value head)
     or 1, and axes in front may be left out. A bias whose letters end in ``r`` is the table of a RelativeBias of `distances` numbers, whose
-    distance 0 is at `zero`. `keep` says which entries the mask keeps: random with
-    ``"random"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
+    distance 0 is at `zero`. `keep` says which entries the mask keeps: random with ``"random"``, the first of each row, all or none with
+    ``"padding"``, the largest of each row with ``"topk"``, whole blocks with ``"blocks"``, none with ``"nothing"``; ``"random-empty-rows"``
     hides every third query's row too. `blocked` gives the mask as a BlockMask. `intervals` names an IntervalMask instead: documents,
     document-prefix, prefix, padding, causal, window, global (tokens beside a window), chunked; or random intervals, "random" for each batch row
     and key-value head, "random-per-head" for each query head, "random-shared" for all, and two a key with "random-two", "random-two-per-head",
@@ -163,6 +163,8 @@ class Case:
         if self.keep == "blocks":
             rows, cols = (torch.arange(n) // 32 for n in shape[-2:])
             return ((rows[:, None] * 5 + cols * 3) % 4 == 0).expand(shape).contiguous()
+        if self.keep == "padding":  # of every sixth row all keys, and of another sixth none
+            return torch.arange(shape[-1]) < (1.5 * noise[..., :1] - 0.25) * shape[-1]
         if self.keep == "nothing":
             return torch.zeros(shape, dtype=torch.bool)
         assert self.keep in ("random", "random-empty-rows"), self.keep

@@ -55,6 +55,7 @@ LAUNCHES = (
     (Case("long-rows-shared-bias-mask-d32", 768, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
     (Case("rows-dense-bias-mask-d32", 256, 192, batch=256, heads=4, head_dim=32, mask="b11k", bias="bhqk"), BF16),
     (Case("rows-key-bias-d16", 128, 320, batch=256, heads=4, head_dim=16, mask="b1qk", bias="b11k"), FP16),
+    (Case("rows-shared-bias-mask-d32", 384, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
     (Case("leading-rows-shared-bias-d32", 384, leading="bn", rows=128, heads=4, head_dim=32, bias="b1hqk"), BF16),
     (Case("leading-windows-of-49-mask-d32", 49, leading="bn", batch=64, rows=4, heads=8, head_dim=32, mask="1n1qk", bias="b1hqk"), BF16),
     (Case("leading-shared-bias-of-four-d64", 4096, leading="bn", rows=4, heads=8, head_dim=64, bias="b1hqk"), BF16),

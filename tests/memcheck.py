@@ -124,6 +124,7 @@ CASES = (
     Case("hopper-rows-intervals-key-bias", 520, leading="bn", heads=4, kv_heads=2, head_dim=128, intervals="1n1k", bias="1ng1k"),
     Case("hopper-rows-intervals-dense-bias", 392, 520, leading="bn", head_dim=128, intervals="b11k", bias="1nhqk", window=(100, 60)),
     Case("hopper-resident-bias", 192, 320, batch=7, heads=2, head_dim=32, bias="1hqk"),
+    Case("hopper-resident-bias-mask", 197, 320, batch=9, heads=2, head_dim=32, bias="1hqk", mask="bh1k", keep="padding", sinks="far"),
     Case("hopper-resident-bias-of-all-heads", 320, 64, batch=5, heads=3, head_dim=16, bias="11qk"),
     Case("hopper-wide-odd-lengths", 197, 131, heads=2, head_dim=256),
     Case("hopper-wide-key-bias-causal-grouped", 197, 264, heads=4, kv_heads=2, head_dim=192, value_dim=128, bias="bg1k", causal=True),

@@ -228,7 +228,8 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
         beside_mask = "mask of keys" in traits.features
         yield _narrowest(traits, loads_pairs, short=beside_mask)
         if beside_mask and traits.features >= PAIR_BIAS and resident_forward(traits) is None:
-            yield f"{_OF_NARROWEST} leaves rows that are short and many to the kernel that keeps their bias on chip, which is faster"
+            most = hopper_resident.MOST_KEYS
+            yield f"{_OF_NARROWEST} leaves up to {most} keys of many rows to the kernel that keeps their bias on chip, which is faster"
     yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 

@@ -324,8 +324,7 @@ def _add_tile(context, q_tile, sums, tile, following, hiding):
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), sums.bias, is_async=True)  # [BLOCK_M, KEYS]
     s = warpgroup_mma_wait(0, [s])
     if rules.mask is not None:
-        if has_any(hiding, tile):
-            s = without_hidden(s, kept)
+        s = without_hidden(s, kept, has_any(hiding, tile))
     new_max = gl.maximum(sums.row_max, gl.max(s, 1))
     p, alpha = weights_of(s, sums.row_max, new_max, context.factor, FAR=True)  # [BLOCK_M, KEYS], [BLOCK_M]
     row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)

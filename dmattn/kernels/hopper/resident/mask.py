@@ -1,12 +1,11 @@
-"""A mask of keys (..., 1, Sk) beside a bias that stays on chip, in Gluon: which tiles of a member have a key, and which of their keys are hidden.
+"""A mask of keys (..., 1, Sk) beside a bias that stays on chip on Hopper: which tiles of a member have a key, and which keys are hidden.
 
-Producer and consumers ask the mask's states (dmattn/states.py) each by themselves, a member ahead, so that none waits for them or for another.
+Producer and consumers ask the mask's states (dmattn/states.py) each by themselves, a member ahead, so that none waits for them or another.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...base.layout import slice_pointer
 from ...base.rules import WORD
 from ...visits.mask_blocks import ATTENDED, GRANULE, HIDDEN
 from ..registers import by_bits, kept_by_bits, load_vector
@@ -36,7 +35,7 @@ def tiles_of(states):
     granule = gl.arange(0, 2 * MOST_GRANULES, states.type.layout)
     states = states.to(gl.int32)
     found = gl.where((states & ATTENDED) != 0, 1 << granule, 0) | gl.where((states & HIDDEN) != 0, 1 << (granule + MOST_GRANULES), 0)
-    found = gl.sum(gl.where(granule < MOST_GRANULES, found, 0), 0)  # no two have the same bit
+    found = gl.sum(found, 0)  # no two have the same bit
     return found & 0xFFFF, (found >> MOST_GRANULES) & 0xFFFF
 
 
@@ -66,14 +65,19 @@ def kept_keys(rules, seq, tile, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def without_hidden(s, kept):
-    """Scores of a tile, -inf where `kept_keys` says so. The bits of a word are summed over lanes, one instruction for each word."""
-    LAYOUT: gl.constexpr = by_bits(WORDS)
-    kept = kept.reshape([WORDS, WORD])
-    bit = gl.arange(0, WORD, gl.SliceLayout(0, kept.type.layout))[None, :]
-    words = gl.sum(gl.where(kept != 0, 1 << bit, 0), 1)  # [WORDS]
-    words = gl.convert_layout(words, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :]
-    return kept_by_bits(s, words + gl.full([s.shape[0], 1], 0, gl.int32, gl.SliceLayout(2, LAYOUT)))
+def without_hidden(s, kept, hiding):
+    """Scores of a tile, -inf where `kept_keys` says so; it need not be asked unless the tile is `hiding` some.
+
+    The bits of a word are summed over the lanes, which is one instruction.
+    """
+    if hiding:
+        LAYOUT: gl.constexpr = by_bits(WORDS)
+        by_word = kept.reshape([WORDS, WORD])
+        bit = gl.arange(0, WORD, gl.SliceLayout(0, by_word.type.layout))[None, :]
+        words = gl.sum(gl.where(by_word != 0, 1 << bit, 0), 1)  # [WORDS]
+        words = gl.convert_layout(words, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :]
+        s = kept_by_bits(s, words + gl.full([s.shape[0], 1], 0, gl.int32, gl.SliceLayout(2, LAYOUT)))
+    return s
 
 
 @gluon.constexpr_function
