@@ -19,7 +19,7 @@ WORDS = gl.constexpr(KEYS.value // WORD.value)  # of a tile, a bit for each key
 
 @gluon.jit
 def states_of(rules, part, member, WARPS: gl.constexpr):
-    """The states of the granules of a member's keys, of the last member's where there is none such; 0 without a mask. See `tiles_of`."""
+    """The states of the granules of a member's keys, for `tiles_of`; of the last member's where there is none such. 0 without a mask."""
     if rules.mask is None:
         return 0
     else:
