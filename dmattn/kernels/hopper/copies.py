@@ -55,6 +55,15 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
     return 192 if 128 < query_dim <= 192 else max(128, block_dim(query_dim)), max(128, block_dim(value_dim))
 
 
+def cut_dims(problem: Problem) -> tuple[int, int]:
+    """The same without dims of padding that need not be multiplied: 64, 80 and 96 of 128 are whole PANELs and the beginning of one."""
+    dims = padded_dims(problem)
+    if max(dims) != 128:
+        return dims
+    dim, dim_v = (next(cut for cut in (64, 80, 96, 128) if x.shape[3] <= cut) for x in (problem.query, problem.value))
+    return dim, dim_v
+
+
 def piece_of(dim: int) -> int:
     """The dims of a tile of one copy: a tile of no power of 2 is kept as PANELs, each a tile of its own."""
     return dim if dim & (dim - 1) == 0 else PANEL.value
@@ -107,14 +116,26 @@ def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
 @gluon.constexpr_function
 def pieces_of(dim):
     """How many tiles side by side hold tiles of so many dims (`piece_of`)."""
-    return 1 if dim & (dim - 1) == 0 else dim // PANEL.value
+    return 1 if dim & (dim - 1) == 0 else -(-dim // PANEL.value)
+
+
+@gluon.constexpr_function
+def widths_of(dim):
+    """The dims of each of these tiles that are multiplied: the last one may be there in part, and its other dims are copied for nothing."""
+    return (dim,) if pieces_of(dim) == 1 else tuple(min(PANEL.value, dim - first) for first in range(0, dim, PANEL.value))
+
+
+@gluon.constexpr_function
+def copied_dims(dim):
+    """The dims of all of them, as they are copied."""
+    return dim if pieces_of(dim) == 1 else pieces_of(dim) * PANEL.value
 
 
 @gluon.jit
 def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Shared memory for so many tiles that are copied by a descriptor: those of pieces follow each other."""
     PIECES: gl.constexpr = pieces_of(COLS)
-    return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, COLS // PIECES], descriptor.layout)
+    return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, copied_dims(COLS) // PIECES], descriptor.layout)
 
 
 @gluon.jit
@@ -130,17 +151,27 @@ def copy_tile(t, batch, head, row, full, tiles, number, DIM: gl.constexpr):
     """Copy the rows of one tile, in pieces where there are some, and tell the barrier."""
     PIECES: gl.constexpr = pieces_of(DIM)
     for i in gl.static_range(PIECES):
-        copy(t, [batch, head, row, i * (DIM // PIECES)], full, tiles.index(number * PIECES + i))
+        copy(t, [batch, head, row, i * (copied_dims(DIM) // PIECES)], full, tiles.index(number * PIECES + i))
 
 
 @gluon.jit
 def pieces(tiles, number, DIM: gl.constexpr):
     """The pieces of one of some tiles, each as [rows, dims]; one where it is whole."""
-    PIECES: gl.constexpr = pieces_of(DIM)
     found = ()
-    for i in gl.static_range(PIECES):
-        found += (tiles.index(number * PIECES + i).reshape([tiles.shape[3], DIM // PIECES]),)
+    for i in gl.static_range(pieces_of(DIM)):
+        found += (piece(tiles, number, i, DIM),)
     return found
+
+
+@gluon.jit
+def piece(tiles, number, i: gl.constexpr, DIM: gl.constexpr):
+    """One of them, without dims that are not multiplied."""
+    whole = tiles.index(number * pieces_of(DIM) + i).reshape([tiles.shape[3], tiles.shape[4]])
+    WIDTH: gl.constexpr = widths_of(DIM)[i]
+    if whole.shape[1] == WIDTH:
+        return whole
+    else:
+        return whole.slice(0, WIDTH, dim=1)
 
 
 @gluon.jit
@@ -156,6 +187,8 @@ def waited(sums):
     """Sums in pieces, once all products are done."""
     if len(sums) == 1:
         return (warpgroup_mma_wait(0, [sums[0]]),)
+    elif len(sums) == 2:
+        return warpgroup_mma_wait(0, [sums[0], sums[1]])
     else:
         return warpgroup_mma_wait(0, [sums[0], sums[1], sums[2]])
 

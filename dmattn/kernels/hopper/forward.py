@@ -36,9 +36,10 @@ from .copies import (
     allocate_barriers,
     allocate_tiles,
     consumers_of,
+    copied_dims,
     copy,
     copy_tile,
-    padded_dims,
+    cut_dims,
     panel_of,
     piece_of,
     pieces,
@@ -46,9 +47,23 @@ from .copies import (
     stage_of,
     sync_threads,
     tiled,
+    widths_of,
 )
 from .distances import end_numbers, with_spread_table
-from .forward_tile import BLOCK_M, Barriers, Config, Context, Sums, Tiles, add_last_values, add_tiles, step_of
+from .forward_tile import (
+    BLOCK_M,
+    Barriers,
+    Config,
+    Context,
+    Sums,
+    Tiles,
+    add_last_values,
+    add_tiles,
+    divided,
+    layouts_of_out,
+    rescaled,
+    step_of,
+)
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
@@ -79,7 +94,7 @@ NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
 
-    q: Any  # [1, 1, BLOCK_M, DIM]
+    q: Any  # [1, 1, BLOCK_M, DIM], or a PANEL of it
     k: Any  # [1, 1, SUB, PANEL], or fewer columns where there are no more; as the next
     v: Any  # [1, 1, SUB, PANEL]
     bias: Any  # [1, 1, BLOCK_M, SUB], of pairs; None too where consumers load it
@@ -94,12 +109,12 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """
     heads, len_q = problem.query.shape[1:3]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
+    block_m, (dim, dim_v) = BLOCK_M.value, cut_dims(problem)
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
     consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
-    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
+    keys = keys_of(dim, dim_v, pairs) if max(dim, dim_v) <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
@@ -180,7 +195,7 @@ def _forward_kernel(
         BIAS_FIRST=BIAS_FIRST,
         BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
-        OUT=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16]),
+        OUT=layouts_of_out(DIM_V),
     )
     tiles = Tiles(
         q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
@@ -222,8 +237,9 @@ def _forward_kernel(
 def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
-    KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM
-    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM_V
+    QUERY_BYTES: gl.constexpr = 2 * config.QUERIES * copied_dims(config.DIM)
+    KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM)
+    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM_V)
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
@@ -238,7 +254,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
         mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
-        mbarrier.expect(barriers.q_full.index(0), config.CONSUMERS * 2 * BLOCK_M * config.DIM)
+        mbarrier.expect(barriers.q_full.index(0), QUERY_BYTES)
         entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
@@ -297,7 +313,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         sums = _no_sums(turn, tiles.v.dtype, config)
         mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:
-            _multiply(context.q_pieces[0], rules.scale)
+            for i in gl.static_range(len(context.q_pieces)):
+                _multiply(context.q_pieces[i], rules.scale)
         if walk.begin < walk.full_end:
             sums = add_tiles(context, sums, which, config)
             mbarrier.arrive(barriers.q_free.index(0), count=1)
@@ -314,8 +331,12 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
 def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
     """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
+    WIDTHS: gl.constexpr = widths_of(config.DIM_V)
+    acc = ()
+    for i in gl.static_range(len(WIDTHS)):
+        acc += (gl.full([BLOCK_M, WIDTHS[i]], 0.0, gl.float32, config.OUT[i]),)
     return Sums(
-        acc=gl.full([BLOCK_M, config.DIM_V], 0.0, gl.float32, config.OUT),
+        acc=acc,
         weights=rounded_pairs(zeros, DTYPE),
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),
@@ -331,16 +352,17 @@ def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
     acc = sums.acc
     if rules.sinks is not None:
         alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), sums.row_max * exponent_factor(rules), row_sum)
-        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, config.OUT))[:, None]
+        acc = rescaled(acc, alpha)
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / gl.convert_layout(divisor, gl.SliceLayout(1, config.OUT))[:, None]
+    acc = divided(acc, divisor)
     row = context.row + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
     if rules.sinks is None:
         row_max2 = sums.row_max * exponent_factor(rules)
     lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-    store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
+    for i in gl.static_range(len(acc)):
+        store_tile(out, seq, row, seq.len_q, acc[i], config.VALUE_DIM, FIRST=i * PANEL)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
 from ..base.window import open_keys
-from .copies import pieces, product_under_way, stage_of
+from .copies import piece, pieces, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
 from .registers import (
     Hiding,
@@ -50,8 +50,8 @@ class Config(NamedTuple):
     SUB: Any  # keys of a block, by which a tile is copied
     BLOCKS: Any  # of a tile
     STAGES: Any  # tiles of keys in shared memory
-    DIM: Any  # head dims of queries and keys, padded
-    DIM_V: Any  # those of values, padded
+    DIM: Any  # head dims of queries and keys, padded, as they are multiplied (`cut_dims`)
+    DIM_V: Any  # those of values
     VALUE_DIM: Any  # head dims of out
     IN_TURN: Any  # consumers multiply one after the other
     EVEN_N: Any  # no tile goes past the end of the keys
@@ -59,7 +59,7 @@ class Config(NamedTuple):
     BIAS_FIRST: Any  # queries are multiplied by the scale, and products added to the bias of pairs
     BACKWARDS: Any  # the last keys come first (`step_of`)
     PAIRS: Any  # layout of scores
-    OUT: Any  # layout of out
+    OUT: Any  # layout of each piece of out
 
 
 class Tiles(NamedTuple):
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
     q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2; as the next
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]; likewise
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
     bias_columns: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
@@ -107,11 +107,17 @@ class Context(NamedTuple):
 class Sums(NamedTuple):
     """Results of a consumer after some tiles of keys."""
 
-    acc: Any  # [BLOCK_M, DIM_V]: out without the values of the last tile, unnormalised
+    acc: Any  # [BLOCK_M, DIM_V], in pieces as values are: out without the values of the last tile, unnormalised
     weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
     turn: Any  # how many tiles there were, those of blocks before included
+
+
+@gluon.constexpr_function
+def layouts_of_out(dim):
+    """The layout of each piece of out."""
+    return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in widths_of(dim))
 
 
 @gluon.jit
@@ -156,7 +162,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
 def add_last_values(context, sums, config: gl.constexpr):
     """Sums with the values of the last tile too, whose stage is given back."""
     stage, phase = stage_of(sums.turn - 1, config.STAGES)
-    acc = warpgroup_mma_wait(0, [_values_under_way(context, sums, stage, phase, config)])
+    acc = waited(_values_under_way(context, sums, stage, phase, config))
     mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
     return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn)
 
@@ -208,10 +214,10 @@ def _add_tile(
         p = weights_at(s, new_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=0.0)
         alpha = rescaling(sums.row_max, new_max, exponent_factor(rules))
     if ADDS:
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = waited(acc)
         mbarrier.arrive(barriers.v_free.index(before), count=1)
     if not FIRST:
-        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, config.OUT))[:, None]
+        acc = rescaled(acc, alpha)
     row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
     if LATE:
         row_sum = looked_at(row_sum)
@@ -281,7 +287,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     near = 1
     if AT_ONCE:
         near = all_within(added, votes, context.tiles.v.dtype)
-    acc = warpgroup_mma_wait(0, [acc])
+    acc = waited(acc)
     mbarrier.arrive(barriers.v_free.index(before), count=1)
     if not AT_ONCE:
         near = all_within(added, votes, context.tiles.v.dtype)
@@ -337,7 +343,7 @@ def _scores(
         acc = _values_under_way(context, sums, before, phase_before, config)
     if IN_TURN:
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
-    s = warpgroup_mma_wait(1 if ADDS else 0, [s])
+    s = warpgroup_mma_wait(len(acc) if ADDS else 0, [s])  # each piece of out is a product under way
     if config.OF_PAIRS and not config.BIAS_FIRST and not FROM_MEMORY:
         bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
@@ -355,11 +361,32 @@ def _scores(
 
 @gluon.jit
 def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
-    """Out with the weights of the last tile times its values, which come to that stage; the product is under way."""
+    """Out with the weights of the last tile times its values, which come to that stage; the products are under way."""
     v_tiles = context.tiles.v
     mbarrier.wait(context.barriers.v_full.index(stage), phase)
-    weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT, 2))  # [BLOCK_M, BLOCK_N]
-    return warpgroup_mma(weights, v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM_V]), sums.acc, is_async=True)
+    acc = ()
+    for i in gl.static_range(len(sums.acc)):
+        weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT[i], 2))  # [BLOCK_M, BLOCK_N]
+        acc += (warpgroup_mma(weights, piece(v_tiles, stage, i, config.DIM_V), sums.acc[i], is_async=True),)
+    return acc
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """Out in pieces, each row times its number."""
+    made = ()
+    for i in gl.static_range(len(acc)):
+        made += (acc[i] * gl.convert_layout(alpha, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+    return made
+
+
+@gluon.jit
+def divided(acc, divisor):
+    """The same by its number."""
+    made = ()
+    for i in gl.static_range(len(acc)):
+        made += (acc[i] / gl.convert_layout(divisor, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+    return made
 
 
 @gluon.jit

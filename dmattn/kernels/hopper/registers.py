@@ -307,7 +307,7 @@ def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None, FIRST: g
 
     Where there is an `order`, rows are counted in it (:func:`places_of`). The tile's columns are those of the tensor from the FIRST on.
     """
-    LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16)
+    LAYOUT: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 16 if x.shape[1] > 16 else 4)  # 16 columns: 8 bytes at once
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     places = rows.to(gl.int64)

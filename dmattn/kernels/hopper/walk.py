@@ -23,7 +23,7 @@ from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
-from .copies import PANEL, copy, place_of_keys, tiled_vectors
+from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
@@ -236,7 +236,7 @@ def copy_blocks(t, seq, head, starts, full, tiles, stage, DIM: gl.constexpr):
     SUB: gl.constexpr = t.block_shape[2]
     BLOCKS: gl.constexpr = tiles.shape[3] // SUB
     WIDTH: gl.constexpr = t.block_shape[3]  # a panel, or all of fewer columns
-    PANELS: gl.constexpr = DIM // WIDTH
+    PANELS: gl.constexpr = copied_dims(DIM) // WIDTH
     chunks = tiles._reinterpret(t.dtype, [tiles.shape[0] * (tiles.shape[4] // WIDTH) * BLOCKS, 1, 1, SUB, WIDTH], t.layout)
     for panel in gl.static_range(PANELS):
         for block in gl.static_range(BLOCKS):

@@ -281,6 +281,27 @@ def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim
     assert hopper.consumers_of(length, head_dim) == consumers
 
 
+@pytest.mark.parametrize(
+    ("dims", "cut"),
+    [
+        ((64, 64), (64, 64)),
+        ((72, 72), (80, 80)),
+        ((80, 88), (80, 96)),
+        ((96, 40), (96, 64)),
+        ((20, 97), (64, 128)),
+        ((128, 128), (128, 128)),
+        ((160, 96), (192, 128)),
+    ],
+    ids=str,
+)
+def test_padding_is_not_multiplied(dims: tuple[int, int], cut: tuple[int, int]) -> None:
+    """By the forward pass, but for a part of 16 or 32 dims; with head dims over 128 it is."""
+    assert hopper.cut_dims(problem(query=tensor(1, 2, 9, dims[0]), key=tensor(1, 2, 9, dims[0]), value=tensor(1, 2, 9, dims[1]))) == cut
+    for dim in cut:
+        widths = hopper.widths_of(dim)
+        assert sum(widths) == dim <= hopper.copied_dims(dim) == len(widths) * (dim if len(widths) == 1 else hopper.PANEL.value)
+
+
 @needs_cuda
 @pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "by-key"])
 def test_scores_below_all_of_float32_are_hidden(pairs: bool) -> None:
