@@ -14,7 +14,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, named_family
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -27,7 +27,7 @@ from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
 P = ParamSpec("P")
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
-_OF_NARROW = "with head dims from 33 to 64"
+_OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
 _WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
@@ -71,7 +71,8 @@ def _grouped(traits: Traits) -> str | None:
 
 
 def _are_narrow(traits: Traits) -> bool:
-    return block_dim(traits.head_dim) == block_dim(traits.value_dim) == 64
+    """Head dims of 64 exactly: the portable kernels lose by dims that are padded, which the copy engine fills up for nothing."""
+    return traits.head_dim == traits.value_dim == 64
 
 
 def _are_narrowest(traits: Traits) -> bool:
@@ -79,15 +80,18 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 @joined
-def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for rows of pair representations that are too long to keep their bias on chip, or `short`.
+def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False, own: bool = False) -> Iterator[str]:
+    """Why another row serves head dims to 32; None for rows that are too long to keep a bias of pairs on chip, or `short`.
 
-    Of others these kernels are not known to be the faster ones.
+    A bias of pairs is one that batch entries share, or their `own`. Of other calls these kernels are not known to be the faster ones.
     """
     most = _SHORT if short else hopper_resident.MOST_KEYS
-    if loads_pairs or not PAIR_BIAS <= traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
+    pairs = traits.features >= PAIR_BIAS
+    if pairs and (loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}):
         yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
-    if traits.features >= PAIR_BIAS and traits.bias.batch == traits.batch:
+    if not pairs and (loads_pairs or not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None):
+        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias (..., 1, Sk) and sinks"
+    if pairs and not own and traits.bias.batch == traits.batch:
         yield f"{_OF_NARROWEST} is for a bias that batch entries share"
     if min(traits.len_q, traits.len_k) <= most:
         yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
@@ -226,7 +230,7 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
         yield f"{_OF_NARROW} leaves windows of fewer than {_WIDE_WINDOW} keys, here {_window(traits)}, to the portable kernel, which is faster"
     if _are_narrowest(traits):
         beside_mask = "mask of keys" in traits.features
-        yield _narrowest(traits, loads_pairs, short=beside_mask)
+        yield _narrowest(traits, loads_pairs, short=beside_mask, own=True)
         if beside_mask and traits.features >= PAIR_BIAS and resident_forward(traits) is None:
             most = hopper_resident.MOST_KEYS
             yield f"{_OF_NARROWEST} leaves up to {most} keys of many rows to the kernel that keeps their bias on chip, which is faster"
@@ -345,8 +349,8 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
     if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
         yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or causal calls of {_MANY_KEYS} keys, as others are faster in the portable kernel"
     if _are_narrowest(traits):
-        if "mask of keys" not in traits.features:
-            yield f"{_OF_NARROWEST} is for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"
+        if traits.features >= PAIR_BIAS and "mask of keys" not in traits.features:
+            yield f"{_OF_NARROWEST} is beside a bias for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"
         yield _narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 

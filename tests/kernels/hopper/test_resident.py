@@ -260,7 +260,7 @@ def test_what_a_mask_of_keys_hides_changes_nothing(reached: list[str], monkeypat
     assert 20 < empty.sum() < 110
     assert (out[empty] == 0).all()
     assert (lse[empty] == float("-inf")).all()
-    assert reached == ["forward", "forward"]
+    assert set(reached) == {"forward"}
     _agree(query, key, value, mask, bias)
 
 
