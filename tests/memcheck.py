@@ -24,7 +24,7 @@ import packed_cases
 
 from dmattn import dynamic_mask_attention, kernels, merge_attention, reference
 from dmattn.equivalence import Case, check
-from dmattn.kernels import traits
+from dmattn.kernels import plans, traits
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.hopper.resident import bias as hopper_resident
 from dmattn.kernels.portable import split_keys
@@ -156,6 +156,8 @@ CASES = (
     Case("hopper-distances-causal-grouped", 200, 264, heads=4, kv_heads=2, head_dim=40, bias="1hr", distances=33, causal=True),
     Case("distances-in-one-tile", 49, batch=7, heads=2, bias="1hr", distances=31),
     Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
+    Case("hopper-narrow-key-bias-causal", 393, 400, heads=4, kv_heads=2, head_dim=24, bias="bg1k", causal=True),
+    Case("hopper-narrow-own-bias", 393, 400, heads=2, head_dim=32, bias="bhqk"),
     *cases.FAULTS,
 )
 # Of sequences: the longest, and two more, are multiples of 8 and 16, as the copy engine reads rows; or odd; or enough for narrow heads on Hopper.
@@ -178,6 +180,7 @@ PACKED = (
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
+plans._FULL = 0  # and Hopper's kernels for few narrow rows
 hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias beside dQ
 
 

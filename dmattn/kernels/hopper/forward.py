@@ -114,7 +114,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
     consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
-    keys = keys_of(dim, dim_v, pairs) if max(dim, dim_v) <= 64 or not loaded else KEYS // 2
+    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, attention
+from dmattn import IntervalMask, RelativeBias, attention
 from dmattn.execution import replay
 from dmattn.problem import Gradients, Problem
 
@@ -288,7 +289,7 @@ def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim
         ((72, 72), (80, 80)),
         ((80, 88), (80, 96)),
         ((96, 40), (96, 64)),
-        ((20, 97), (64, 128)),
+        ((97, 20), (128, 64)),
         ((128, 128), (128, 128)),
         ((160, 96), (192, 128)),
     ],
@@ -436,6 +437,33 @@ def test_rows_far_from_zero_have_finite_gradients_or_none(dtype: torch.dtype, he
         out.backward(torch.randn_like(out))
         assert all(x.grad.isfinite().all() for x in leaves)
         assert value.grad.any() == any_left
+
+
+@needs_cuda
+@pytest.mark.parametrize("highest", [60.0, 70.0])
+@pytest.mark.parametrize("form", ["plain", "pairs", "table", "sinks below", "sinks above"])
+def test_weights_far_above_the_first_maximum_and_large_values(form: str, highest: float) -> None:
+    """The maximum of the first tile does until weights pass 2 ** 64, here by one score or not; values as large as docs/limits.md allows."""
+    query, key, value = (torch.zeros(1, 2, length, 128, dtype=torch.bfloat16, device="cuda") for length in (200, 640, 640))
+    query[..., 0] = 1.0
+    key[..., 300, 0] = highest * math.log(2)
+    key[..., 200, 0] = key[..., 400, 0] = 50.0 * math.log(2)
+    value.copy_(torch.randn(value.shape, device="cuda") * 1e12)
+    given: dict[str, Any] = {"scale": 1.0}
+    if form == "pairs":
+        given["bias"] = torch.randn(1, 2, 200, 640, dtype=torch.bfloat16, device="cuda")
+    if form == "table":
+        given["bias"] = RelativeBias(torch.randn(2, 65, dtype=torch.bfloat16, device="cuda"))
+    if form.startswith("sinks"):
+        given["sinks"] = torch.full((2,), 20.0 if form.endswith("below") else 60.0, device="cuda")
+    out, lse = attention(query, key, value, return_lse=True, **given)
+    wide = {
+        name: x.double() if isinstance(x, Tensor) else RelativeBias(x.table.double()) if isinstance(x, RelativeBias) else x
+        for name, x in given.items()
+    }
+    true, true_lse = attention(*(x.double() for x in (query, key, value)), return_lse=True, **wide)
+    torch.testing.assert_close(lse.double(), true_lse, rtol=0, atol=3e-5)
+    torch.testing.assert_close(out.double(), true, rtol=1e-2, atol=1e10)
 
 
 @needs_cuda

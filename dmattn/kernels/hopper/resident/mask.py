@@ -13,7 +13,7 @@ from .bias import KEYS, sequence_of
 
 GRANULES = gl.constexpr(KEYS.value // GRANULE.value)  # of a tile
 GROUP = gl.constexpr((1 << GRANULES.value) - 1)
-MOST_GRANULES = gl.constexpr(16)  # of the keys of a member
+BITS = gl.constexpr(16)  # for granules of the keys of a member, of which there may be MOST_KEYS / GRANULE
 WORDS = gl.constexpr(KEYS.value // WORD.value)  # of a tile, a bit for each key
 
 
@@ -26,17 +26,17 @@ def states_of(rules, part, member, WARPS: gl.constexpr):
         seq = sequence_of(part, gl.minimum(member, part.members - 1))
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         granules = (seq.len_k + (GRANULE - 1)) // GRANULE
-        return load_vector(rules.states, rules.states.col, seq, 0, granules, 0, 2 * MOST_GRANULES, LAYOUT, EVEN=False)
+        return load_vector(rules.states, rules.states.col, seq, 0, granules, 0, 2 * BITS, LAYOUT, EVEN=False)
 
 
 @gluon.jit
 def tiles_of(states):
     """(a bit for each granule that has a key, a bit for each that hides one) of what `states_of` asked for, which is waited for."""
-    granule = gl.arange(0, 2 * MOST_GRANULES, states.type.layout)
+    granule = gl.arange(0, 2 * BITS, states.type.layout)
     states = states.to(gl.int32)
-    found = gl.where((states & ATTENDED) != 0, 1 << granule, 0) | gl.where((states & HIDDEN) != 0, 1 << (granule + MOST_GRANULES), 0)
+    found = gl.where((states & ATTENDED) != 0, 1 << granule, 0) | gl.where((states & HIDDEN) != 0, 1 << (granule + BITS), 0)
     found = gl.sum(found, 0)  # no two have the same bit
-    return found & 0xFFFF, (found >> MOST_GRANULES) & 0xFFFF
+    return found & ((1 << BITS) - 1), (found >> BITS) & ((1 << BITS) - 1)
 
 
 @gluon.jit
