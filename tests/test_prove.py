@@ -141,6 +141,28 @@ def test_what_a_dead_process_left_is_done_by_another(monkeypatch):
     assert len(found["summary"]["failures"]) == len(found["not_run"]) == 1
 
 
+def test_what_found_no_memory_on_a_shared_gpu_is_left(monkeypatch):
+    """Neither a process that dies of it, nor a check, nor a sanitizer is a failure then; another process does the rest."""
+    said = "code 1, torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."
+
+    def once(share, end):
+        share.records.append(part.check(f"problem {len(share.records)}", None))
+        return len(share.records) > 2, said
+
+    monkeypatch.setattr(processes.Share, "_once", once)
+    records = followed("random", time.time() + 600)
+    assert not part.failures(records)
+    assert [record.get("check") for record in records] == ["problem 0", None, "problem 2"]
+    assert "no memory left" in records[1]["left"]
+    assert part.is_out_of_memory(torch.OutOfMemoryError(said))
+    assert part.is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert not part.is_out_of_memory(RuntimeError("out of memory"))
+    starved = 'cases: 117 in this part\na torch.bfloat16 ok\n========= Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory"\n'
+    record = sanitizers.judged(MEMCHECK, 1, starved + "========= ERROR SUMMARY: 2 errors\n", 1, False)
+    assert (record["problem"], record["run"], record["cases"]) == (None, 1, 117)
+    assert "errors in _forward_kernel" in sanitizers.judged(MEMCHECK, 1, starved + OURS, 1, False)["problem"]
+
+
 def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(processes, "GRACE", 0.0)
     monkeypatch.setattr(processes, "DYING", 1.0)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.prove import hidden, huge
 from benchmarks.prove.hidden import Checks, judged, shrunk
-from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, left, no_room, raised, table
+from benchmarks.prove.part import DTYPES, Record, Run, check, failures, is_left, is_out_of_memory, left, no_room, raised, table
 from dmattn import attention
 from dmattn.equivalence import Case, Standard, judge, results
 
@@ -51,11 +51,8 @@ def work(run: Run) -> Iterator[Record]:
         except huge.TooSmall as error:
             yield left(f"{name}: {error}")
             continue
-        except torch.OutOfMemoryError:
-            yield no_room(name)
-            continue
         except Exception as error:
-            yield raised(name, error, sort=sort)
+            yield no_room(name) if is_out_of_memory(error) else raised(name, error, sort=sort)
             continue
         yield check(name, problem, sort=sort)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import contenders, harness
-from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, no_room, raised, table
+from benchmarks.prove.part import DTYPES, Record, Run, cell, check, failures, is_left, is_out_of_memory, no_room, raised, table
 from benchmarks.workloads import Workload
 from dmattn import figures, reference
 
@@ -52,11 +52,8 @@ def work(run: Run) -> Iterator[Record]:
         name = f"{workload.name}, {dtype}"
         try:
             contenders_of = _compared(workload, dtype, run)
-        except torch.OutOfMemoryError:
-            yield no_room(name)
-            continue
         except Exception as error:
-            yield raised(name, error, workload=workload.name, dtype=dtype, contenders=[])
+            yield no_room(name) if is_out_of_memory(error) else raised(name, error, workload=workload.name, dtype=dtype, contenders=[])
             continue
         broken = dict(fatal=True) if contenders_of[-1].get("fatal") else {}
         ours = next(each for each in contenders_of if each["contender"] == contenders.OURS)
@@ -149,7 +146,7 @@ def _compared(workload: Workload, dtype: str, run: Run) -> list[Record]:
                     tensor: _errors([x[tensor] for x in found], [x[tensor] for x in truths], DTYPES[dtype]) for tensor in found[0]
                 }
         except Exception as error:
-            if name == contenders.OURS and isinstance(error, torch.OutOfMemoryError):
+            if name == contenders.OURS and is_out_of_memory(error):
                 raise
             record["error"] = harness.reason(error)
             record |= {"fatal": True} if raised(name, error).get("fatal") else {}

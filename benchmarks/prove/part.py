@@ -16,6 +16,7 @@ import torch
 
 Record = dict[str, Any]
 T = TypeVar("T")
+NO_MEMORY = "out of memory"  # in what libraries say
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -80,6 +81,11 @@ def raised(name: str, error: Exception, **details: Any) -> Record:
     """The record of a check that ended with an exception. It is "fatal" where no later call of the process can work."""
     fatal = dict(fatal=True) if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error) else {}
     return check(name, f"{type(error).__name__}: {error}"[:500], **fatal, **details)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was asked for that the GPU did not have: of torch's allocator, or by a library."""
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, torch.AcceleratorError) and NO_MEMORY in str(error))
 
 
 def no_room(name: str) -> Record:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from threading import Timer
 
 from benchmarks.harness import ROOT
-from benchmarks.prove.part import Record, Run, left
+from benchmarks.prove.part import NO_MEMORY, Record, Run, left
 from benchmarks.prove.schedule import Part, until
 
 GRACE = 12.0  # seconds that a process may take to end by itself once its time is spent
@@ -88,7 +88,9 @@ class Share:
             if time.time() > last + GRACE / 2:
                 self.records.append(left(f"the rest of {name}, which was ended by the limit"))
                 break
-            if not (now and now[-1].get("fatal")):
+            if NO_MEMORY in said:  # of the GPU, which others used up
+                self.records.append(left(f"what {name} was at when the GPU had no memory left"))
+            elif not (now and now[-1].get("fatal")):
                 said = f"it died after {len(self.records)} records: {said}"
                 self.records.append({"check": f"{self.part.name}, {name}", "problem": said, "died": True})
             if not self.part.resumes or attempt == RESTARTS or time.time() >= last:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-import torch
-
 from benchmarks.prove.kinds import drawn
-from benchmarks.prove.part import Record, Run, cell, failures, is_left, no_room, quantiles, raised, table
+from benchmarks.prove.part import Record, Run, cell, failures, is_left, is_out_of_memory, no_room, quantiles, raised, table
 from benchmarks.prove.problems import code
 from dmattn.equivalence import Verdict
 
@@ -74,9 +72,9 @@ def _tried(number: int, count: int, run: Run) -> Record:
     }
     try:
         verdicts = given.problem.verdicts(given.dtype, run.device, given.tensors)
-    except torch.OutOfMemoryError:
-        return no_room(record["check"])
     except Exception as error:
+        if is_out_of_memory(error):
+            return no_room(record["check"])
         record |= raised(record["check"], error)
         wrong = [record["problem"]]
     else:

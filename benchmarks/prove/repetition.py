@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.prove.calls import Call, calls
-from benchmarks.prove.part import Record, Run, check, failures, is_left, raised, table
+from benchmarks.prove.part import Record, Run, check, failures, is_left, is_out_of_memory, no_room, raised, table
 
 TIMES, TINY_TIMES = 20, 3
 PRODUCTS, SIDE = 12, 6144  # matrices of a few hundred microseconds a product
@@ -82,7 +82,7 @@ def _repeated(call: Call, run: Run, beside: _Busy) -> Record:
             busy += beside.is_at_work()
             differing |= {name for name, x in again.items() if not same_bits(x, first[name])}
     except Exception as error:
-        return raised(call.name, error)
+        return no_room(call.name) if is_out_of_memory(error) else raised(call.name, error)
     wrong = f"other bits in {', '.join(sorted(differing))}" if differing else None
     return check(call.name, wrong, tensors=len(first), times=times, busy=busy if run.on_gpu else None)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import ROOT
-from benchmarks.prove.part import Record, Run, check, failures, left, table
+from benchmarks.prove.part import NO_MEMORY, Record, Run, check, failures, left, table
 
 PLACES = ("/usr/local/cuda/bin",)
 ENDING = 25.0  # seconds that a case may take beyond the time, and the tool to sum up
@@ -71,7 +71,7 @@ def work(run: Run) -> Iterator[Record]:
             for each in started:
                 record = _ended(each, run)
                 yield record
-                if record["run"] < record["cases"] or not record["cases"]:
+                if record["run"] < record["cases"] or not record["cases"]:  # among them where there was no memory left
                     yield left(f"{record['cases'] - record['run'] or 'all'} of {record['cases'] or 'the'} cases of {record['check']}")
         finally:
             for each in started:
@@ -174,11 +174,12 @@ def judged(tool: Tool, part: int, log: str, code: int | None, killed: bool) -> R
     if ours:
         wrong.append("; ".join(f"{count} errors in {name}" for name, count in ours.most_common(5)))
     nameless = min(errors, PRINTED) - ours.total() - others.total()  # of a race both accesses are named, so it may be negative
-    if nameless > 0:
+    starved = NO_MEMORY in log and done is None  # as other processes used up the GPU's memory
+    if nameless > 0 and not starved:
         wrong.append(f"{nameless} errors that name no kernel: {_first_error(log)}")
     if failed:
         wrong.append(f"{failed} cases beyond their budget: {next(line for line in log.splitlines() if 'FAILED' in line)[:200]}")
-    if not killed and done is None:
+    if not killed and done is None and not starved:
         wrong.append(f"ended with code {code} before its cases: {(log.strip().splitlines() or ['nothing was said'])[-1][:200]}")
     counts = dict(run=run, cases=cases, failed=failed, reported=errors, ours=ours.total(), killed=int(killed), others=dict(others))
     return check(f"{tool.name}, part {part} of {tool.processes}", "; ".join(wrong) or None, tool=tool.name, **counts)

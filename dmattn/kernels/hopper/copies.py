@@ -56,11 +56,11 @@ def padded_dims(problem: Problem) -> tuple[int, int]:
 
 
 def cut_dims(problem: Problem) -> tuple[int, int]:
-    """The same without dims of padding that need not be multiplied: 64, 80 and 96 of 128 are whole PANELs and the beginning of one."""
+    """The same without dims of padding that need not be multiplied: 64 and 80 of 128, a whole PANEL and the beginning of one."""
     dims = padded_dims(problem)
     if max(dims) != 128:
         return dims
-    dim, dim_v = (next(cut for cut in (64, 80, 96, 128) if x.shape[3] <= cut) for x in (problem.query, problem.value))
+    dim, dim_v = (next(cut for cut in (64, 80, 128) if x.shape[3] <= cut) for x in (problem.query, problem.value))
     return dim, dim_v
 
 

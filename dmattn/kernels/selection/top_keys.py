@@ -106,7 +106,8 @@ def _numbers_kernel(key_bias, valid, numbers_ptr, counts_ptr, state_ptr, shift, 
         if valid is not None:
             numbers = tl.where(load_rows(valid, seq, cols, 0) != 0, numbers, 0)
         pointers = numbers_ptr + own // tiles * row + cols.start + cols.index
-        tl.store(pointers, numbers.to(tl.int32, bitcast=True), mask=inside(cols))
+        # to the end of the row, of which the other kernels read all, and use what is inside
+        tl.store(pointers, numbers.to(tl.int32, bitcast=True), mask=cols.start + cols.index < row)
         counts += tl.histogram((numbers >> shift).to(tl.int32), BINS, mask=inside(cols))
     tl.store(counts_ptr + own * BINS + tl.arange(0, BINS), counts)
     _save(state_ptr, own, 0, keep, 0)
