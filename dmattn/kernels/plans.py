@@ -80,19 +80,18 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 @joined
-def _narrowest(traits: Traits, loads_pairs: bool, short: bool = False, own: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for rows that are too long to keep a bias of pairs on chip, or `short`.
+def _narrowest(traits: Traits, loads_pairs: bool, most: int = hopper_resident.MOST_KEYS, own: bool = False) -> Iterator[str]:
+    """Why another row serves head dims to 32; None for enough rows of more than `most` queries and keys.
 
     A bias of pairs is one that batch entries share, or their `own`. Of other calls these kernels are not known to be the faster ones.
     """
-    most = _SHORT if short else hopper_resident.MOST_KEYS
-    pairs = traits.features >= PAIR_BIAS
-    if pairs and (loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}):
-        yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
-    if not pairs and (loads_pairs or not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None):
+    if traits.features >= PAIR_BIAS:
+        if loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
+            yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
+        if not own and traits.bias.batch == traits.batch:
+            yield f"{_OF_NARROWEST} is for a bias that batch entries share"
+    elif loads_pairs or not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None:
         yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias (..., 1, Sk) and sinks"
-    if pairs and not own and traits.bias.batch == traits.batch:
-        yield f"{_OF_NARROWEST} is for a bias that batch entries share"
     if min(traits.len_q, traits.len_k) <= most:
         yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
     blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
@@ -230,7 +229,7 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
         yield f"{_OF_NARROW} leaves windows of fewer than {_WIDE_WINDOW} keys, here {_window(traits)}, to the portable kernel, which is faster"
     if _are_narrowest(traits):
         beside_mask = "mask of keys" in traits.features
-        yield _narrowest(traits, loads_pairs, short=beside_mask, own=True)
+        yield _narrowest(traits, loads_pairs, _SHORT if beside_mask else hopper_resident.MOST_KEYS, own=True)
         if beside_mask and traits.features >= PAIR_BIAS and resident_forward(traits) is None:
             most = hopper_resident.MOST_KEYS
             yield f"{_OF_NARROWEST} leaves up to {most} keys of many rows to the kernel that keeps their bias on chip, which is faster"

@@ -176,7 +176,7 @@ def piece(tiles, number, i: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def product_under_way(rows, cols, s, use_acc: gl.constexpr):
-    """Products of rows and columns, each in pieces of the same dims, added to `s` if it is used; they are under way."""
+    """Products of rows and columns in the same pieces of their dims, added to `s` if it is used; they are under way."""
     for i in gl.static_range(len(rows)):
         s = warpgroup_mma(rows[i], cols[i].permute((1, 0)), s, use_acc=use_acc or i > 0, is_async=True)
     return s
