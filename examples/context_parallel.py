@@ -59,7 +59,7 @@ def train(length: int, steps: int, device: torch.device, shared: bool) -> list[f
         loss = cross_entropy(model(tokens, places, shared).flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * length)
         loss.backward()
         total = loss.detach()
-        if shared:  # each process has the loss of its tokens, and what that changes
+        if shared:  # each process has the loss of its tokens, and what that changes; DDP would take the mean, of each process's mean loss
             for x in (total, *(parameter.grad for parameter in model.parameters())):
                 distributed.all_reduce(x)
         optimizer.step()

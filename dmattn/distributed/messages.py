@@ -49,8 +49,12 @@ class Layout(NamedTuple):
         """Its tensors: views, contiguous. Of several messages (..., bytes) those of each, (..., *shape)."""
         found = []
         for shape, dtype, place in zip(self.shapes, self.dtypes, self.places, strict=True):
+            whole = (*message.shape[:-1], *shape)
+            if math.prod(whole) == 0:  # bytes of none are at no place that divides
+                found.append(message.new_empty(whole, dtype=dtype))
+                continue
             part = message.narrow(-1, place, math.prod(shape) * dtype.itemsize).view(dtype)
-            found.append(part.view(*message.shape[:-1], *shape))
+            found.append(part.view(whole))
         return found
 
 
@@ -77,7 +81,7 @@ class Transfer:
 
 def exchanged(x: Tensor, ranks: Ranks) -> Tensor:
     """Entry p of what each rank has along the first axis, which is as long as there are ranks, goes to rank p; entry p comes from rank p."""
-    x = x.contiguous()
+    x = x.resolve_conj().resolve_neg().contiguous()
     if ranks.size == 1:
         return x
     received = torch.empty_like(x)
@@ -87,6 +91,7 @@ def exchanged(x: Tensor, ranks: Ranks) -> Tensor:
 
 def gathered(x: Tensor, ranks: Ranks) -> Tensor:
     """What each rank has, along a new first axis."""
+    x = x.resolve_conj().resolve_neg()
     received = x.new_empty((ranks.size, *x.shape))
     if ranks.size == 1:
         received[0] = x

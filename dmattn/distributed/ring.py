@@ -182,9 +182,13 @@ def _round(setting: Setting, own: Travelling) -> Iterator[tuple[int, int, Travel
     ranks, turns = setting.ranks, setting.turns()
     layout = Layout.of(own.present)
     message = layout.packed(own.present) if any(turn.sends for turn in turns) else None
+    rooms: list[Tensor] = []  # two, by turns: what came two turns ago was computed with before more is received in its place
 
     def start(turn: Turn) -> tuple[Transfer, Tensor | None]:
-        room = layout.empty(own.key.device) if turn.receives else None
+        room = None
+        if turn.receives:
+            room = layout.empty(own.key.device) if len(rooms) < 2 else rooms.pop(0)
+            rooms.append(room)
         sent = None if message is None or not turn.sends else (message, ranks.beside(turn.distance))
         return Transfer(ranks, sent, None if room is None else (room, ranks.beside(-turn.distance))), room
 

@@ -64,6 +64,8 @@ NAMED = [
     Sharded(Case("no-key", 16, 0, reason="nothing to attend")),
     Sharded(Case("no-query", 0, 16, bias="bh1k")),
     Sharded(Case("heads", 16, heads=4, kv_heads=4, causal=True), strategy="heads"),
+    Sharded(Case("heads-no-query", 0, 16, heads=4, kv_heads=4), strategy="heads"),
+    Sharded(Case("heads-no-row", 16, batch=0, heads=4, kv_heads=4, bias="bh1k"), strategy="heads"),
     Sharded(Case("heads-gqa-window", 32, heads=8, kv_heads=4, window=(7, 3)), strategy="heads", order="contiguous"),
     Sharded(Case("heads-bias-of-pairs", 16, heads=4, kv_heads=4, bias="1hqk", mask="b1qk"), strategy="heads"),
     Sharded(Case("heads-bias-of-keys", 16, heads=8, kv_heads=4, bias="bg1k", mask="b11k", causal=True), strategy="heads"),

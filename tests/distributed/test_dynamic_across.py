@@ -56,7 +56,7 @@ class Dynamic:
             value=normal(self.batch, 2, self.len_k, self.value_dim),
             key_bias=key_bias if self.score_dtype is None else key_bias.to(self.score_dtype),
             sinks=normal(4) if self.sinks else None,
-            key_padding_mask=padding,
+            key_padding_mask=None if padding is None else padding[: self.batch],
             d_out=normal(self.batch, 4, self.len_q, self.value_dim),
             d_lse=normal(self.batch, 4, self.len_q),
         )
@@ -108,6 +108,7 @@ PROBLEMS = [
     Dynamic("keep-more-than-all", keep=100, padded=True),
     Dynamic("no-key", len_k=0, is_fetched=False),
     Dynamic("no-row", batch=0, is_fetched=False),
+    Dynamic("no-row-padded", batch=0, padded=True, is_fetched=False),
 ]
 
 

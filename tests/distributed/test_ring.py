@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import attention
-from dmattn.distributed import context_parallel_attention, messages, shard, unshard
+from dmattn.distributed import context_parallel_attention, messages, ring, shard, unshard
+from dmattn.distributed.pairs import Travelling, Turn
 from dmattn.equivalence import Case
 from dmattn.execution.backend import interpreting
 
@@ -91,6 +93,33 @@ def test_no_rank_holds_all_keys_or_a_matrix_of_scores(processes: Groups) -> None
         assert 0 < most < keys
         assert most < scores
         assert kept <= own
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_rank_has_room_for_a_copy_and_two_others_shares(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ranks there are, and whoever keeps the views of a turn until the next."""
+    made: list[Tensor] = []
+    empty, senders = messages.Layout.empty, []
+    monkeypatch.setattr(messages.Layout, "empty", lambda layout, device: made.append(empty(layout, device)) or made[-1])
+
+    class Immediate:
+        """A transfer that has come: into the room is written from how far back."""
+
+        def __init__(self, ranks: Any, sent: Any, received: tuple[Tensor, int] | None) -> None:
+            senders.append(received[1])
+            received[0].fill_(received[1])
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(ring, "Transfer", Immediate)
+    ranks = SimpleNamespace(rank=0, beside=lambda distance: distance % size)
+    setting = SimpleNamespace(ranks=ranks, turns=lambda: tuple(Turn(distance, True, True) for distance in range(1, size)))
+    own = Travelling(*(torch.zeros(1, 1, 4, 8, dtype=torch.uint8) for _ in range(2)), None, None)
+    for distance, holder, keys in ring._round(setting, own):
+        assert (keys.key == (0 if distance == 0 else holder)).all()
+        assert (keys.value == (0 if distance == 0 else holder)).all()
+    assert senders == [size - distance for distance in range(1, size)]
+    assert len(made) == min(size, 3)
 
 
 def most_memory(rank: int, size: int, of_keys: bool) -> list[tuple[int, int]]:

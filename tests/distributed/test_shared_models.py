@@ -214,7 +214,8 @@ def test_packed_documents(processes: Groups) -> None:
 
 def badly(rank: int, name: str) -> None:
     kind = "t5" if name in ("encoder outputs", "cumulative lengths of t5") else "llama"
-    changed = {"dropout": dict(attention_dropout=0.5), "rope": dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))}.get(name, {})
+    drops = dict(attention_dropout=0.5)
+    changed = {"dropout": drops, "training on one": drops, "rope": dict(rope_scaling=dict(rope_type="dynamic", factor=2.0))}.get(name, {})
     model = model_of(kind, **changed)
     given: Any = dict(group=distributed.group.WORLD)
     if name in ("order", "strategy", "group"):
@@ -232,6 +233,8 @@ def badly(rank: int, name: str) -> None:
         model.model(input_ids=batch["input_ids"])
     elif name == "another batch":
         batch["input_ids"] = batch["input_ids"].roll(rank, 0)
+    elif name == "training on one":
+        model.train(rank == 0)
     batch |= {
         "length": {key: x[:, :22] for key, x in batch.items()},
         "length on one": {key: x[:, : 24 - 2 * rank] for key, x in batch.items()},
@@ -258,6 +261,7 @@ REFUSED = {
     "other attention": "dmattn: attn_implementation: expected what enable.. set, .* received 'sdpa'",
     "part": "dmattn: model: expected a call of the model that enable.. was given",
     "another batch": "dmattn: input_ids: expected the same on all ranks",
+    "training on one": r"dmattn: training: expected the same on all ranks, received \d+ of \d+ modules on rank 0 and 0 of",
     "length": r"dmattn: input_ids: expected 2 axes, the second of a length that 4 divides.* received shape \(2, 22\)",
     "length on one": r"received.* shape \(2, 22\)",
     "cache": "dmattn: use_cache: expected none",

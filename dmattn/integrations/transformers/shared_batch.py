@@ -38,6 +38,7 @@ _UNSUPPORTED = ("past_key_values", "encoder_outputs", "use_cache", "logits_to_ke
 _OF_CONFIGURATIONS = ("output_router_logits", "return_dict")  # which say it where a call does not
 _STRETCHING = frozenset({"dynamic", "longrope"})  # rotary embeddings that go by the largest place that they are given
 _IGNORED = -100  # the label that no loss counts
+_ASKED = ("attention_dropout", "dropout_rate", "dropout", "sliding_window", "output_attentions")  # of configurations, by layers
 
 
 class SharedModel:
@@ -83,7 +84,7 @@ class SharedModel:
         def prepare() -> tuple[dict[str, Any], Mapping[str, object]]:
             batch = {name: x for name, x in (dict(zip(self._positional, args, strict=False)) | kwargs).items() if x is not None}
             self._check(batch)
-            return batch, {name: _seen(x) for name, x in sorted(batch.items())}
+            return batch, self._modes(model) | {name: _seen(x) for name, x in sorted(batch.items())}
 
         batch = self.sharing.ranks.agree(prepare)
         if "use_cache" in self._parameters:
@@ -123,6 +124,12 @@ class SharedModel:
             batch["decoder_input_ids"] = _models(model)[0]._shift_right(labels)
         batch["labels"] = self._share(labels)
         self._weight = (batch["labels"] != _IGNORED).sum() / (labels != _IGNORED).sum()
+
+    def _modes(self, model: nn.Module) -> dict[str, object]:
+        """What decides, besides the arguments, whether a layer refuses a call: it does so without the other ranks."""
+        modules = [module.training for module in model.modules()]
+        asked = {name: [getattr(config, name, None) for config in self._configs] for name in _ASKED}
+        return {"training": f"{sum(modules)} of {len(modules)} modules", **asked}
 
     def _share(self, x: Tensor) -> Tensor:
         return shard(x, 1, group=self.sharing.ranks.group, order=self.sharing.order)
