@@ -8,6 +8,8 @@ memory O(N), whatever the scores; counts are integers, so the order in which the
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,16 @@ PROGRAMS = 512  # of all sequences together, as far as that goes
 TILES_AT_ONCE = 32  # whose counts are read together
 DIGIT = tl.constexpr(8)  # bits. tl.histogram takes time in proportion to its bins, which makes larger digits slower though they are fewer
 BINS = tl.constexpr(1 << DIGIT.value)
+
+
+class Found(NamedTuple):
+    """What a program knows after some digits."""
+
+    known: Any  # these digits of the last key to keep
+    wanted: Any  # how many keys that have them
+    before: Any  # how many keys of the tiles before are above them
+    tied: Any  # how many keys have them
+    level: Any  # how many of these are in the tiles before
 
 
 @on_its_device
@@ -125,17 +137,17 @@ def _digits_kernel(
     follow()
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    known, wanted, before, _, _ = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)
+    found = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)
     counts = tl.zeros((BINS,), tl.int32)
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE), len_k)
         numbers = _load(numbers_ptr + own // tiles * row, cols, row)  # [TILE]
         digits = numbers >> shift
-        having = (digits >> DIGIT == known) & inside(cols)
+        having = (digits >> DIGIT == found.known) & inside(cols)
         if tl.max(having.to(tl.int32)) != 0:
             counts += tl.histogram((digits & (BINS - 1)).to(tl.int32), BINS, mask=having)
     tl.store(next_counts_ptr + own * BINS + tl.arange(0, BINS), counts)
-    _save(state_ptr, own, known.to(tl.int32, bitcast=True), wanted, before)
+    _save(state_ptr, own, found.known.to(tl.int32, bitcast=True), found.wanted, found.before)
 
 
 @triton.jit(do_not_specialize=["keep", "len_q", "tiles"])
@@ -151,8 +163,9 @@ def _best_kernel(
     follow()
     own = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    threshold, wanted, before, tied, level = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)
-    dropped = tied - wanted  # keys at the threshold, the first of them
+    found = _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE)
+    threshold, before, level = found.known, found.before, found.level
+    dropped = found.tied - found.wanted  # keys at the threshold, the first of them
     for step in range(steps):
         cols = Span((tile * steps + step) * TILE, tl.arange(0, TILE), len_k)
         numbers = _load(numbers_ptr + own // tiles * row, cols, row)  # [TILE]
@@ -176,7 +189,7 @@ def _best_kernel(
 
 @triton.jit
 def _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE: tl.constexpr):
-    """(known, wanted, before) of the state, one digit further; how many keys have the digits known, and how many in tiles before this."""
+    """The state, one digit further."""
     known = tl.load(state_ptr + own * 3).to(tl.uint32, bitcast=True)
     wanted = tl.load(state_ptr + own * 3 + 1)
     before = tl.load(state_ptr + own * 3 + 2)
@@ -194,7 +207,7 @@ def _next_digit(counts_ptr, state_ptr, own, tile, tiles, TILES_AT_ONCE: tl.const
     before += tl.sum(tl.where(digits > digit, earlier, 0), 0)
     tied = tl.sum(tl.where(digits == digit, total, 0), 0)
     level = tl.sum(tl.where(digits == digit, earlier, 0), 0)
-    return (known << DIGIT) | digit.to(tl.uint32), wanted, before, tied, level
+    return Found((known << DIGIT) | digit.to(tl.uint32), wanted, before, tied, level)
 
 
 @triton.jit
