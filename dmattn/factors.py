@@ -151,8 +151,12 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:
-    """Query or key with columns after its own, and zeros up to a multiple of 16 bytes."""
+    """Query or key with columns after its own, and zeros up to a multiple of 16 bytes, in the order of heads and tokens in memory."""
     width = tokens.shape[-1] + len(parts) * parts[0].shape[-1]
     padding = -width % (16 // tokens.element_size())
     columns = torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)  # few numbers, before heads share them
-    return torch.cat([tokens, columns.expand(*tokens.shape[:-1], -1).to(tokens.dtype)], -1)  # the gradient is widened before it is summed
+    columns = columns.expand(*tokens.shape[:-1], -1)  # the gradient is widened before it is summed
+    if tokens.stride(-2) > tokens.stride(-3):  # heads lie side by side: PyTorch is slow to join what is not contiguous
+        tokens, columns = tokens.transpose(-2, -3), columns.transpose(-2, -3)
+        return torch.cat([tokens, columns.to(tokens.dtype).contiguous()], -1).transpose(-2, -3)
+    return torch.cat([tokens, columns.to(tokens.dtype).contiguous()], -1)

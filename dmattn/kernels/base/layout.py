@@ -14,7 +14,8 @@ from .leading import Nested
 class Strided(NamedTuple):
     """A (batch, head, row, col) tensor: base pointer and element strides, 0 where the axis is broadcast.
 
-    `group` query heads share one entry of the head axis. A vector per row has col = 0.
+    `group` query heads share one entry of the head axis. A vector per row has col = 0. The length of `twos` says what all strides but
+    col are multiples of (`multiple`), where Triton does not see more: it knows multiples of 16, and the lengths of tuples.
     """
 
     ptr: Any
@@ -23,6 +24,7 @@ class Strided(NamedTuple):
     row: Any
     col: Any
     group: Any
+    twos: Any
 
 
 class Stepped(NamedTuple):
@@ -34,6 +36,7 @@ class Stepped(NamedTuple):
     row: Any
     col: Any
     group: Any
+    twos: Any
     unit: Any
     every: Any
     step: Any
@@ -48,6 +51,7 @@ class SteppedThrice(NamedTuple):
     row: Any
     col: Any
     group: Any
+    twos: Any
     unit: Any
     every: Any
     step: Any
@@ -66,6 +70,7 @@ class OfQueries(NamedTuple):
     row: Any
     col: Any
     group: Any
+    twos: Any
     unit: Any
 
 
@@ -78,6 +83,7 @@ class OfKeys(NamedTuple):
     row: Any
     col: Any
     group: Any
+    twos: Any
     unit: Any
     total: Any
 
@@ -149,6 +155,7 @@ PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fiel
 QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
 UNIT = tl.constexpr(64)  # of terms
+_WHOLE = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8, torch.bool: 8}
 
 
 def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
@@ -159,7 +166,7 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    others = head, row, col[0] if col else 0, heads // x.shape[1]
+    others = head, row, col[0] if col else 0, heads // x.shape[1], _twos(x, batch | head | row)
     if isinstance(x, Packed):
         if x.in_blocks:
             return OfTerms(x.tensor, *others[:3], x.unit)
@@ -173,9 +180,20 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     return SteppedThrice(x.tensor, batch, *others, unit, *quotients, *(1, 0) * (3 - len(quotients) // 2))
 
 
+def _twos(x: Any, strides: int) -> tuple[int, ...]:
+    """A 1, and others for how often all strides, given by their bits, can be halved: as often as makes 16 bytes (of a mask 8), or not at all."""
+    if isinstance(x, Nested) and x.places is not None:
+        unit, *quotients = x.places
+        strides |= unit
+        for step in quotients[1::2]:
+            strides |= step
+    whole = _WHOLE.get(x.dtype, 1)
+    return (1,) if not strides % 16 or strides % whole else (1,) * whole.bit_length()
+
+
 def strided_by_head(x: Any) -> Strided | None:
     """`x` (H,) as a kernel argument, a number for each query head."""
-    return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1)
+    return None if x is None else Strided(x, 0, x.stride(0), 0, 0, 1, (1,))
 
 
 def ends_of(problem: Problem) -> Ends | None:
@@ -222,14 +240,26 @@ def under_head(seq, head):
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    if len(t) == QUERIES:
-        return t.ptr + tl.cast(seq.begin_q, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
-    elif len(t) == KEYS:
-        return t.ptr + tl.cast(seq.begin_k, tl.int64) * t.unit + tl.cast(seq.head // t.group, tl.int64) * t.head
-    elif len(t) == TERMS:
+    if len(t) == TERMS:
         return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
     else:
-        return t.ptr + own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch + tl.cast(seq.head // t.group, tl.int64) * t.head
+        of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.twos)
+        if len(t) == QUERIES:
+            return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.twos) + of_head
+        elif len(t) == KEYS:
+            return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.twos) + of_head
+        else:
+            return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.twos) + of_head
+
+
+@triton.jit
+def multiple(x, twos):
+    """A number that is a multiple of what `twos` say, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
+    WHOLE: tl.constexpr = 2 ** (len(twos) - 1)
+    if WHOLE == 1:
+        return x
+    else:
+        return x // WHOLE * WHOLE
 
 
 @triton.jit
@@ -302,8 +332,8 @@ def load_tile(t, seq, rows, cols):
 @triton.jit
 def load_tile_across(t, seq, rows, cols):
     """The same as [cols, rows]."""
-    corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
-    pointers = corner + rows.index[None, :] * t.row + cols.index[:, None] * t.col
+    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.twos) + tl.cast(cols.start, tl.int64) * t.col
+    pointers = corner + rows.index[None, :] * multiple(t.row, t.twos) + cols.index[:, None] * t.col
     if rows.length is None and cols.length is None:
         return tl.load(pointers)
     elif cols.length is None:
@@ -384,5 +414,5 @@ def row_pointers(t, seq, rows):
 @triton.jit
 def _tile_pointers(t, seq, rows, cols):
     """Pointers to [rows, cols] of one sequence; offsets of whole blocks are 64-bit."""
-    corner = slice_pointer(t, seq) + tl.cast(rows.start, tl.int64) * t.row + tl.cast(cols.start, tl.int64) * t.col
-    return corner + rows.index[:, None] * t.row + cols.index[None, :] * t.col
+    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.twos) + tl.cast(cols.start, tl.int64) * t.col
+    return corner + rows.index[:, None] * multiple(t.row, t.twos) + cols.index[None, :] * t.col

@@ -6,7 +6,8 @@ softmax the others multiply. Three consumers do so in turn, except beside a bias
 https://arxiv.org/abs/2407.08608).
 
 Where there are more blocks of queries than processors, there is one program for each processor. Its producer begins the next block while the
-consumers end theirs. Rules on pairs are those of base/rules.py, spelled for Gluon.
+consumers end theirs. Where there are so few that they would leave processors idle, and keys enough, each block's keys are split over programs,
+whose results are merged as in portable/split_keys.py. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
 import math
@@ -25,6 +26,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
+from ..portable.split_keys import merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
@@ -67,6 +69,7 @@ from .forward_tile import (
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
+    Splits,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -74,7 +77,10 @@ from .walk import (
     draw,
     key_walk,
     listed_keys,
+    part_of,
     programs_of,
+    results_of,
+    splits_of,
     tell,
     tell_end,
     tile_range,
@@ -118,6 +124,11 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
+    splits, parts, lse_parts = splits_of(problem, works), out, lse
+    if splits > 1:
+        works = programs = splits * works
+        parts, lse_parts = (torch.empty((splits, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
+        rules = rules._replace(sinks=None)  # which join the sum of all parts
     launch(
         _forward_kernel,
         programs,
@@ -129,8 +140,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         bias_columns=bias_columns,
         rules=rules,
         drawn=drawn,
-        out=strided(out, heads),
-        lse=strided(lse, heads),
+        splits=None if splits == 1 else Splits(splits, math.prod(lse.shape)),
+        out=strided(parts if splits == 1 else parts[0], heads),
+        lse=strided(lse_parts if splits == 1 else lse_parts[0], heads),
         heads=heads,
         groups=heads // kv_heads,
         works=works,
@@ -148,6 +160,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
+    if splits > 1:
+        merge_splits(problem, parts, lse_parts, problem.sinks, out, lse)
 
 
 def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
@@ -168,7 +182,7 @@ def scales_exactly(problem: Problem) -> bool:
 
 @gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, drawn, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, drawn, splits, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -219,7 +233,7 @@ def _forward_kernel(
     )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k, drawn)
+    lengths = Lengths(works, heads, len_q, len_k, drawn, splits)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
@@ -248,7 +262,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     visited = visits_of(number, rules, lengths, config.QUERIES)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
-        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        walk = part_of(tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB), number, lengths, config.BLOCK_N)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
@@ -306,7 +320,7 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
     visited = visits_of(number, rules, lengths, config.QUERIES)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
-        walk = tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB)
+        walk = part_of(tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB), number, lengths, config.BLOCK_N)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         ends = None if rules.table is None else end_numbers(rules, seq)
         context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
@@ -321,7 +335,7 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
             sums = add_last_values(context, sums, config)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        _store(context, sums, out, lse, which, config)
+        _store(context, sums, results_of(out, number, lengths, config.VALUE_DIM), results_of(lse, number, lengths, 1), which, config)
         turn = sums.turn
         count += 1
         number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)

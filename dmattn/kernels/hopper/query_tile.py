@@ -65,8 +65,8 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexpr):
-    """The terms of a consumer's queries (`query_terms.Incoming`), which are stored, too."""
+def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, stored, config: gl.constexpr):
+    """The terms of a consumer's queries (`query_terms.Incoming`), which are `stored`, too, or else by another program."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
     if config.BY_COPY:
@@ -82,7 +82,7 @@ def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, config: gl.constexp
     if vectors.d_lse is not None:
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
         delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
-    if row < seq.len_q:
+    if stored & (row < seq.len_q):
         places = (vectors.terms, vectors.term_columns, scale)
         columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))
         store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..base.layout import slice_pointer
+from ..base.layout import multiple, slice_pointer
 from ..base.rules import BLOCK, LOG2E, WORD, bits_pointer
 from ..base.window import first_key, last_key
 from ..visits.intervals import middle_and_length
@@ -314,7 +314,7 @@ def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None, FIRST: g
     if order is not None:
         places = places_of(order, seq, rows, length)
         cols = cols.to(gl.int64)  # the tensor need not be one that the copy engine can address
-    pointers = slice_pointer(t, seq) + (places * t.row)[:, None] + (cols * t.col)[None, :]
+    pointers = slice_pointer(t, seq) + multiple(places * t.row, t.twos)[:, None] + (cols * t.col)[None, :]
     HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
     x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
     gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])

@@ -15,27 +15,43 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.device import processors
-from ..base.layout import Span, copied_entry, sequence
+from ..base.layout import Span, Strided, copied_entry, sequence
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
+from ..portable.split_keys import MOST_SPLITS, least_keys, visible_keys
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
 from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 
+LEAST_KEYS = 2048  # of a part: to merge its results takes as long as some tiles
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
 
+class Splits(NamedTuple):
+    """Where keys are split, as few blocks of queries would leave processors idle: into how many parts, and how many queries each has results of.
+
+    The results of a part, in float32, lie behind those of the part before, of all queries and heads.
+    """
+
+    count: Any
+    rows: Any
+
+
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys, and a pointer to how many were drawn."""
+    """How many blocks of queries there are in all, heads, queries and keys, and a pointer to how many were drawn.
+
+    A block counts once for each of the parts of its keys, if there are :class:`Splits`.
+    """
 
     works: Any
     heads: Any
     len_q: Any
     len_k: Any
     drawn: Any = None  # None where a program takes every so many-th block (`even_work`), or there is one for each
+    splits: Any = None  # :class:`Splits`, or None
 
 
 class Walk(NamedTuple):
@@ -73,6 +89,16 @@ def programs_of(problem: Problem, block_m: int, packed: Tensor | None) -> tuple[
     return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
 
 
+def splits_of(problem: Problem, works: int) -> int:
+    """Into how many parts the keys are split for so many blocks of queries, for programs to keep all processors busy."""
+    has_lists = problem.is_masked or problem.first is not None or problem.ends_q is not None
+    if has_lists or problem.zero is not None or not 0 < 2 * works <= processors(problem.query.device):
+        return 1
+    len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    keys = visible_keys(len_q, len_k, problem.left, problem.right)
+    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, keys // max(LEAST_KEYS, least_keys(1, len_q))))
+
+
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
     """(rules, packed intervals and bias columns for the copy engine, keys of a block of them) for a walk over tiles of `block_n` keys.
 
@@ -94,7 +120,11 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
 @gluon.jit
 def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
     """(sequence, first query) of a block of queries by its number; `lengths` are :class:`Lengths`."""
-    block, head, batch = place_work(number, lengths.works, rules, lengths.len_q, lengths.heads, BLOCK_M)
+    works = lengths.works
+    if lengths.splits is not None:
+        works = works // lengths.splits.count
+        number = number % works
+    block, head, batch = place_work(number, works, rules, lengths.len_q, lengths.heads, BLOCK_M)
     return sequence(rules.ends, batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
 
 
@@ -207,6 +237,39 @@ def tile_range(visited, rules, seq, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
         tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
         full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
         return Walk(0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full)
+
+
+@gluon.jit
+def part_of(walk, number, lengths, BLOCK_N: gl.constexpr):
+    """Of a :class:`Walk` without lists the part that is that of a block of queries by its number; all where keys are not split."""
+    if lengths.splits is None:
+        return walk
+    else:
+        count = lengths.splits.count
+        split = number // (lengths.works // count)
+        tiles = gl.cdiv(walk.full_end - walk.begin, BLOCK_N)
+        begin = walk.begin + tiles * split // count * BLOCK_N
+        end = gl.minimum(walk.begin + tiles * (split + 1) // count * BLOCK_N, walk.full_end)
+        return Walk(begin, end, end, walk.partial, walk.full)
+
+
+@gluon.jit
+def in_first_part(number, lengths):
+    """Whether the part of a block's keys is the first one; so it is where keys are not split."""
+    if lengths.splits is None:
+        return True
+    else:
+        return number < lengths.works // lengths.splits.count
+
+
+@gluon.jit
+def results_of(t, number, lengths, DIM: gl.constexpr):
+    """Of a result (`layout.Strided`) with rows of DIM numbers that of the part of a block's keys; where they are not split, the result."""
+    if lengths.splits is None:
+        return t
+    else:
+        split = number // (lengths.works // lengths.splits.count)
+        return Strided(t.ptr + gl.cast(split, gl.int64) * lengths.splits.rows * DIM, t.batch, t.head, t.row, t.col, t.group, t.twos)
 
 
 @gluon.jit

@@ -102,14 +102,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         **options,
     )
     if are_merged:
-        _merge_splits(problem, parts, lse_parts, sinks, out, lse, splits)
+        merge_splits(problem, parts.view(splits, *out.shape), lse_parts.view(splits, *lse.shape), sinks, out, lse)
 
 
-def _merge_splits(
-    problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, splits: int
-) -> None:  # fmt: skip
-    """Fill `out` and `lse` from those of the splits, which stand before the batch entries on the first axis of the parts."""
+def merge_splits(problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` and `lse` from those of up to MOST_SPLITS splits, which stand on a first axis of the parts, contiguous float32 tensors."""
     batch, heads, len_q, value_dim = out.shape
+    splits = parts.shape[0]
     dims = min(MERGED_DIMS, block_dim(value_dim))
     launch(
         _merge_splits_kernel,
@@ -124,7 +123,7 @@ def _merge_splits(
         len_q=len_q,
         value_dim=value_dim,
         splits=splits,
-        BLOCK_SPLITS=MOST_SPLITS,
+        BLOCK_SPLITS=next(count for count in (4, 16, MOST_SPLITS) if splits <= count),
         BLOCK_DV=dims,
         num_warps=4,
         enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
