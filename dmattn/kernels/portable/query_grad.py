@@ -17,7 +17,7 @@ from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_o
 from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
 from ..base.window import next_step
-from ..visits.walk import key_lists, key_range, key_step
+from ..visits.walk import key_lists, key_range, key_step, key_steps
 
 
 def query_gradients(
@@ -98,13 +98,14 @@ def _query_gradients_kernel(
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=False, PRECISION=PRECISION)
         end = begin
+    following = key_step(rules, seq, rows, begin, end, full_end, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+        start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=STORED, PRECISION=PRECISION)
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
-            start = key_step(rules, seq, rows, step, end, full_end, BLOCK_M, BLOCK_N)
+            start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, STORED=STORED, PRECISION=PRECISION)
     if rules.lists is None and rules.ends is None and not STORED:

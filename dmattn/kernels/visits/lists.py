@@ -34,10 +34,10 @@ def visits(lists, seq, owner, BLOCK: tl.constexpr):
 
 @triton.jit
 def visited_block(lists, seq, owner, visit, partial, full, entries, BLOCK: tl.constexpr):
-    """The number of the block of one visit: the partial ones come first. `entries` is how many a list has room for."""
+    """The number of the block of one visit: the partial ones come first; 0 after the last. `entries` is how many a list has room for."""
     listed = tl.minimum(visit + full, LISTED - 1) - full
     index = tl.where(visit < partial, listed, entries - 1 - (visit - partial))
-    number = tl.load(list_pointer(lists, seq, owner, BLOCK) + COUNTS + index)
+    number = tl.load(list_pointer(lists, seq, owner, BLOCK) + COUNTS + index, mask=visit < partial + full, other=0)
     return number + tl.where(visit < partial, visit - listed, 0)
 
 
