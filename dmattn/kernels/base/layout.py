@@ -181,7 +181,7 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
 
 
 def _twos(x: Any, strides: int) -> tuple[int, ...]:
-    """A 1, and others for how often all strides, given by their bits, can be halved: as often as makes 16 bytes (of a mask 8), or not at all."""
+    """A 1, and one for each time that all strides, given by their bits, can be halved: as often as makes 16 bytes (of a mask 8), or never."""
     if isinstance(x, Nested) and x.places is not None:
         unit, *quotients = x.places
         strides |= unit
@@ -254,7 +254,7 @@ def slice_pointer(t, seq):
 
 @triton.jit
 def multiple(x, twos):
-    """A number that is a multiple of what `twos` say, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
+    """A number that `twos` say is a multiple of 4 or 8, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
     WHOLE: tl.constexpr = 2 ** (len(twos) - 1)
     if WHOLE == 1:
         return x

@@ -124,7 +124,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
-    splits, parts, lse_parts = splits_of(problem, works), out, lse
+    splits, parts, lse_parts = splits_of(problem, works, out), out, lse
     if splits > 1:
         works = programs = splits * works
         parts, lse_parts = (torch.empty((splits, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))

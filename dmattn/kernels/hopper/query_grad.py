@@ -142,7 +142,7 @@ def query_gradients(
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
-    splits, parts = splits_of(problem, works), d_query
+    splits, parts = splits_of(problem, works, d_query), d_query
     if splits > 1:
         works = programs = splits * works
         parts = torch.empty((splits, *d_query.shape), dtype=torch.float32, device=d_query.device)

@@ -31,13 +31,13 @@ KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic 
 
 
 class Splits(NamedTuple):
-    """Where keys are split, as few blocks of queries would leave processors idle: into how many parts, and how many queries each has results of.
+    """Where keys are split into parts, as few blocks of queries would leave processors idle.
 
-    The results of a part, in float32, lie behind those of the part before, of all queries and heads.
+    The results of a part, in float32, lie behind those of the part before.
     """
 
-    count: Any
-    rows: Any
+    count: Any  # of parts
+    rows: Any  # of results of each, those of all queries and heads
 
 
 class Lengths(NamedTuple):
@@ -89,10 +89,13 @@ def programs_of(problem: Problem, block_m: int, packed: Tensor | None) -> tuple[
     return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
 
 
-def splits_of(problem: Problem, works: int) -> int:
-    """Into how many parts the keys are split for so many blocks of queries, for programs to keep all processors busy."""
+def splits_of(problem: Problem, works: int, result: Any) -> int:
+    """Into how many parts the keys are split for so many blocks of queries, for programs to keep all processors busy; 1 where they have lists.
+
+    It is 1 for a `result` that no single strides walk, too.
+    """
     has_lists = problem.is_masked or problem.first is not None or problem.ends_q is not None
-    if has_lists or problem.zero is not None or not 0 < 2 * works <= processors(problem.query.device):
+    if has_lists or problem.zero is not None or not isinstance(result, Tensor) or not 0 < 2 * works <= processors(problem.query.device):
         return 1
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
     keys = visible_keys(len_q, len_k, problem.left, problem.right)
