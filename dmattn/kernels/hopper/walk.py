@@ -98,8 +98,9 @@ def splits_of(problem: Problem, works: int, result: Any) -> int:
     if has_lists or problem.zero is not None or not isinstance(result, Tensor) or not 0 < 2 * works <= processors(problem.query.device):
         return 1
     len_q, len_k = problem.query.shape[2], problem.key.shape[2]
+    least = max(LEAST_KEYS, least_keys(problem.query.shape[1] // problem.key.shape[1], len_q))
     keys = visible_keys(len_q, len_k, problem.left, problem.right)
-    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, keys // max(LEAST_KEYS, least_keys(1, len_q))))
+    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, keys // least))
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:
