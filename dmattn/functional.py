@@ -288,7 +288,8 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     leading, heads = query.shape[:-3], _heads(query)
     for name, x in (("key", key), ("value", value)):
         try:
-            leading = torch.broadcast_shapes(leading, x.shape[:-3])
+            if x.shape[:-3] != leading:  # as most are not, for the next line imports sympy, which takes seconds
+                leading = torch.broadcast_shapes(leading, x.shape[:-3])
         except RuntimeError:
             expected = f"leading axes that broadcast with {tuple(leading)}"
             raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -74,7 +74,7 @@ class IntervalMask:
             if bound.device != self.first.device:
                 raise ValueError(f"IntervalMask: {name}: expected device {self.first.device} as first has, received {bound.device}")
             try:
-                torch.broadcast_shapes(*(x.shape for _, x in bounds[: number + 1]))
+                torch.broadcast_tensors(*(x for _, x in bounds[: number + 1]))  # broadcast_shapes would import sympy, which takes seconds
             except RuntimeError:
                 expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
                 raise ValueError(f"IntervalMask: {name}: expected {expected}, received {tuple(bound.shape)}") from None
@@ -104,7 +104,12 @@ class IntervalMask:
 
     @property
     def _shape(self) -> torch.Size:
-        return torch.broadcast_shapes(*(bound.shape for interval in self._intervals for bound in interval))
+        return self._spread()[0].shape
+
+    def _spread(self, *others: IntervalMask) -> Sequence[Tensor]:
+        """All bounds, and those of others, in the shape that they have together; RuntimeError if there is none."""
+        spread: Sequence[Tensor] = torch.broadcast_tensors(*(x for mask in (self, *others) for interval in mask._intervals for x in interval))
+        return spread
 
     def _len_q_with(self, other: IntervalMask, sign: str) -> int | None:
         """That of both masks, which are to be joined."""
@@ -113,7 +118,7 @@ class IntervalMask:
             raise ValueError(f"IntervalMask: {sign}: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
         shapes, devices = (self._shape, other._shape), (self.first.device, other.first.device)
         try:
-            torch.broadcast_shapes(*shapes)
+            self._spread(other)
             fit = devices[0] == devices[1]
         except RuntimeError:
             fit = False
