@@ -348,13 +348,14 @@ class _Call:
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
         is_least = problem.is_masked or problem.first is not None or ((is_of_keys or problem.zero is not None) and is_hopper)
-        if name == "forward":
-            return _size(self.states), is_least or choices[0].row.name == "split keys"
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
-        d_bias = flattened_gradients(self.gradients, self.problem).bias
         problem, out, lse = flattened(problem, self.out, self.lse)
+        is_least |= any(_in_parts(problem, out, choice.row.name) for choice in choices)
+        if name == "forward":
+            return _size(self.states), is_least or choices[0].row.name == "split keys"
+        d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
         incoming = Incoming.without_terms(out, lse, as_vectors="query terms" in makes, as_columns="columns of query terms" in makes)
@@ -369,6 +370,16 @@ class _Call:
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+
+
+def _in_parts(problem: Problem, out: Any, row: str) -> bool:
+    """Whether kernels may split the keys of each block of queries, and merge results of the parts."""
+    if row.removesuffix(", pairs loaded") not in ("Hopper", "Hopper: d_query"):
+        return False
+    from .kernels.hopper.walk import parts_of_keys
+
+    batch, heads, len_q, _ = out.shape
+    return parts_of_keys(problem, batch * heads * -(-len_q // 192), out) > 1  # blocks of 128 queries or 192
 
 
 def _sizes(x: Tensor) -> list[int]:

@@ -68,6 +68,8 @@ LAUNCHES = (
     (Case("shared-bias-of-many-d128", 4096, batch=5, heads=16, head_dim=128, bias="1hqk"), BF16),
     (Case("shared-bias-of-many-key-mask-d128", 4096, batch=5, heads=16, head_dim=128, mask="b11k", bias="1hqk"), BF16),
     (Case("key-bias-gqa-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="bg1k", causal=True), BF16),
+    (Case("parts-of-keys-d128", 512, 50176, heads=8, head_dim=128), BF16),
+    (Case("parts-of-keys-causal-d72", 300, 20001, heads=2, head_dim=72, causal=True, transposed=True), BF16),
     (Case("mask-softcap-d128", 4096, heads=16, head_dim=128, mask="11qk", softcap=30.0, bias="bhqk"), BF16),
     (Case("block-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk"), BF16),
     (Case("prepared-mask-d128", 4096, heads=16, head_dim=128, mask="1hqk", blocked=True), BF16),

@@ -52,7 +52,7 @@ CASES = (
     Case("block-mask-large-head", 129, head_dim=200, mask="11qk", keep="blocks"),
     Case("blocked-mask-large-head", 129, 150, head_dim=200, mask="11qk", keep="random", blocked=True, bias="bhqk"),
     Case("blocked-mask-grouped-shared-bias", 150, 97, heads=4, kv_heads=2, mask="1gqk", keep="blocks", blocked=True, bias="1hqk", softcap=5.0),
-    Case("hopper-split-keys-causal-odd-dims", 100, 9001, heads=2, head_dim=72, causal=True, transposed=True),
+    Case("hopper-parts-of-keys-causal-odd-dims", 130, 9001, batch=1, heads=33, head_dim=72, causal=True, transposed=True),
     Case("hopper-rows-of-144-bytes", 201, heads=2, head_dim=72, bias="1hqk", transposed=True),
     Case("hopper-blocked-mask-window", 393, 523, heads=4, kv_heads=2, head_dim=128, mask="1gqk", keep="random", blocked=True, window=(300, 50)),
     Case(

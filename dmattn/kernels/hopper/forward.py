@@ -69,7 +69,6 @@ from .forward_tile import (
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    Splits,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -77,10 +76,9 @@ from .walk import (
     draw,
     key_walk,
     listed_keys,
-    part_of,
+    parts_of_keys,
     programs_of,
     results_of,
-    splits_of,
     tell,
     tell_end,
     tile_range,
@@ -124,10 +122,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
-    splits, parts, lse_parts = splits_of(problem, works, out), out, lse
-    if splits > 1:
-        works = programs = splits * works
-        parts, lse_parts = (torch.empty((splits, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
+    parts, out_parts, lse_parts = parts_of_keys(problem, works, out), out, lse
+    if parts > 1:
+        works = programs = parts * works
+        out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
         rules = rules._replace(sinks=None)  # which join the sum of all parts
     launch(
         _forward_kernel,
@@ -140,9 +138,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         bias_columns=bias_columns,
         rules=rules,
         drawn=drawn,
-        splits=None if splits == 1 else Splits(splits, math.prod(lse.shape)),
-        out=strided(parts if splits == 1 else parts[0], heads),
-        lse=strided(lse_parts if splits == 1 else lse_parts[0], heads),
+        parts=None if parts == 1 else parts,
+        out=strided(out if parts == 1 else out_parts[0], heads),
+        lse=strided(lse if parts == 1 else lse_parts[0], heads),
         heads=heads,
         groups=heads // kv_heads,
         works=works,
@@ -160,8 +158,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
-    if splits > 1:
-        merge_splits(problem, parts, lse_parts, problem.sinks, out, lse)
+    if parts > 1:
+        merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
 
 
 def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
@@ -180,9 +178,9 @@ def scales_exactly(problem: Problem) -> bool:
     return problem.scale == 1 or (problem.query.dtype == torch.bfloat16 and problem.scale < 1 and math.frexp(problem.scale)[0] == 0.5)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["parts"])
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, drawn, splits, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, drawn, parts, out, lse, heads, groups, works, len_q, len_k,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -233,7 +231,7 @@ def _forward_kernel(
     )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k, drawn, splits)
+    lengths = Lengths(works, heads, len_q, len_k, drawn, parts)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
@@ -262,7 +260,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     visited = visits_of(number, rules, lengths, config.QUERIES)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
-        walk = part_of(tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB), number, lengths, config.BLOCK_N)
+        walk = tile_range(visited, rules, seq, row, number, lengths, config.QUERIES, config.BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
@@ -320,7 +318,7 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
     visited = visits_of(number, rules, lengths, config.QUERIES)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
-        walk = part_of(tile_range(visited, rules, seq, row, config.QUERIES, config.BLOCK_N, config.SUB), number, lengths, config.BLOCK_N)
+        walk = tile_range(visited, rules, seq, row, number, lengths, config.QUERIES, config.BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         ends = None if rules.table is None else end_numbers(rules, seq)
         context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
@@ -335,7 +333,9 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
             sums = add_last_values(context, sums, config)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        _store(context, sums, results_of(out, number, lengths, config.VALUE_DIM), results_of(lse, number, lengths, 1), which, config)
+        out_of_part = results_of(out, number, lengths, config.QUERIES, config.VALUE_DIM)
+        lse_of_part = results_of(lse, number, lengths, config.QUERIES, 1)
+        _store(context, sums, out_of_part, lse_of_part, which, config)
         turn = sums.turn
         count += 1
         number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)

@@ -5,7 +5,6 @@ to shared memory ahead of them. A consumer makes dS of one tile while dS K of th
 program may take several blocks of queries, or a part of the keys of one.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,6 @@ from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_
 from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     Lengths,
-    Splits,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -58,10 +56,9 @@ from .walk import (
     in_first_part,
     key_walk,
     listed_keys,
-    part_of,
+    parts_of_keys,
     programs_of,
     results_of,
-    splits_of,
     tell,
     tell_end,
     tile_range,
@@ -142,10 +139,10 @@ def query_gradients(
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     rules = with_spread_table(problem, rules)
     works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
-    splits, parts = splits_of(problem, works, d_query), d_query
-    if splits > 1:
-        works = programs = splits * works
-        parts = torch.empty((splits, *d_query.shape), dtype=torch.float32, device=d_query.device)
+    parts, d_q = parts_of_keys(problem, works, d_query), d_query
+    if parts > 1:
+        works = programs = parts * works
+        d_q = torch.empty((parts, *d_query.shape), dtype=torch.float32, device=d_query.device)
     terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
@@ -160,12 +157,12 @@ def query_gradients(
         out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
         drawn=drawn,
-        splits=None if splits == 1 else Splits(splits, math.prod(d_query.shape[:3])),
+        parts=None if parts == 1 else parts,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
         terms=terms,
         term_columns=term_columns,
-        d_q=strided(parts if splits == 1 else parts[0], heads),
+        d_q=strided(d_q if parts == 1 else d_q[0], heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
         heads=heads,
         groups=heads // kv_heads,
@@ -182,8 +179,8 @@ def query_gradients(
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
-    if splits > 1:
-        d_query.copy_(parts.sum(0))
+    if parts > 1:
+        d_query.copy_(d_q.sum(0))
 
 
 def tile_of(problem: Problem) -> tuple[int, int]:
@@ -195,9 +192,9 @@ def tile_of(problem: Problem) -> tuple[int, int]:
     return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= ROOM)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["parts"])
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, splits, lse, d_lse, terms, term_columns, d_q, end_sums,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, parts, lse, d_lse, terms, term_columns, d_q, end_sums,
     heads, groups, works, len_q, len_k,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EVEN_N: gl.constexpr,
@@ -235,7 +232,7 @@ def _query_gradients_kernel(
         numbers=allocate_numbers(),
     )
     fence_async_shared()
-    lengths = Lengths(works, heads, len_q, len_k, drawn, splits)
+    lengths = Lengths(works, heads, len_q, len_k, drawn, parts)
     sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
     vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
     gl.warp_specialize(
@@ -271,7 +268,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
     visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
-        walk = part_of(tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, SUB), number, lengths, BLOCK_N)
+        walk = tile_range(visited, rules, seq, row, number, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         entry, first = place_of_queries(seq, row)
         if config.BY_COPY:
@@ -322,7 +319,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
     visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
-        walk = part_of(tile_range(visited, rules, seq, row, 2 * BLOCK_M, BLOCK_N, config.SUB), number, lengths, BLOCK_N)
+        walk = tile_range(visited, rules, seq, row, number, lengths, 2 * BLOCK_M, BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
@@ -375,7 +372,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(0), count=1)
-        result = results_of(d_q, number, lengths, config.HEAD_DIM)
+        result = results_of(d_q, number, lengths, 2 * BLOCK_M, config.HEAD_DIM)
         for i in gl.static_range(len(dq)):
             store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
         if end_sums is not None:

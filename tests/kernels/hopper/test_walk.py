@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-
-pytest.importorskip("triton")
-
 import torch
-from compile_report import meta
+from conftest import needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmattn.equivalence import Case
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from compile_report import meta
+
+from dmattn import attention
+from dmattn.equivalence import Case, check, results
+from dmattn.execution import replay
+from dmattn.kernels import dispatch
+from dmattn.kernels.base.device import device_family
 from dmattn.kernels.base.leading import flattened
-from dmattn.kernels.hopper.walk import splits_of
+from dmattn.kernels.hopper import forward, query_grad, walk
+from dmattn.kernels.hopper.walk import parts_of_keys
 
 
 def parts(case: Case, works: int) -> int:
     problem = meta(case, torch.bfloat16)
     (problem,) = flattened(problem)
-    return splits_of(problem, works, problem.query)
+    return parts_of_keys(problem, works, problem.query)
 
 
 def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
@@ -49,3 +59,54 @@ def test_parts_take_little_of_what_keys_and_values_take(len_q: int, len_k: int, 
     if splits > 1:
         assert splits * works <= 132
         assert splits * len_q * heads * 4 <= 0.05 * 2 * 2 * len_k * kv_heads
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of parts of the passes by Hopper's kernels, however few keys these have. Parts that nobody writes are NaN."""
+    numbers: list[int] = []
+    monkeypatch.setattr(walk, "KEYS_OF_A_PART", 1)
+    monkeypatch.setattr(walk, "KEYS_PER_ROW", 0)
+    unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
+    for module in (forward, query_grad):
+        real = module.parts_of_keys
+
+        def counted(*given: Any, real: Any = real) -> int:
+            numbers.append(real(*given))
+            return numbers[-1]
+
+        monkeypatch.setattr(module, "parts_of_keys", counted)
+        monkeypatch.setattr(module, "torch", unwritten)
+    refuses = dispatch.FORWARD[1]
+    assert refuses.name == "split keys"
+    monkeypatch.setattr(dispatch, "FORWARD", tuple(row for row in dispatch.FORWARD if row is not refuses))
+    replay.forget()  # what calls with other numbers of parts launched
+    yield numbers
+    replay.forget()
+
+
+@needs_cuda
+@pytest.mark.parametrize("count", [2, 3, 5, 17])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain", 130, 1000, heads=2, head_dim=128),
+        Case("causal-sinks", 200, 777, heads=2, kv_heads=1, head_dim=64, causal=True, sinks="random", transposed=True),
+        Case("window-key-bias", 100, 900, heads=2, head_dim=72, window=(300, 20), bias="bh1k"),
+        Case("dense-bias", 130, 520, heads=2, head_dim=128, bias="bhqk"),
+        Case("empty-rows", 300, 150, heads=2, head_dim=192, value_dim=128, causal=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_parts_are_exact_and_repeat(case: Case, count: int, split: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are tiles, too."""
+    if device_family(torch.device("cuda")) != "sm_90":
+        pytest.skip("needs a Hopper GPU")
+    blocks = -(-case.len_q // 128) * case.sizes["h"] * case.sizes["b"]
+    monkeypatch.setattr(walk, "processors", lambda device: count * blocks)
+    wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
+    assert not wrong, wrong
+    assert count in split
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    once, again = (results(attention, inputs, case.options) for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
