@@ -125,6 +125,20 @@ def test_one_split_and_more_than_there_are_tiles(
 
 @pytest.mark.usefixtures("short_splits", "unwritten_shows")
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize("splits", [2, 4, 5, 16, 17])
+def test_as_many_splits_as_are_merged_at_once_and_one_more(
+    splits: int, device: str, dtype: torch.dtype, reached: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_keys, "LEAST_KEYS", 4)
+    case = Case("gqa", 3, 97, **GQA, bias="bhqk", causal=True)
+    programs = case.sizes["b"] * case.sizes["g"]
+    monkeypatch.setattr(split_keys, "processors", lambda device: splits * programs // split_keys.PROGRAMS_PER_PROCESSOR)
+    assert_within_budget(case, dtype, device)
+    assert reached == [splits]
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
 def test_gradients_follow(device: str, dtype: torch.dtype, reached: list[int]) -> None:
     case = Case("gradients", 3, 97, **GQA, bias="bg1k", mask="b1qk", keep="random-empty-rows", causal=True)
     wrong = [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed]
