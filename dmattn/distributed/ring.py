@@ -70,8 +70,8 @@ class _Ring(torch.autograd.Function):
                 states.append(of_mask)
         out, lse = merged.result(sinks)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, bias, sinks, masks.of_rows, masks.of_keys, *masks.intervals, out, lse)
-        ctx.setting, ctx.kind, ctx.states = setting, kind, states
+        ctx.save_for_backward(query, key, value, bias, sinks, masks.of_rows, masks.of_keys, *masks.intervals, out, lse, *states)
+        ctx.setting, ctx.kind, ctx.blocks = setting, kind, len(states)
         return out, lse
 
     @staticmethod
@@ -79,7 +79,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         setting: Setting = ctx.setting
         kind: BiasKind = ctx.kind
-        query, key, value, bias, sinks, mask_of_rows, mask_of_keys, *intervals, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        others = len(saved) - ctx.blocks
+        query, key, value, bias, sinks, mask_of_rows, mask_of_keys, *intervals, out, lse = saved[:others]
         needs_query, needs_key, needs_value, needs_bias, needs_sinks = ctx.needs_input_grad[3:]
         d_out = torch.zeros_like(out) if d_out is None else d_out
         is_for_all_keys = bias is not None and kind == (False, None) and bias.shape[-1] == 1  # whose gradient is that of lse
@@ -89,7 +91,7 @@ class _Ring(torch.autograd.Function):
         d_query, d_keys, d_bias = Total(query, -2), _KeyTotals.of(own, needs), None
         if needs.bias and not kind.travels:  # a row or a table is summed over blocks
             d_bias = torch.zeros_like(bias, dtype=wide(bias.dtype) if bias.shape[-2] == 1 else None, memory_format=torch.contiguous_format)
-        states, home = iter(ctx.states), _Homewards(setting, own, needs, d_keys)
+        states, home = iter(saved[others:]), _Homewards(setting, own, needs, d_keys)
         for distance, holder, keys in _round(setting, own) if any(needs) else ():
             made = d_keys if distance == 0 else _KeyTotals.of(own, needs)
             for block in setting.blocks(setting.ranks.rank, holder):
