@@ -16,7 +16,9 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import needs_cuda
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from dmattn.bench.peers import by_heads
 from dmattn.execution.backend import interpreting
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -481,6 +483,22 @@ def test_contenders_of_a_growth_compute_the_same(memory):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5, msg=lambda text, growth=growth: f"{growth.name}: {text}")
         everything = memory.attention_of("eager", workload, {**tensors, "mask": None})(*inputs)
         assert torch.allclose(eager, everything, atol=1e-3) == (growth.name in ("dense_bias", "key_bias_causal", "distances", "table"))
+
+
+def test_a_block_mask_that_is_made_head_by_head_is_the_same():
+    blocks = torch.rand((2, 3, 2, 2), generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = (blocks | torch.eye(2, dtype=torch.bool)).repeat_interleave(128, -1).repeat_interleave(128, -2)
+    mask[:, :, 3, 5] = False
+
+    def mask_mod(b, h, i, j):
+        return mask[b, h, i, j]
+
+    at_once = create_block_mask(mask_mod, 2, 3, 256, 256, device="cpu")
+    by_head = by_heads(mask_mod, 2, 3, (256, 256), torch.device("cpu"))
+    for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(at_once, field), getattr(by_head, field))
+    query = torch.randn(2, 3, 256, 16)
+    assert torch.equal(flex_attention(query, query, query, block_mask=at_once), flex_attention(query, query, query, block_mask=by_head))
 
 
 def test_flex_attention_computes_the_same_distances(memory):

@@ -33,7 +33,7 @@ TEXTS = [
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
-SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
+SPEED = json.loads((RESULTS / "speed_nvidia_h100_80gb_hbm3.json").read_text())
 PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")

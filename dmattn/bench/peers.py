@@ -27,7 +27,7 @@ SDPA_BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
 }
 GQA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-LARGEST_MADE = 1 << 28  # pairs whose block mask FlexAttention makes as one tensor; of more it is compiled, which takes seconds
+LARGEST_MADE = 1 << 28  # pairs whose block mask FlexAttention makes as one tensor; more go head by head, or are compiled, which takes seconds
 
 
 def sdpa(
@@ -162,9 +162,28 @@ class FlexProblem:
                 seen = seen & inside
             return seen
 
-        is_large = query.is_cuda and query.shape[2] * key.shape[2] > LARGEST_MADE
-        create = torch.compile(create_block_mask, dynamic=False) if is_large else create_block_mask
-        return create(mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
+        lengths = query.shape[2], key.shape[2]
+        pairs = batch * lengths[0] * lengths[1]
+        if not query.is_cuda or heads * pairs <= LARGEST_MADE:
+            return create_block_mask(mask_mod, batch, heads, *lengths, device=query.device)
+        if heads > 1 and pairs <= LARGEST_MADE:
+            return by_heads(mask_mod, batch, heads, lengths, query.device)
+        return torch.compile(create_block_mask, dynamic=False)(mask_mod, batch, heads, *lengths, device=query.device)
+
+
+def by_heads(mask_mod: Callable[..., Tensor], batch: int, heads: int, lengths: tuple[int, int], device: torch.device) -> BlockMask:
+    """The block mask of a `mask_mod`, made head by head: that of all at once takes many times the memory of the mask."""
+
+    def of_head(head: int) -> BlockMask:
+        return create_block_mask(lambda b, h, i, j: mask_mod(b, h + head, i, j), batch, 1, *lengths, device=device)
+
+    made = [of_head(head) for head in range(heads)]
+    numbers, indices, full_numbers, full_indices = (
+        torch.cat([getattr(one, field) for one in made], 1)
+        for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    )
+    size = made[0].BLOCK_SIZE
+    return BlockMask.from_kv_blocks(numbers, indices, full_numbers, full_indices, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=lengths)
 
 
 def dense(table: Tensor, len_q: int, len_k: int) -> Tensor:
