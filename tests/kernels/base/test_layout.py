@@ -23,7 +23,7 @@ def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize(
     ("dim", "dtype", "expected"),
-    [(72, BF16, 8), (24, torch.float16, 8), (64, BF16, 1), (80, BF16, 1), (36, BF16, 1), (36, FP32, 4), (72, FP32, 4), (72, torch.int32, 1)],
+    [(72, BF16, 8), (24, torch.float16, 8), (64, BF16, 1), (80, BF16, 1), (36, BF16, 1), (36, FP32, 1), (72, FP32, 1), (72, torch.int32, 1)],
 )
 def test_rows_of_whole_16_bytes_are_told_where_triton_does_not_see_them(
     order: tuple[int, ...], dim: int, dtype: torch.dtype, expected: int

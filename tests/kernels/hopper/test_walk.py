@@ -67,7 +67,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     numbers: list[int] = []
     monkeypatch.setattr(walk, "KEYS_OF_A_PART", 1)
     monkeypatch.setattr(walk, "KEYS_PER_ROW", 0)
-    unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
+    unwritten = SimpleNamespace(**{**vars(torch), "empty": lambda *shape, **of: torch.full(*shape, float("nan"), **of)})
     for module in (forward, query_grad):
         real = module.parts_of_keys
 
