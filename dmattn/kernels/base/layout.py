@@ -14,8 +14,8 @@ from .leading import Nested
 class Strided(NamedTuple):
     """A (batch, head, row, col) tensor: base pointer and element strides, 0 where the axis is broadcast.
 
-    `group` query heads share one entry of the head axis. A vector per row has col = 0. The length of `twos` says what all strides but
-    col are multiples of (`multiple`), where Triton does not see more: it knows multiples of 16, and the lengths of tuples.
+    `group` query heads share one entry of the head axis. A vector per row has col = 0. `whole` is a tuple of ones: one, or one more than a
+    number of which all strides but col are multiples (`multiple`). Triton sees multiples of 16 by itself, and lengths of tuples anywhere.
     """
 
     ptr: Any
@@ -24,7 +24,7 @@ class Strided(NamedTuple):
     row: Any
     col: Any
     group: Any
-    twos: Any
+    whole: Any
 
 
 class Stepped(NamedTuple):
@@ -36,7 +36,7 @@ class Stepped(NamedTuple):
     row: Any
     col: Any
     group: Any
-    twos: Any
+    whole: Any
     unit: Any
     every: Any
     step: Any
@@ -51,7 +51,7 @@ class SteppedThrice(NamedTuple):
     row: Any
     col: Any
     group: Any
-    twos: Any
+    whole: Any
     unit: Any
     every: Any
     step: Any
@@ -70,7 +70,7 @@ class OfQueries(NamedTuple):
     row: Any
     col: Any
     group: Any
-    twos: Any
+    whole: Any
     unit: Any
 
 
@@ -83,7 +83,7 @@ class OfKeys(NamedTuple):
     row: Any
     col: Any
     group: Any
-    twos: Any
+    whole: Any
     unit: Any
     total: Any
 
@@ -155,7 +155,9 @@ PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fiel
 QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
 UNIT = tl.constexpr(64)  # of terms
-WHOLE = 8  # of 16-bit numbers, 16 bytes. Of float32 it is 4, but with that told, gradients beside a bias of some strides were wrong on a GPU
+# 16 bytes of 16-bit numbers. Triton names the code of a helper by the types of all numbers in its arguments, in loops without the tuples that hold
+# them: kinds with as many numbers would share code. With 8 no two kinds have as many. With 4, for float32, a bias was taken for packed keys.
+WHOLE = 8
 
 
 def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
@@ -166,7 +168,7 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    others = head, row, col[0] if col else 0, heads // x.shape[1], _twos(x, batch | head | row)
+    others = head, row, col[0] if col else 0, heads // x.shape[1], _whole(x, batch | head | row)
     if isinstance(x, Packed):
         if x.in_blocks:
             return OfTerms(x.tensor, *others[:3], x.unit)
@@ -180,15 +182,15 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     return SteppedThrice(x.tensor, batch, *others, unit, *quotients, *(1, 0) * (3 - len(quotients) // 2))
 
 
-def _twos(x: Any, strides: int) -> tuple[int, ...]:
-    """A 1, and three others if all strides, given by their bits, are multiples of 8 and not of 16, which Triton sees, of 16-bit numbers."""
+def _whole(x: Any, strides: int) -> tuple[int, ...]:
+    """A 1, and 8 others if all strides, given by their bits, are multiples of 8 and not of 16, which Triton sees, of 16-bit numbers."""
     if isinstance(x, Nested) and x.places is not None:
         unit, *quotients = x.places
         strides |= unit
         for step in quotients[1::2]:
             strides |= step
     has_16_bits = x.dtype.is_floating_point and x.dtype.itemsize == 2
-    return (1,) * WHOLE.bit_length() if has_16_bits and strides % 16 and not strides % WHOLE else (1,)
+    return (1,) * (WHOLE + 1) if has_16_bits and strides % 16 and not strides % WHOLE else (1,)
 
 
 def strided_by_head(x: Any) -> Strided | None:
@@ -243,23 +245,22 @@ def slice_pointer(t, seq):
     if len(t) == TERMS:
         return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
     else:
-        of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.twos)
+        of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.whole)
         if len(t) == QUERIES:
-            return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.twos) + of_head
+            return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.whole) + of_head
         elif len(t) == KEYS:
-            return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.twos) + of_head
+            return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.whole) + of_head
         else:
-            return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.twos) + of_head
+            return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.whole) + of_head
 
 
 @triton.jit
-def multiple(x, twos):
-    """A number that `twos` say is a multiple of 8, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
-    WHOLE: tl.constexpr = 2 ** (len(twos) - 1)
-    if WHOLE == 1:
+def multiple(x, whole):
+    """A number that `whole` says is a multiple of 8, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
+    if len(whole) == 1:
         return x
     else:
-        return x // WHOLE * WHOLE
+        return x // (len(whole) - 1) * (len(whole) - 1)
 
 
 @triton.jit
@@ -332,8 +333,8 @@ def load_tile(t, seq, rows, cols):
 @triton.jit
 def load_tile_across(t, seq, rows, cols):
     """The same as [cols, rows]."""
-    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.twos) + tl.cast(cols.start, tl.int64) * t.col
-    pointers = corner + rows.index[None, :] * multiple(t.row, t.twos) + cols.index[:, None] * t.col
+    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.whole) + tl.cast(cols.start, tl.int64) * t.col
+    pointers = corner + rows.index[None, :] * multiple(t.row, t.whole) + cols.index[:, None] * t.col
     if rows.length is None and cols.length is None:
         return tl.load(pointers)
     elif cols.length is None:
@@ -414,5 +415,5 @@ def row_pointers(t, seq, rows):
 @triton.jit
 def _tile_pointers(t, seq, rows, cols):
     """Pointers to [rows, cols] of one sequence; offsets of whole blocks are 64-bit."""
-    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.twos) + tl.cast(cols.start, tl.int64) * t.col
-    return corner + rows.index[:, None] * multiple(t.row, t.twos) + cols.index[None, :] * t.col
+    corner = slice_pointer(t, seq) + multiple(tl.cast(rows.start, tl.int64) * t.row, t.whole) + tl.cast(cols.start, tl.int64) * t.col
+    return corner + rows.index[:, None] * multiple(t.row, t.whole) + cols.index[None, :] * t.col

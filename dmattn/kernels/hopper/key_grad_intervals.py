@@ -217,7 +217,7 @@ def _key_gradients_kernel(
 @gluon.jit
 def _slice(t, seq):
     """The slice of one sequence as a tensor that has no other: an address for consumers to keep, where they would keep strides too."""
-    return Strided(slice_pointer(t, seq), 0, 0, t.row, t.col, 1, t.twos)
+    return Strided(slice_pointer(t, seq), 0, 0, t.row, t.col, 1, t.whole)
 
 
 @gluon.jit

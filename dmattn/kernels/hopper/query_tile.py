@@ -75,7 +75,7 @@ def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, stored, config: gl.
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.DIM_V, config.DIM_V // 8], [4, 1], [1, 0])
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
         cols = gl.arange(0, config.DIM_V, gl.SliceLayout(0, LAYOUT))
-        pointers = slice_pointer(vectors.out, seq) + multiple((row + rows).to(gl.int64) * vectors.out.row, vectors.out.twos)[:, None]
+        pointers = slice_pointer(vectors.out, seq) + multiple((row + rows).to(gl.int64) * vectors.out.row, vectors.out.whole)[:, None]
         pointers = pointers + (cols * vectors.out.col)[None, :]
         out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
         delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_tile.load(LAYOUT).to(gl.float32), 1)

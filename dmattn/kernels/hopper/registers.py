@@ -314,7 +314,7 @@ def store_tile(t, seq, row, length, x, WIDTH: gl.constexpr, order=None, FIRST: g
     if order is not None:
         places = places_of(order, seq, rows, length)
         cols = cols.to(gl.int64)  # the tensor need not be one that the copy engine can address
-    pointers = slice_pointer(t, seq) + multiple(places * t.row, t.twos)[:, None] + (cols * t.col)[None, :]
+    pointers = slice_pointer(t, seq) + multiple(places * t.row, t.whole)[:, None] + (cols * t.col)[None, :]
     HALFWAY: gl.constexpr = _by_rows(x.shape[0], x.shape[1], 4)  # both exchanges at once would go through shared memory
     x = gl.convert_layout(gl.convert_layout(x.to(t.ptr.dtype.element_ty), HALFWAY), LAYOUT)
     gl.store(pointers, x, mask=(rows < length)[:, None] & (cols < WIDTH)[None, :])

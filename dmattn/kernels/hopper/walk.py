@@ -268,7 +268,7 @@ def results_of(t, number, lengths, BLOCK_M: gl.constexpr, DIM: gl.constexpr):
         works = _works_of_a_part(lengths)
         rows = works // gl.cdiv(lengths.len_q, BLOCK_M) * lengths.len_q  # of a part: those of all queries and heads of all batch entries
         pointer = t.ptr + gl.cast(number // works, gl.int64) * rows * DIM
-        return Strided(pointer, t.batch, t.head, t.row, t.col, t.group, t.twos)
+        return Strided(pointer, t.batch, t.head, t.row, t.col, t.group, t.whole)
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dmattn.kernels.base import layout
 from dmattn.kernels.base.layout import strided
 from dmattn.kernels.base.leading import one_batch_axis
 
@@ -13,7 +14,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def told(x) -> int:
     """What kernels are told that all strides but the last are multiples of."""
-    return 2 ** (len(strided(x, 4).twos) - 1)
+    return max(1, len(strided(x, 4).whole) - 1)
+
+
+def test_no_two_kinds_of_tensors_have_as_many_numbers() -> None:
+    """Or Triton takes one for the other: see `layout.WHOLE`."""
+    kinds = layout.Strided, layout.Stepped, layout.SteppedThrice, layout.OfQueries, layout.OfKeys
+    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, layout.WHOLE + 1)]
+    assert len({*counts, len(layout.OfTerms._fields)}) == 2 * len(kinds) + 1
 
 
 def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
