@@ -156,7 +156,7 @@ QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, 
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
 UNIT = tl.constexpr(64)  # of terms
 # 16 bytes of 16-bit numbers. Triton names the code of a helper by the types of all numbers in its arguments, in loops without the tuples that
-# hold them: kinds with as many numbers would share code. With 8 no two kinds have as many. With 4, for float32, a bias was taken for packed keys.
+# hold them: kinds with as many numbers would share code. With 8 no two kinds have as many. With 4, for float32, a bias was taken for keys.
 WHOLE = 8
 
 
