@@ -17,8 +17,8 @@ from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
 from .bias_grad import Sharing
 
-QUERIES = 1024  # of a turn
-PROGRAMS_PER_PROCESSOR = 2
+QUERIES = 4096  # of a turn
+WORTH = 4  # turns of a program that are worth another beside it, whose sum a further kernel adds
 
 
 def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
@@ -35,7 +35,7 @@ def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks:
     """Fill `d_sinks` (H,) with the sums of these over all queries of a head."""
     heads, len_q = incoming.lse.shape[1:]
     packed = packed_blocks(problem, QUERIES)
-    sharing = Sharing.of_blocks(heads, count_blocks(problem, packed, QUERIES), PROGRAMS_PER_PROCESSOR, d_sinks.device)
+    sharing = Sharing.of_blocks(heads, count_blocks(problem, packed, QUERIES), WORTH, d_sinks.device)
     total = d_sinks[None, :, None, None]
     parts = sharing.parts(total)
     _d_out, lse, delta = incoming.strided(heads)
@@ -53,7 +53,7 @@ def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks:
         blocks=triton.cdiv(len_q, QUERIES),
         len_q=len_q,
         BLOCK=QUERIES,
-        num_warps=4,
+        num_warps=8,
         enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
     )
     sharing.sum_parts(parts, total)
