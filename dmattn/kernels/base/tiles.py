@@ -33,20 +33,23 @@ _DEFAULT = {
 TIMED_ON = "NVIDIA H200"  # the name of the GPU on which the table's tiles of sm_90 were timed
 _TABLE = {
     # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
-    # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. "with pairs" is with a bias or mask of pairs, whose tiles take
-    # registers and shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one
-    # tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with
-    # two stages ptxas serialises the matrix products of "whole rows".
+    # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. NVIDIA H100, 2026-11-26, by `dmattn tune` and then on the
+    # matrix's own rows (docs/history.md): "forward" at 64, "forward by intervals" to 128, "keys with pairs" to 64, "queries by intervals" to
+    # 64, "queries with pairs" and "queries of d_bias" to 64. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
+    # shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head
+    # dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with two stages
+    # ptxas serialises the matrix products of "whole rows".
     "sm_90": {
-        "forward": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
-        "forward by intervals": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 32, 4, 5)), (256, Tile(64, 64, 8, 2))),
+        "forward by intervals": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "keys": ((64, Tile(32, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
-        "keys with pairs": ((64, Tile(32, 64, 4, 3)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
+        "keys with pairs": ((32, Tile(32, 64, 4, 2)), (64, Tile(64, 64, 4, 2)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
         "keys by intervals": ((128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
         "queries": ((64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
-        "queries by intervals": ((64, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
-        "queries of d_bias": ((64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
+        "queries with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 32, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 32, 8, 1))),
+        "queries by intervals": ((32, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
+        "queries of d_bias": ((32, Tile(128, 128, 8, 2)), (64, Tile(64, 128, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
         "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
