@@ -271,7 +271,7 @@ SINKS = (
     Case("sinks-dropout-37x65", 37, 65, dropout_p=0.3, sinks="random", reason="no dropout of a sink"),
     Case("sinks-one-query-gqa-1x600", 1, 600, **GQA, batch=1, sinks="random", reason="decoding: sinks join the splits of the keys"),
     Case("sinks-one-query-gqa-1x65", 1, 65, **GQA, mask="b11k", sinks="far", reason="decoding without splits"),
-    Case("sinks-many-queries-2100x3", 2100, 3, heads=1, sinks="random", reason="the gradient of a sink is summed by several programs"),
+    Case("sinks-many-queries-2100x3", 2100, 3, heads=1, sinks="random", reason="many queries of few keys"),
     Case("sinks-random-intervals-37x65", 37, 65, intervals="random", bias="bg1k", **GQA, sinks="far", reason="lists of keys, some empty"),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -69,6 +69,15 @@ def flattened(problem: Problem, *others: Tensor | None) -> tuple[Any, ...]:
     return flat, *(None if x is None else one_batch_axis("d_out", x, leading, x.ndim - len(leading)) for x in others)
 
 
+def in_few_runs(x: Tensor, leading: Sequence[int]) -> Tensor:
+    """A gradient that came in, or a copy where its memory is one that kernels refuse: nobody can make that copy for autograd."""
+    try:
+        one_batch_axis("d_out", x, leading, x.ndim - len(leading))
+    except ValueError:
+        return x.contiguous()
+    return x
+
+
 def flattened_gradients(gradients: Gradients, problem: Problem) -> Gradients:
     """The gradients of a problem likewise. That of a bias is new, so that single strides walk the entries it has."""
     leading = problem.query.shape[:-3]
@@ -99,11 +108,16 @@ def one_batch_axis(name: str, x: Tensor, leading: Sequence[int], inner: int = 3)
     numbers = dict(zip(own, _weights([sizes[axis] for axis in own]), strict=True))
     count = math.prod(sizes)
     pitch = strides[own[-1]] if own else 0
-    entries = _steps(name, [leading[axis] for axis in full], [numbers.get(axis, 0) for axis in full])
+    entries = _steps([leading[axis] for axis in full], [numbers.get(axis, 0) for axis in full], MOST_QUOTIENTS)
+    if entries is None:
+        _refuse_patterns(name, sizes, leading)
     if all(strides[axis] == pitch * number for axis, number in numbers.items()):
         flat = x.as_strided((count, *shape), (pitch, *tail), x.storage_offset())
         return flat if not own or len(own) == len(full) else Nested(flat, entries, None, _spread(name, leading, own))
-    places = _steps(name, [leading[axis] for axis in full], [strides[axis] if axis in numbers else 0 for axis in full])
+    places = _steps([leading[axis] for axis in full], [strides[axis] if axis in numbers else 0 for axis in full], MOST_QUOTIENTS)
+    if places is None:
+        expected = f"leading axes that lie in memory in at most {MOST_QUOTIENTS + 1} runs"
+        raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)} with strides {x.stride()}: make it contiguous")
     return Nested(x.as_strided((count, *shape), (0, *tail), x.storage_offset()), entries, places, _spread(name, leading, own))
 
 
@@ -152,24 +166,27 @@ def _weights(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
 
-def _steps(name: str, sizes: Sequence[int], strides: Sequence[int], most: int = MOST_QUOTIENTS) -> Steps:
-    """From a number that counts axes of these sizes to the sum of their places times strides."""
+def _steps(sizes: Sequence[int], strides: Sequence[int], most: int) -> Steps | None:
+    """From a number that counts axes of these sizes to the sum of their places times strides; None if that takes more quotients than `most`."""
     terms: list[int] = []
     for axis in reversed(range(len(sizes) - 1)):
         step = strides[axis] - strides[axis + 1] * sizes[axis + 1]
         if step:
             terms += [math.prod(sizes[axis + 1 :]), step]
-    if len(terms) > 2 * most:
-        raise ValueError(
-            f"dmattn: {name}: expected leading axes that lie in memory, or are shared, in at most {most + 1} runs, received strides "
-            f"{tuple(strides)} along axes of {tuple(sizes)}: copy it, or join axes"
-        )
-    return strides[-1] if strides else 0, *terms
+    return None if len(terms) > 2 * most else (strides[-1] if strides else 0, *terms)
+
+
+def _refuse_patterns(name: str, sizes: Sequence[int], leading: Sequence[int]) -> NoReturn:
+    expected = f"leading axes that change between full and 1 at most {MOST_QUOTIENTS} times"
+    received = f"{tuple(sizes)} beside query's {tuple(leading)}"
+    raise ValueError(f"dmattn: {name}: expected {expected}, received {received}: expand it along an axis of 1, and make that contiguous")
 
 
 def _spread(name: str, leading: Sequence[int], own: Sequence[int]) -> Spread | None:
     """Who shares entries of a tensor with some axes of its own; None of one with all axes. Three quotients in all leave one for each half."""
     weights = _weights(leading)
     parts = [[axis for axis in range(len(leading)) if (axis in own) == has and leading[axis] != 1] for has in (True, False)]
-    own_part, shared_part = (_steps(name, [leading[axis] for axis in part], [weights[axis] for axis in part], most=1) for part in parts)
+    own_part, shared_part = (_steps([leading[axis] for axis in part], [weights[axis] for axis in part], 1) for part in parts)
+    if own_part is None or shared_part is None:
+        _refuse_patterns(name, [size if axis in own else 1 for axis, size in enumerate(leading)], leading)
     return Spread(*own_part, *(1, 0)[len(own_part) - 1 :], *shared_part, *(1, 0)[len(shared_part) - 1 :]) if parts[0] and parts[1] else None

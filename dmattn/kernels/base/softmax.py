@@ -82,10 +82,10 @@ def join_sink(sink2, row_max, row_sum):
 
 
 @triton.jit
-def softmax_finish(acc, row_max, row_sum, rules, seq):
-    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row. A sink is the last key of a row."""
-    if rules.sinks is not None:
-        alpha, row_max, row_sum = join_sink(sink2_of(rules.sinks, seq), row_max, row_sum)
+def softmax_finish(acc, row_max, row_sum, sink2):
+    """(normalised accumulator, natural logsumexp); 0 and -inf for an empty row. A sink (`sink2_of`), or None, is the last key of a row."""
+    if sink2 is not None:
+        alpha, row_max, row_sum = join_sink(sink2, row_max, row_sum)
         acc *= alpha[:, None]
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(divisor)) / LOG2E)

@@ -73,9 +73,9 @@ class Sharing(NamedTuple):
         return cls(1, heads, 1, batch, _even(batch, fill))
 
     @classmethod
-    def of_blocks(cls, heads: int, blocks: int, worth: int, device: torch.device) -> Sharing:
-        """Where a head has one number, the sum over so many blocks of queries, split to fill the GPU by parts of at least `worth` blocks."""
-        return cls(1, heads, 1, blocks, _even(blocks, min(processors(device) // heads, blocks // worth)))
+    def of_blocks(cls, heads: int, blocks: int, programs: int) -> Sharing:
+        """Where a head has one number, the sum over so many blocks of queries: split for about so many programs."""
+        return cls(1, heads, 1, blocks, _even(blocks, programs // heads))
 
     def parts(self, d_bias: Tensor) -> Tensor:
         """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""

@@ -13,7 +13,7 @@ from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_pieces, over_rows, store_pieces, zero_pieces
 from ..base.place import place_queries
 from ..base.rules import rules_of, scores
-from ..base.softmax import softmax_finish, softmax_start, softmax_step
+from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
 from ..visits.walk import key_lists, key_range, key_step, key_steps
 
@@ -50,6 +50,9 @@ def _forward_kernel(
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
     q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
+    sink2 = None
+    if rules.sinks is not None:
+        sink2 = sink2_of(rules.sinks, seq)  # asked for here, as nothing is done while it is waited for in the end
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = zero_pieces(BLOCK_M, BLOCK_DV, (VALUE_DIM - 1) // BLOCK_DV + 1)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
@@ -69,7 +72,7 @@ def _forward_kernel(
             )
     out_tiles = ()
     for piece in tl.static_range(len(acc)):
-        out_tile, lse_rows = softmax_finish(acc[piece], row_max, row_sum, rules, seq)
+        out_tile, lse_rows = softmax_finish(acc[piece], row_max, row_sum, sink2)
         out_tiles = out_tiles + (out_tile,)  # noqa: RUF005
     store_pieces(out, seq, rows, value_dims, out_tiles)
     store_rows(lse, seq, rows, lse_rows)

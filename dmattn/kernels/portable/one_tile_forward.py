@@ -14,7 +14,7 @@ from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_tile, store_rows, store_tile, strided
 from ..base.overlap import follow
 from ..base.rules import load_bias2, rules_of, scores
-from ..base.softmax import softmax_finish, softmax_start, softmax_step
+from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options
 from .bias_grad import Sharing
 from .one_tile import tile_of
@@ -60,6 +60,9 @@ def _one_tile_forward_kernel(
     bias2 = None
     if HELD:
         bias2 = load_bias2(rules, Sequence(0, head, len_q, len_k), rows, cols, KEYS_DOWN=False)
+    sink2 = None
+    if rules.sinks is not None:
+        sink2 = sink2_of(rules.sinks, Sequence(0, head, len_q, len_k))
     for batch in tl.range(begin, end, disable_licm=True):  # offsets of all tensors, kept from one turn to the next, would spill
         seq = Sequence(batch, head, len_q, len_k)
         q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
@@ -71,6 +74,6 @@ def _one_tile_forward_kernel(
         if rules.seed is not None:
             p *= kept_factor(rules, seq, rows, cols, KEYS_DOWN=False)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
-        acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, seq)
+        acc, lse_rows = softmax_finish(acc, row_max, row_sum, sink2)
         store_tile(out, seq, rows, value_dims, acc)
         store_rows(lse, seq, rows, lse_rows)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.described import Packed
+from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
@@ -17,8 +18,9 @@ from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
 from .bias_grad import Sharing
 
-QUERIES = 4096  # of a turn
-WORTH = 4  # turns of a program that are worth another beside it, whose sum a further kernel adds
+QUERIES, PACKED_QUERIES = 8192, 1024  # of a turn; of packed sequences, of which each has turns of its own
+WORTH = 2  # turns of a program that are worth another beside it, whose sum a further kernel adds
+PROGRAMS_PER_PROCESSOR = 2
 
 
 def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
@@ -34,8 +36,10 @@ def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
 def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks: Tensor) -> None:
     """Fill `d_sinks` (H,) with the sums of these over all queries of a head."""
     heads, len_q = incoming.lse.shape[1:]
-    packed = packed_blocks(problem, QUERIES)
-    sharing = Sharing.of_blocks(heads, count_blocks(problem, packed, QUERIES), WORTH, d_sinks.device)
+    queries = QUERIES if problem.ends_q is None else PACKED_QUERIES
+    packed = packed_blocks(problem, queries)
+    blocks = count_blocks(problem, packed, queries)
+    sharing = Sharing.of_blocks(heads, blocks, min(PROGRAMS_PER_PROCESSOR * processors(d_sinks.device), heads * blocks // WORTH))
     total = d_sinks[None, :, None, None]
     parts = sharing.parts(total)
     _d_out, lse, delta = incoming.strided(heads)
@@ -50,10 +54,10 @@ def sink_gradients(problem: Problem, sinks: Tensor, incoming: Incoming, d_sinks:
         parts=strided(parts, heads),
         sharing=sharing.argument,
         heads=heads,
-        blocks=triton.cdiv(len_q, QUERIES),
+        blocks=triton.cdiv(len_q, queries),
         len_q=len_q,
-        BLOCK=QUERIES,
-        num_warps=8,
+        BLOCK=queries,
+        num_warps=16 if problem.ends_q is None else 4,
         enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
     )
     sharing.sum_parts(parts, total)

@@ -186,7 +186,10 @@ def _split_kernel(
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    acc, lse_rows = softmax_finish(acc, row_max, row_sum, rules, Sequence(batch, head, len_q, len_k))
+    sink2 = None
+    if rules.sinks is not None:
+        sink2 = sink2_of(rules.sinks, Sequence(batch, head, len_q, len_k))
+    acc, lse_rows = softmax_finish(acc, row_max, row_sum, sink2)
     part = Sequence(split * (tl.num_programs(0) // (blocks * splits * groups)) + batch, by_row.head, len_q, len_k)
     store_tile(parts, part, rows, value_dims, acc)
     store_tile(lse_parts, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])

@@ -10,6 +10,7 @@ from dmattn.equivalence import Case
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.query_terms import Incoming, fill_terms
+from dmattn.kernels.portable import sink_grad
 from dmattn.kernels.portable.distance_grad import table_gradient
 from dmattn.kernels.portable.sink_grad import sink_gradients
 from dmattn.problem import Problem
@@ -67,6 +68,36 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
         sink_gradients(problem, sinks, incoming, found[-1])
     assert not found[0].isfinite()
     assert torch.equal(*found) or found[1].isnan() == found[0].isnan() == (beyond != beyond)
+
+
+@pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter")
+@pytest.mark.parametrize("lengths", [(330, 330, 330), (330, 0, 5, 64, 300)], ids=["batch", "packed"])
+def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, total = 2, sum(lengths)
+    packed = len(set(lengths)) > 1
+    for size in ("QUERIES", "PACKED_QUERIES"):
+        monkeypatch.setattr(sink_grad, size, 64)
+    parts = []
+    real = sink_grad.Sharing.sum_parts
+    monkeypatch.setattr(sink_grad.Sharing, "sum_parts", lambda sharing, *given: (parts.append(sharing.splits), real(sharing, *given))[1])
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, heads, total) if packed else (len(lengths), heads, lengths[0])
+    query, out, d_out = torch.randn(3, *shape, 16, generator=generator)
+    lse = torch.randn(shape, generator=generator)
+    sinks = torch.randn(heads, generator=generator)
+    options = dict(mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
+    ends = torch.tensor((0, *lengths)).cumsum(0)
+    problem = Problem.canonical(query, query, query, **options)
+    if packed:
+        problem = problem._replace(ends_q=ends, ends_k=ends, longest_q=330, longest_k=330)
+    problem, flat_out, flat_lse, flat_d_out = flattened(problem, out, lse, d_out)
+    incoming = Incoming.without_terms(flat_d_out, flat_lse)
+    fill_terms(problem, incoming, flat_out, None)
+    found = torch.full_like(sinks, float("nan"))
+    sink_grad.sink_gradients(problem, sinks, incoming, found)
+    by_query = -torch.exp(sinks.double()[:, None] - lse.double()) * (out.double() * d_out.double()).sum(-1)
+    assert parts[0] > 2
+    torch.testing.assert_close(found.double(), by_query.sum((0, 2)), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter; on a GPU the cases for Hopper do")
