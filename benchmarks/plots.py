@@ -218,11 +218,17 @@ def _of_model(record: Record, name: str, what: str) -> tuple[float | None, str]:
     return step["peak_bytes"] / ours["peak_bytes"], f"{step['peak_bytes'] / GIB:.1f} GiB"
 
 
+_NAMED = {"t5": "T5", "modernbert": "ModernBERT", "gpt": "GPT"}
+
+
 def _of_size(record: Record) -> str:
     """A model by the name of its configuration and the size of a step: t5_large_2048 is T5-large, 4 x 2048."""
     name, *words = record["model"].split("_")
     short = "-".join(
-        [{"t5": "T5"}.get(name, name.capitalize()), *(word.upper() if word[:1].isdigit() else word for word in words if not word.isdigit())]
+        [
+            _NAMED.get(name, name.capitalize()),
+            *(word.upper() if word[:1].isdigit() or word == "oss" else word for word in words if not word.isdigit()),
+        ]
     )
     size = f"{record['batch']} images" if record["unit"] == "images" else f"{record['batch']} x {record['length']}"
     return f"{short.replace('-checkpoints', ', checkpointing')}, {size}"

@@ -4,7 +4,8 @@ A training step is forward, loss and backward in bfloat16, without an optimizer,
 the decoder and the encoder) or images per second from the median step; its memory is the peak of the allocator less what the model and the
 inputs hold. Generation is greedy: the time of the prompt, and of each token after it. Losses of the first step stand beside each other: an
 implementation whose loss is far from eager's computes something else. One that refuses, fails or runs out of memory is recorded with the
-reason. T5 runs once more with dmattn and its position bias as pairs, which its layers hand over as a table otherwise.
+reason. T5 runs once more with dmattn and its position bias as pairs, which its layers hand over as a table otherwise. A stack of Pairformer
+blocks (:mod:`benchmarks.pairformer`) stands for models like AlphaFold, which Transformers has not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks import harness, plots
+from benchmarks.pairformer import PAIR_WIDTH, SINGLE_WIDTH, Pairformer
 from dmattn.integrations import doge
 from dmattn.integrations import transformers as integration
 from dmattn.integrations.transformers.bucket_tables import make_biases
@@ -79,6 +81,25 @@ class Model:
         return self.kind.startswith("T5")
 
 
+@dataclass(frozen=True)
+class Pairs(Model):
+    """A stack of Pairformer blocks, of which a part of the residues is padding."""
+
+    def build(self, device: torch.device, tiny: bool) -> nn.Module:
+        """In bfloat16, the same random weights each time."""
+        torch.manual_seed(0)
+        with device:
+            return Pairformer(1 if tiny else self.config["blocks"]).to(torch.bfloat16).train()
+
+    def inputs(self, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+        """Random representations, the same each time."""
+        seed = torch.Generator().manual_seed(0)
+        sizes = {"single": (self.batch, self.length, SINGLE_WIDTH), "pairs": (self.batch, self.length, self.length, PAIR_WIDTH)}
+        found = {name: torch.randn(size, generator=seed).to(device, torch.bfloat16) for name, size in sizes.items()}
+        kept = torch.arange(self.length) < self.length - self.length // 16
+        return found | {"kept": kept.expand(self.batch, -1).to(device)}
+
+
 T5_LARGE = dict(d_model=1024, d_kv=64, d_ff=2816, num_layers=24, num_heads=16, feed_forward_proj="gated-gelu", dropout_rate=0.0)
 T5_LARGE |= dict(decoder_start_token_id=0, use_cache=False)
 SWIN_BASE = dict(image_size=224, embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], window_size=7, drop_path_rate=0.0)
@@ -86,6 +107,9 @@ LLAMA_1B = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, 
 LLAMA_1B |= dict(vocab_size=32000, max_position_embeddings=1 << 17)
 DOGE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=8, vocab_size=32768)
 DOGE |= dict(keep_window_size=1024, max_position_embeddings=1 << 15)
+GPT_OSS = dict(num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2)  # as published: its attention; fewer layers and experts
+GEMMA3 = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4, vocab_size=32000)
+GEMMA3 |= dict(head_dim=256, sliding_window=1024)
 TINY: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": dict(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64),
     "SwinForImageClassification": dict(image_size=28, embed_dim=16, depths=[2], num_heads=[4]),
@@ -96,6 +120,11 @@ TINY: dict[str, dict[str, Any]] = {
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
     )
     | dict(keep_window_size=8),
+    "ModernBertForMaskedLM": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    | dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
+    "GptOssForCausalLM": dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64),
+    "Gemma3ForCausalLM": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    | dict(head_dim=8, sliding_window=8, vocab_size=64),
 }
 MODELS = (
     Model("t5_large_512", "T5ForConditionalGeneration", T5_LARGE, 16, 512),
@@ -108,6 +137,11 @@ MODELS = (
     Model("llama_1b_2048", "LlamaForCausalLM", LLAMA_1B, 4, 2048, generates=True),
     Model("llama_1b_16384", "LlamaForCausalLM", LLAMA_1B, 1, 16384, generates=True),
     Model("doge_4096", "DogeForCausalLM", DOGE, 2, 4096, generates=True),
+    Model("modernbert_base_8192", "ModernBertForMaskedLM", {}, 2, 8192),
+    Model("gpt_oss_8192", "GptOssForCausalLM", GPT_OSS, 1, 8192),
+    Model("gemma3_8192", "Gemma3ForCausalLM", GEMMA3, 1, 8192),
+    Pairs("pairformer_384", "Pairformer", dict(blocks=48), 1, 384, unit="residues"),
+    Pairs("pairformer_768", "Pairformer", dict(blocks=48), 1, 768, unit="residues"),
 )
 
 
@@ -224,13 +258,18 @@ def show(records: Sequence[Record]) -> None:
             for what, found in run.items():
                 if "error" in found:
                     print(f"{record['model']} {name} {what}: {found['error']}")
-    show_table(("model", "attention", "tokens or images / s", f"{OURS} is faster", "peak GiB", "first loss"), rows, "Training step, bf16")
+    show_table(
+        ("model", "attention", "tokens, images or residues / s", f"{OURS} is faster", "peak GiB", "first loss"), rows, "Training step, bf16"
+    )
     if generated:
         show_table(("model", "attention", "prompt s", "ms a token"), generated, f"Generation, batch 1, {NEW_TOKENS} tokens")
 
 
 def _set(network: nn.Module, implementation: str) -> None:
     """In every model inside, too: before Transformers 5.23 its own method leaves the encoder and the decoder of a T5 as they were."""
+    if isinstance(network, Pairformer):
+        network.implementation = implementation
+        return
     if implementation in (OURS, PAIRS):
         (doge if isinstance(network, transformers.DogeForCausalLM) else integration).enable(network)
         if implementation == PAIRS:
