@@ -86,8 +86,15 @@ class FactoredBias:
         """
         if dtype is None:
             dtype = torch.promote_types(torch.promote_types(self.rows.dtype, self.cols.dtype), torch.float32)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dmattn: FactoredBias.to_dense: dtype: expected a float dtype, received {dtype}")
         rows, cols = self.rows.double(), self.cols.double()
         if rows.ndim > 2 and cols.ndim > 2:
+            own, other = rows.shape[-3], cols.shape[-3]
+            if max(own, other) % max(1, min(own, other)):
+                raise ValueError(
+                    f"dmattn: bias.cols: expected bias.rows' {own} heads, or a number that divides or is divided by it, received {other}"
+                )
             rows, cols = _same_heads(rows, cols.shape[-3]), _same_heads(cols, rows.shape[-3])
         return (rows @ cols.mT).to(dtype)
 

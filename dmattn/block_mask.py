@@ -218,7 +218,8 @@ class BlockMask:
 
 def _refuse_operand(sign: str, other: object) -> NoReturn:
     expected = f"one mask_mod that says both, or BlockMask.from_mask(mask.to_dense() {sign} other) of a bool tensor"
-    raise TypeError(f"BlockMask: {sign}: expected {expected}, received a BlockMask beside {kind(other)}")
+    beside = "two BlockMasks" if isinstance(other, BlockMask) else f"a BlockMask beside {kind(other)}"
+    raise TypeError(f"BlockMask: {sign}: expected {expected}, received {beside}")
 
 
 def _check_device(name: str, device: torch.device) -> None:

@@ -352,7 +352,8 @@ class _Call:
         from .kernels.base.query_terms import Incoming
 
         problem, out, lse = flattened(problem, self.out, self.lse)
-        is_least |= any(_in_parts(problem, out, choice.row.name) for choice in choices)
+        d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
+        is_least |= any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices)
         if name == "forward":
             return _size(self.states), is_least or choices[0].row.name == "split keys"
         d_bias = flattened_gradients(self.gradients, self.problem).bias
@@ -372,14 +373,18 @@ class _Call:
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
 
 
-def _in_parts(problem: Problem, out: Any, row: str) -> bool:
+def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
     """Whether kernels may split the keys of each block of queries, and merge results of the parts."""
-    if row.removesuffix(", pairs loaded") not in ("Hopper", "Hopper: d_query"):
+    kernel = row.removesuffix(", pairs loaded")
+    if kernel not in ("Hopper", "Hopper: d_query"):
         return False
+    from .kernels.hopper.copies import consumers_of, cut_dims
     from .kernels.hopper.walk import parts_of_keys
 
-    batch, heads, len_q, _ = out.shape
-    return parts_of_keys(problem, batch * heads * -(-len_q // 192), out) > 1  # blocks of 128 queries or 192
+    batch, heads, len_q, _ = problem.query.shape
+    forward = kernel == "Hopper"
+    block = 64 * consumers_of(len_q, max(cut_dims(problem))) if forward and row == kernel else 128
+    return parts_of_keys(problem, batch * heads * -(-len_q // block), out if forward else d_query) > 1
 
 
 def _sizes(x: Tensor) -> list[int]:

@@ -103,7 +103,7 @@ def attention(
 
     Args:
         query: (..., H, Sq, D), float16, bfloat16, float32 or float64, on a CPU or a CUDA device, any strides, any number of leading axes: such
-            as the batch B, or (B, rows), or none. Differentiable.
+            as the batch B, or (B, rows), or none. Of five and more a GPU refuses a few patterns (docs/limits.md). Differentiable.
         key: (..., Hk, Sk, D), the query's dtype, device and leading axes; Hk divides H (grouped-query attention). Differentiable.
         value: (..., Hk, Sk, Dv), likewise. Differentiable.
         mask: bool, broadcastable to (..., H, Sq, Sk), each leading axis by itself, the head axis also Hk; True attends. Or an
@@ -288,8 +288,8 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     leading, heads = query.shape[:-3], _heads(query)
     for name, x in (("key", key), ("value", value)):
         try:
-            if x.shape[:-3] != leading:  # as most are not, for the next line imports sympy, which takes seconds
-                leading = torch.broadcast_shapes(leading, x.shape[:-3])
+            if x.shape[:-3] != leading:
+                leading = torch.broadcast_shapes(leading, x.shape[:-3])  # only then, as it imports sympy, which takes seconds
         except RuntimeError:
             expected = f"leading axes that broadcast with {tuple(leading)}"
             raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)}") from None

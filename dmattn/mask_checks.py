@@ -13,12 +13,13 @@ from .unions import expect_none, read
 
 
 def check_lengths(constructor: str, **lengths: int) -> None:
-    """Raise unless the lengths given to a constructor of IntervalMask are integers that it can have."""
+    """Raise unless the lengths given to a method of IntervalMask, or without a name to itself, are integers that it can have."""
     for name, length in lengths.items():
+        where = f"IntervalMask.{constructor}" if constructor else "IntervalMask"
         if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer, received {kind(length)}")
+            raise TypeError(f"{where}: {name}: expected an integer, received {kind(length)}")
         if length < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, received {length}")
+            raise ValueError(f"{where}: {name}: expected a non-negative integer, received {length}")
 
 
 def checked_sides(constructor: str, left: int | None, right: int | None, unbounded: int) -> tuple[int | None, int | None]:

@@ -48,8 +48,8 @@ class IntervalMask:
         also_last: as ``last``, of the second interval; None together with ``also_first``.
 
     Raises:
-        TypeError: a bound is not an int32 tensor, or one of the second interval is given alone.
-        ValueError: devices differ, a tensor has no axis, or the shapes do not broadcast together.
+        TypeError: a bound is not an int32 tensor, one of the second interval is given alone, or `len_q` is no integer.
+        ValueError: `len_q` is negative, devices differ, a tensor has no axis, or the shapes do not broadcast together.
 
     The column-wise representation, with up to two intervals, was made known by FlashMask (Wang et al., 2024, arXiv:2410.01359).
     """
@@ -64,6 +64,8 @@ class IntervalMask:
         if (self.also_first is None) != (self.also_last is None):
             given, missing = ("also_last", "also_first") if self.also_first is None else ("also_first", "also_last")
             raise TypeError(f"IntervalMask: {missing}: expected an int32 tensor beside {given}, received NoneType")
+        if self.len_q is not None:
+            check_lengths("", len_q=self.len_q)
         bounds = _fields(self)
         for name, bound in bounds:
             if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
@@ -78,6 +80,10 @@ class IntervalMask:
             except RuntimeError:
                 expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
                 raise ValueError(f"IntervalMask: {name}: expected {expected}, received {tuple(bound.shape)}") from None
+
+    def __repr__(self) -> str:
+        shapes = " and ".join(str(tuple(getattr(first, "shape", ()))) for first, _ in self._intervals)
+        return f"IntervalMask(first of shape {shapes}, len_q={self.len_q}, device={getattr(self.first, 'device', None)})"
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """The pairs that both masks allow: intervals intersect key by key."""
@@ -116,14 +122,13 @@ class IntervalMask:
         len_q = other.len_q if self.len_q is None else self.len_q
         if other.len_q is not None and other.len_q != len_q:
             raise ValueError(f"IntervalMask: {sign}: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
-        shapes, devices = (self._shape, other._shape), (self.first.device, other.first.device)
         try:
             self._spread(other)
-            fit = devices[0] == devices[1]
+            fit = self.first.device == other.first.device
         except RuntimeError:
             fit = False
         if not fit:
-            received = f"{tuple(shapes[0])} and {tuple(shapes[1])} on {devices[0]} and {devices[1]}"
+            received = f"{tuple(self._shape)} and {tuple(other._shape)} on {self.first.device} and {other.first.device}"
             raise ValueError(f"IntervalMask: {sign}: expected masks of broadcastable shapes on one device, received {received}")
         return len_q
 
@@ -133,6 +138,7 @@ class IntervalMask:
 
     def to_dense(self, len_q: int) -> Tensor:
         """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
+        check_lengths("to_dense", len_q=len_q)
         if self.len_q is not None and len_q != self.len_q:
             raise ValueError(f"IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
         query = torch.arange(len_q, device=self.first.device)[:, None]
@@ -311,7 +317,7 @@ class IntervalMask:
         check_rows("prefix_lm", "prefix_lengths", prefix_lengths)
         check_lengths("prefix_lm", len_q=len_q, len_k=len_k)
         causal = cls.causal(len_q, len_k, device=prefix_lengths.device)
-        inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths[:, None]
+        inside = torch.arange(len_k, device=prefix_lengths.device) < prefix_lengths.long()[:, None]
         return _with_head_axis(causal.first.expand(inside.shape).masked_fill(inside, 0), causal.last.expand(inside.shape), len_q)
 
     @classmethod
@@ -325,7 +331,8 @@ class IntervalMask:
         check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
-            raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
+            further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else ""
+            raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}{further}")
         check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import dmattn
 from dmattn import BlockMask, IntervalMask, RelativeBias, attention, explain
+from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
 from dmattn.explain import Explanation, Pass
@@ -323,6 +324,8 @@ def options_of(problem: Problem) -> dict[str, Any]:
 def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
     exact = 0
     cases = [(case, dtype) for case in (*CASES, *LARGE, *HOPPER) for dtype in (BF16, FP32)] + [(case, BF16) for case in WIDEST]
+    for head_dim, value_dim, keys in ((96, 128, 8000), (128, 256, 9000), (192, 128, 14000), (64, 128, 9000)):
+        cases.append((Case(f"parts-{head_dim}-{value_dim}", 128, keys, batch=1, heads=8, head_dim=head_dim, value_dim=value_dim), BF16))
     for case, dtype in (*cases, *LAUNCHES, *FORWARD):
         problem = meta(case, dtype)
         if any(side is not None and side < 0 for side in (problem.left, problem.right)):  # aligned at the first key, as attention is not

@@ -201,6 +201,29 @@ def test_the_dense_tensor_is_the_product() -> None:
         assert FactoredBias(normal(*one), normal(*other)).to_dense().shape == shape
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "float32"], ids=str)
+def test_the_dense_tensor_has_a_float_dtype(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"FactoredBias\.to_dense: dtype: expected a float dtype, received "):
+        FactoredBias(torch.randn(5, 2), torch.randn(7, 2)).to_dense(dtype)
+
+
+def test_the_dense_tensor_is_of_heads_that_divide() -> None:
+    with pytest.raises(ValueError, match=r"bias\.cols: expected bias\.rows' 4 heads, or a number that divides or is divided by it, received 3"):
+        FactoredBias(torch.randn(4, 5, 2), torch.randn(3, 7, 2)).to_dense()
+
+
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads-first", "sequence-first"])
+def test_columns_join_queries_in_the_order_of_memory(heads_first: bool) -> None:
+    sizes = dict(zip("bhsd", (2, 3, 70, 24), strict=True))
+    query, key = (torch.randn(*(sizes[axis] for axis in ("bhsd" if heads_first else "bshd"))) for _ in range(2))
+    if not heads_first:
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+    made = joined(query, key, key, FactoredBias(torch.randn(70, 4), torch.randn(70, 4)), None, None)
+    for x in made[:2]:
+        assert (x.stride(-2) < x.stride(-3)) == heads_first
+        assert x.stride(-1) == 1
+
+
 def test_nothing_of_another_batch_entry_or_hidden_key_is_seen(device: str) -> None:
     """Beyond NaN, which counts as in keys."""
     tokens, rows, cols = normal(2, 2, 33, 16, device=device, dtype=FP16), normal(2, 1, 33, 2, device=device), normal(2, 1, 33, 2, device=device)

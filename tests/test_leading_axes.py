@@ -114,6 +114,32 @@ def test_queries_of_leading_axes_in_any_order_of_memory(device: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+SIX = (2, 2, 2, 2, 2, 2)
+
+
+@pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="the PyTorch path takes them")
+def test_a_gradient_that_comes_in_may_have_its_axes_in_any_order(device: str) -> None:
+    """Kernels refuse queries of such memory, but who called attention has no gradient to copy."""
+    query = torch.randn(*SIX, 1, 3, 8, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    incoming = torch.randn(*SIX, 1, 3, 8, generator=torch.Generator().manual_seed(1)).to(device).permute(5, 4, 3, 2, 1, 0, 6, 7, 8)
+    out = attention(query, query, query)
+    (got,), (wanted,) = (torch.autograd.grad(out, query, x, retain_graph=True) for x in (incoming, incoming.contiguous()))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="the PyTorch path takes them")
+def test_patterns_of_many_axes_that_kernels_refuse(device: str) -> None:
+    query = torch.randn(2, 2, 2, 2, 2, 1, 3, 8, device=device)
+    mask = torch.ones(2, 1, 2, 1, 2, 1, 3, 3, dtype=torch.bool, device=device)
+    received = r"received \(2, 1, 2, 1, 2\) beside query's \(2, 2, 2, 2, 2\): expand it along an axis of 1, and make that contiguous"
+    with pytest.raises(ValueError, match=r"mask: expected leading axes that change between full and 1 at most 3 times, " + received):
+        attention(query, query, query, mask=mask)
+    attention(query, query, query, mask=mask.expand(2, 2, 2, 1, 2, 1, 3, 3).contiguous())
+    turned = torch.randn(*SIX, 1, 3, 8, device=device).permute(5, 4, 3, 2, 1, 0, 6, 7, 8)
+    with pytest.raises(ValueError, match=r"query: expected leading axes that lie in memory in at most 4 runs, .*: make it contiguous"):
+        attention(turned, turned, turned)
+
+
 def test_gradients_repeat_bit_by_bit(device: str) -> None:
     case = Case("repeated", 37, leading="bn", batch=3, rows=5, bias="b1hqk", mask="1n1qk")
     inputs = case.inputs(torch.float16, device)

@@ -66,6 +66,28 @@ def test_packed_sequences_attend_within_themselves(left: int | None, right: int 
     assert IntervalMask.packed(torch.tensor([0, 0]), torch.tensor([0, 0]), 0, 0).first.shape == (0,)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int64], ids=str)
+def test_lengths_of_prefixes_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([0, 3, 9])
+    assert torch.equal(IntervalMask.prefix_lm(lengths.to(dtype), 5, 7).to_dense(5), IntervalMask.prefix_lm(lengths, 5, 7).to_dense(5))
+
+
+@pytest.mark.parametrize("len_q", ["5", 5.0, True, torch.tensor(5), -1], ids=str)
+def test_a_number_of_queries_is_a_number(len_q: Any) -> None:
+    bound = torch.zeros(3, dtype=torch.int32)
+    for made in (lambda: IntervalMask(bound, bound, len_q), lambda: IntervalMask(bound, bound).to_dense(len_q)):
+        with pytest.raises((TypeError, ValueError), match=r"^IntervalMask(\.to_dense)?: len_q: expected a.* integer, received "):
+            made()
+
+
+def test_a_mask_is_shown_without_its_numbers() -> None:
+    bound = torch.zeros(2, 1, 300, dtype=torch.int32)
+    assert repr(IntervalMask(bound, bound, 5)) == "IntervalMask(first of shape (2, 1, 300), len_q=5, device=cpu)"
+    assert repr(IntervalMask(bound, bound, None, bound, bound)).startswith(
+        "IntervalMask(first of shape (2, 1, 300) and (2, 1, 300), len_q=None"
+    )
+
+
 def test_prefix_and_padding() -> None:
     prefix = torch.tensor([0, 3])
     dense = IntervalMask.prefix_lm(prefix, 5, 6).to_dense(5)
