@@ -160,7 +160,9 @@ class RelativeBias:
         else:
             _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
-            raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}")
+            shape, other = tuple(table.shape), table.ndim == 2 and 0 <= zero < table.shape[0]
+            hint = f"; the last axis of the table {shape} is the distances{', as that of table.t() would be' if other else ''}"
+            raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}{hint}")
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "zero", zero if isinstance(zero, (int, torch.SymInt)) else int(zero))
         object.__setattr__(self, "longest", None)
