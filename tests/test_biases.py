@@ -299,7 +299,11 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
             r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(2, 1, 1, 7\); bias.table.flatten\(0, 1\) fits$",
         ),
         (of(7, device="meta"), ValueError, "bias.table: expected query's device cpu, received meta"),
-        (RelativeBias.alibi(torch.zeros(4), 5), ValueError, "query: expected a length of at most 5, the `length` given to RelativeBias.alibi, received 6"),
+        (
+            RelativeBias.alibi(torch.zeros(4), 5),
+            ValueError,
+            "query: expected a length of at most 5, the `length` given to RelativeBias.alibi, received 6",
+        ),
         (3.0, TypeError, "bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ],
 )
