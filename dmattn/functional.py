@@ -180,6 +180,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor:
     r"""``torch.nn.functional.scaled_dot_product_attention``, argument for argument, with a gradient for a float `attn_mask`.
 
@@ -204,6 +205,8 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
             1, without `enable_gqa`.
     """
+    if unknown:
+        refuse_arguments(scaled_dot_product_attention, (), unknown)
     return as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -31,6 +31,10 @@ def attend_dynamically(**keywords: Any) -> object:
     return dynamic_mask_attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), torch.ones(1, 2, 5), keep=3, **keywords)
 
 
+def attend_as_torch(**keywords: Any) -> object:
+    return scaled_dot_product_attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), **keywords)
+
+
 def layer(**keywords: Any) -> object:
     return DynamicMaskAttention(hidden_size=8, num_heads=2, keep=3)(torch.ones(1, 5, 8), **keywords)
 
@@ -58,6 +62,7 @@ CALLS = {
     "context_parallel_dynamic_mask_attention": attend_dynamically_across,
     "attention_varlen": attend_packed,
     "dynamic_mask_attention": attend_dynamically,
+    "scaled_dot_product_attention": attend_as_torch,
     "DynamicMaskAttention.forward": layer,
 }
 
@@ -90,6 +95,14 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention", "dropout", "dropout_p"),
         ("attention", "backend", "one of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention", "cauzal", "causal, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
+        ("attention", "s_aux", "sinks"),
+        ("attention_varlen", "learnable_sink", "sinks"),
+        ("scaled_dot_product_attention", "mask", "attn_mask (bool, True attends), or both mask and bias of dmattn.attention"),
+        (
+            "scaled_dot_product_attention",
+            "is_causl",
+            "is_causal, or another of the keywords attn_mask, dropout_p, is_causal, scale, enable_gqa",
+        ),
         ("attention_varlen", "cu_seqlens", "cu_seqlens_q and cu_seqlens_k"),
         (
             "attention_varlen",
@@ -118,7 +131,8 @@ def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> Non
 def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
     """A hint that names it would never be seen."""
     across = [context_parallel_attention, context_parallel_dynamic_mask_attention]
-    functions: list[Callable] = [attention, attention_varlen, *across, dynamic_mask_attention, DynamicMaskAttention.forward]
+    ours = [attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention, DynamicMaskAttention.forward]
+    functions: list[Callable] = [*across, *ours]
     (function,) = [x for x in functions if x.__qualname__ == called]
     assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
 

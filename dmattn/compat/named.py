@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import kind
+from ..arguments import counterpart, kind
 from ..checks import check_tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +34,7 @@ def by_its_names(**names: str) -> Callable[[F], F]:
         def call(*arguments: Any, **options: Any) -> Any:
             if not options.keys() <= parameters.keys():
                 name = next(name for name in options if name not in parameters)
-                expected = f"one of the arguments {', '.join(parameters)}"
+                expected = counterpart(name, parameters, names) or f"one of the arguments {', '.join(parameters)}"
                 raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {function.__name__} does not have")
             try:
                 return function(*arguments, **options)
