@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dmattn import RelativeBias, advice, attention, attention_varlen, dynamic_mask_attention, explain, notices
+from dmattn import RelativeBias, advice, attention, attention_varlen, compat, dynamic_mask_attention, explain, notices
 from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about the host, which does the same in both halves")
@@ -209,6 +209,38 @@ def test_the_check_finds_heads_that_look_like_tokens(messages: Said, monkeypatch
     assert messages() == []
     attention(query, query, query)
     assert messages() == ["dmattn: query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: compat.flash_attn_func(x, x, x), "q: has 40 heads of 8 queries; (..., H, S, D) layout? transpose(-3, -2)"),
+        (lambda x: compat.flash_attn_kvpacked_func(x, torch.stack([x, x], 2)), "q: has 40 heads of 8 queries; (..., H, S, D) layout?"),
+        (lambda x: compat.flash_attn_qkvpacked_func(torch.stack([x] * 3, 2)), "qkv: has 40 heads of 8 queries; (B, H, 3, S, D) layout? transpose(1, 3)"),
+        (lambda x: compat.memory_efficient_attention(x, x, x), "query: has 40 heads of 8 queries; (..., H, S, D) layout? transpose(-3, -2)"),
+        (lambda x: compat.flex_attention(*[x.mT] * 3), None),
+        (lambda x: compat.flex_attention(*[x.transpose(1, 2)] * 3), "query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"),
+        (lambda x: compat.flash_attn_func(*[x.transpose(1, 2)] * 3), None),
+    ],
+)  # fmt: skip
+def test_the_check_of_another_librarys_function_has_its_layout_and_names(
+    call: Callable[[torch.Tensor], object], said: str | None, messages: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    call(normal(2, 8, 40, D))  # of 8 tokens and 40 heads, if tokens come first
+    found = messages()
+    assert len(found) == (said is not None)
+    assert all(message.startswith(f"dmattn: {said}") for message in found)
+
+
+def test_the_check_names_the_argument_of_another_library(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query = normal(B, SK, H, D)
+    compat.flash_dmattn_func(query, query, query, attn_bias=normal(1, 1, SK, SK).abs() * 1e4)
+    compat.memory_efficient_attention(query, query, query, attn_bias=normal(SK, SK).abs() * -2000)
+    compat.flash_attn_func(query, query, query, alibi_slopes=torch.full((H,), 2000.0))
+    attention(*[query.transpose(1, 2)] * 3, bias=normal(SK, SK).abs() * 1e4)  # and ours afterwards
+    assert [message.split(": ")[1] for message in messages()] == ["attn_bias", "bias"]
 
 
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import kind
 from ..checks import check_tensor
 from ..functional import as_torch
-from .named import by_its_names, check_plain, heads_first
+from .named import HEADS_FIRST, by_its_names, check_plain, heads_first
 
 LAYOUTS = {
     3: ("batch", "length", "head dim"),
@@ -21,7 +21,7 @@ TRIANGLES = {"LowerTriangularMask": True, "LowerTriangularFromBottomRightMask": 
 PACKED = "; packed sequences are dmattn.attention_varlen, other rules a mask or an IntervalMask of dmattn.attention"
 
 
-@by_its_names(attn_mask="attn_bias", dropout_p="p")
+@by_its_names(HEADS_FIRST, attn_mask="attn_bias", dropout_p="p")
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
