@@ -110,9 +110,7 @@ def _of_values(bias: Tensor, name: str) -> list[tuple[str, str]]:
         if seen.numel() and not bool(seen.any()):
             found.append(("mask", f"hides keys and adds nothing to the others; pass mask={name} == 0: blocks that it hides are then left out"))
         elif least <= MASKLIKE:
-            found.append(
-                ("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > {MASKLIKE:.0e} too: blocks it hides are then left out")
-            )
+            found.append(("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > -1e4 too: blocks it hides are then left out"))
     if seen.numel() and (largest := seen.abs().max().item()) > LARGE:
         found.append(
             ("large", f"has entries as large as {largest:.3g}, beside which scores and gradients lose digits; take off each row's maximum, "
