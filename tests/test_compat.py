@@ -461,6 +461,7 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict, str]] = [
     (compat.triangle_attention, (TRIANGLE[0], TRIANGLE[1][:, :1], TRIANGLE[2], PAIRS), {}, r"k: expected q's leading axes"),
     (compat.memory_efficient_attention, (Q[0, 0], Q, Q), {}, r"query: expected 3, 4 or 5 axes"),
     (compat.memory_efficient_attention, (Q, Q, Q, object()), {}, r"attn_bias: expected a float tensor, one of LowerTriangularMask, .*attention_varlen"),
+    (compat.memory_efficient_attention, (Q, Q, Q), dict(attn_bias=torch.ones(SQ, SQ, dtype=torch.bool)), r"attn_bias: expected a float tensor, as in xFormers, received a bool one; as mask, .* dmattn.attention takes one"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(op=1), r"op: expected None, received 1"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(p=-1.0), r"p: expected a number from 0 to 1"),
     (compat.memory_efficient_attention, (Q, Q, Q), dict(output_dtype=torch.int8), r"output_dtype: expected None or torch.float64, received torch.int8"),
