@@ -49,7 +49,7 @@ def called_by(names: Mapping[str, str], mistaken: str | None) -> Iterator[None]:
     """Findings meanwhile are those of a function of :mod:`dmattn.compat`; one that it calls in turn is no caller of its own."""
     outer = _caller.get()
     here = {ours: outer.names.get(theirs, theirs) for ours, theirs in names.items()}
-    token = _caller.set(_Caller(outer.names | here if outer.names else here, outer.mistaken or mistaken))
+    token = _caller.set(_Caller({**outer.names, **here}, outer.mistaken or mistaken))
     try:
         yield
     finally:
