@@ -120,8 +120,19 @@ def test_unknown_keywords(called: str, name: str, expected: str) -> None:
         CALLS[called](**{name: True})
 
 
+def test_longest_sequences_by_position_as_flash_attention_takes_them() -> None:
+    """Python names the keywords itself where they are missing."""
+    tensors = [torch.ones(5, 2, 8) for _ in range(3)]
+    with pytest.raises(TypeError, match=r"missing 2 required keyword-only arguments: 'max_seqlen_q' and 'max_seqlen_k'$"):
+        attention_varlen(*tensors, LENGTHS, LENGTHS, 5, 5)  # type: ignore[call-overload]
+    with pytest.raises(
+        TypeError, match=r"^dmattn: attention_varlen: expected the arguments max_seqlen_q, .* by keyword, received float by position$"
+    ):
+        attention_varlen(*tensors, LENGTHS, LENGTHS, 0.1, max_seqlen_q=5, max_seqlen_k=5)  # type: ignore[call-overload]
+
+
 def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> None:
-    """As a mask after query, key and value, which some libraries take so. Of the other functions, which need keywords, Python says so."""
+    """As a mask after query, key and value, which some libraries take so."""
     message = r"^dmattn: attention: expected the arguments mask, .*, return_lse by keyword, received torch.Tensor and bool by position$"
     with pytest.raises(TypeError, match=message):
         attention(*(torch.ones(1, 1, 2, 4) for _ in range(3)), torch.ones(2, 2), True)
