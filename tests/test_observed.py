@@ -235,6 +235,14 @@ def test_the_check_of_another_librarys_function_has_its_layout_and_names(
     assert all(message.startswith(f"dmattn: {said}") for message in found)
 
 
+@pytest.mark.skipif(interpreting(), reason="compiled code is not looked at in either half")
+def test_the_check_leaves_compiled_code_of_another_librarys_function_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    x = normal(2, 8, 4, D)
+    compiled = torch.compile(lambda x: compat.flash_attn_func(x, x, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), compat.flash_attn_func(x, x, x))
+
+
 def test_the_check_names_the_argument_of_another_library(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "asked", True)
     query = normal(B, SK, H, D)

@@ -40,7 +40,7 @@ def by_its_names(mistaken: str | None = None, /, **names: str) -> Callable[[F], 
                 expected = counterpart(name, parameters, names) or f"one of the arguments {', '.join(parameters)}"
                 raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {function.__name__} does not have")
             try:
-                if advice.asked:
+                if advice.asked and not torch.compiler.is_compiling():
                     with advice.called_by(names, mistaken):
                         return function(*arguments, **options)
                 return function(*arguments, **options)
