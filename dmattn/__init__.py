@@ -1,6 +1,9 @@
 """dmattn: exact attention with a dynamic mask and a differentiable additive bias, in Triton."""
 
+from typing import TYPE_CHECKING
+
 from . import compat, reference
+from .absent import refusing
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
 from .dynamic import dynamic_mask_attention, topk_mask
@@ -35,3 +38,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "topk_mask",
 ]
+
+if not TYPE_CHECKING:  # type checkers know all names, and would take any beside a __getattr__
+    __getattr__ = refusing(__name__)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +33,39 @@ def setting() -> bool:
 asked = setting()
 
 
+class _Caller(NamedTuple):
+    """What a function with another library's arguments calls ours, and the layout in whose place its own is taken by mistake."""
+
+    names: Mapping[str, str] = {}
+    mistaken: str | None = None
+
+
+_OURS = _Caller()
+_caller: ContextVar[_Caller] = ContextVar("_caller", default=_OURS)
+
+
+@contextmanager
+def called_by(names: Mapping[str, str], mistaken: str | None) -> Iterator[None]:
+    """Findings meanwhile are those of a function of :mod:`dmattn.compat`; one that it calls in turn is no caller of its own."""
+    outer = _caller.get()
+    here = {ours: outer.names.get(theirs, theirs) for ours, theirs in names.items()}
+    token = _caller.set(_Caller({**outer.names, **here}, outer.mistaken or mistaken))
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
 def look_at_layout(query: Tensor, key: Tensor) -> None:
     """Log where there are more heads than queries and keys, as in (B, S, H, D), which computes attention of heads where lengths are equal."""
     if min(query.ndim, key.ndim) < 3:
         return  # which is refused
     heads, len_q, len_k = query.shape[-3], query.shape[-2], key.shape[-2]
     if len_q > 1 and heads > max(len_q, len_k):
-        once(logging.WARNING, f"query: has {heads} heads of {len_q} queries; (B, S, H, D) layout? transpose(1, 2)", "layout of query")
+        caller = _caller.get()
+        mistaken = caller.mistaken or "(B, S, H, D) layout? transpose(1, 2)"
+        name = caller.names.get("query", "query")
+        once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
 
 
 @torch.no_grad()
@@ -45,6 +75,10 @@ def look_at(bias: Tensor | None, name: str = "bias") -> None:
         return
     if bias.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph cannot wait
+    names = _caller.get().names
+    if names and name == "bias.table":
+        return  # which that function made, such as of ALiBi's slopes
+    name = names.get(name, name)
     for code, finding in [*_of_layout(bias, name), *_of_values(bias, name)]:
         once(logging.WARNING, f"{name}: {finding}", f"{code} of {name}")
 
@@ -76,9 +110,7 @@ def _of_values(bias: Tensor, name: str) -> list[tuple[str, str]]:
         if seen.numel() and not bool(seen.any()):
             found.append(("mask", f"hides keys and adds nothing to the others; pass mask={name} == 0: blocks that it hides are then left out"))
         elif least <= MASKLIKE:
-            found.append(
-                ("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > {MASKLIKE:.0e} too: blocks it hides are then left out")
-            )
+            found.append(("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > -1e4 too: blocks it hides are then left out"))
     if seen.numel() and (largest := seen.abs().max().item()) > LARGE:
         found.append(
             ("large", f"has entries as large as {largest:.3g}, beside which scores and gradients lose digits; take off each row's maximum, "

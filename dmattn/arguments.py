@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -15,10 +15,12 @@ _COMMON = {
     "deterministic": "nothing, as results always are deterministic",
     "enable_gqa": "nothing, as any number of key heads that divides the query's is taken",
     "is_causal": "causal, which is aligned bottom-right (torch's is_causal is top-left: dmattn.scaled_dot_product_attention)",
+    "learnable_sink": "sinks",
     "need_weights": _LSE,
     "output_attentions": _LSE,
     "return_attn_probs": _LSE,
     "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
     "scaling": "scale",
     "sm_scale": "scale",
     "softmax_scale": "scale",
@@ -66,6 +68,27 @@ _OURS = {
     "dmattn.biases.FactoredBias": "bias",
 }
 _PACKED = "dmattn.attention_varlen"
+_OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
+_SAME = {  # keywords of functions in dmattn.compat, and of what they stand for elsewhere
+    "attention_mask": "mask",
+    "attn_bias": "bias",
+    "attn_mask": "mask",
+    "dropout": "dropout_p",
+    "is_causal": "causal",
+    "key_padding_mask": "mask",
+    "learnable_sink": "sinks",
+    "logits_soft_cap": "softcap",
+    "p": "dropout_p",
+    "position_bias": "bias",
+    "return_attn_probs": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
+    "scaling": "scale",
+    "sliding_window": "window",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
 _KEYWORDS = {
     "attention": _DENSE
     | dict.fromkeys(
@@ -95,6 +118,18 @@ _KEYWORDS = {
     },
     "context_parallel_dynamic_mask_attention": _DYNAMIC,
     "dynamic_mask_attention": _DYNAMIC,
+    "scaled_dot_product_attention": dict.fromkeys(("sinks", "softcap", "window", "return_lse"), "the function dmattn.attention, which has it")
+    | dict.fromkeys(("dropout", "dropout_rate"), "dropout_p")
+    | dict.fromkeys(("scaling", "sm_scale", "softmax_scale"), "scale")
+    | {
+        "attention_mask": "attn_mask; padding (B, S) is bool mask[:, None, None]",
+        "attn_bias": "attn_mask (float, added)",
+        "bias": "attn_mask (float, added), or both mask and bias of dmattn.attention",
+        "causal": "is_causal, which is aligned top-left (causal of dmattn.attention is bottom-right)",
+        "key_padding_mask": "attn_mask (bool, True for a real key), mask[:, None, None] of (B, S)",
+        "mask": "attn_mask (bool, True attends), or both mask and bias of dmattn.attention",
+        "position_bias": "attn_mask (float, added)",
+    },
     "DynamicMaskAttention.forward": {
         "attn_mask": "attention_mask (B, Sk), nonzero for a real token",
         "causal": "causal of the layer's constructor",
@@ -111,7 +146,8 @@ _KEYWORDS = {
 def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown: Mapping[str, Any]) -> NoReturn:
     """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own."""
     called = function.__qualname__
-    ours = [x.name for x in inspect.signature(function).parameters.values() if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    parameters = inspect.signature(function).parameters.values()
+    ours = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
     if more:
         received = " and ".join(map(kind, more))
         raise TypeError(f"dmattn: {called}: expected the arguments {', '.join(ours)} by keyword, received {received} by position")
@@ -119,6 +155,20 @@ def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown:
     alike = [f"{each}, or another" for each in get_close_matches(name, ours, 1)] or ["one"]
     expected = _KEYWORDS[called].get(name, f"{alike[0]} of the keywords {', '.join(ours)}")
     raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")
+
+
+def counterpart(name: str, theirs: Collection[str], renamed: Mapping[str, str]) -> str | None:
+    """The argument that a keyword stands for where a function has those of another library, or the function of dmattn that has it; or None.
+
+    `theirs` are the function's arguments, and `renamed` has its names of dmattn's arguments, which are others.
+    """
+    ours = _SAME.get(name, name)
+    if ours not in _OF_ATTENTION:
+        return None
+    alike = (renamed.get(ours), ours, *(other for other, its in _SAME.items() if its == ours))
+    found = next((each for each in alike if each in theirs and each != "alibi_slopes"), None)  # of which not every bias consists
+    packed = "cu_seqlens_q" in theirs or "cu_seqlens" in theirs
+    return found or f"{ours} of {_PACKED if packed else 'dmattn.attention, whose tensors are (..., H, S, D)'}"
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from .arguments import check_flag, hint_for, kind
 __all__ = ["FactoredBias", "RelativeBias"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FactoredBias:
     r"""A bias of pairs as a product of factors: ``bias_ij = rows_i . cols_j``, added to the score of query i and key j.
 
@@ -66,6 +66,10 @@ class FactoredBias:
 
     rows: Tensor
     cols: Tensor
+
+    def __repr__(self) -> str:
+        rows, cols = (f"of shape {tuple(x.shape)} in {x.dtype}" for x in (self.rows, self.cols))
+        return f"FactoredBias(rows {rows}, cols {cols})"
 
     def __post_init__(self) -> None:
         for name, factors in (("rows", self.rows), ("cols", self.cols)):
@@ -167,7 +171,9 @@ class RelativeBias:
         else:
             _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
-            raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}")
+            shape, other = tuple(table.shape), table.ndim == 2 and 0 <= zero < table.shape[0]
+            hint = f"; the last axis of the table {shape} is the distances{', as that of table.t() would be' if other else ''}"
+            raise ValueError(f"dmattn: RelativeBias: zero: expected an index of the table, from 0 to {length - 1}, received {zero}{hint}")
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "zero", zero if isinstance(zero, (int, torch.SymInt)) else int(zero))
         object.__setattr__(self, "longest", None)
@@ -245,7 +251,9 @@ class RelativeBias:
         """
         _check_float("RelativeBias.alibi: slopes", slopes)
         if slopes.ndim != 1:
-            raise ValueError(f"dmattn: RelativeBias.alibi: slopes: expected shape (H,), received {tuple(slopes.shape)}")
+            table = "RelativeBias(-slopes[..., None] * torch.arange(1 - length, length, device=slopes.device).abs())"
+            hint = f"; of slopes (B, H) it is {table}" if slopes.ndim == 2 else ""
+            raise ValueError(f"dmattn: RelativeBias.alibi: slopes: expected shape (H,), received {tuple(slopes.shape)}{hint}")
         _check_integer("RelativeBias.alibi: length", length)
         if length < 1:
             raise ValueError(f"dmattn: RelativeBias.alibi: length: expected at least 1, received {length}")

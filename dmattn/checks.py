@@ -163,7 +163,7 @@ def checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, d
     *front, len_q, len_k = pairs
     for name, length in (("max_seqlen_q", len_q), ("max_seqlen_k", len_k)) if is_packed else (("query", len_q), ("key", len_k)):
         if longest is not None and length > longest:
-            _fail(name, f"a length of at most {longest}, that of RelativeBias.alibi", length)
+            _fail(name, f"a length of at most {longest}, the `length` given to RelativeBias.alibi", length)
     axes = "(sequences, H, R)" if is_packed else "(B, H, R)" if len(pairs) == 4 else "(..., H, R)"
     view, length = with_axes(table, len(pairs)), table.shape[-1]
     if table.device != device or not _fits(view, (*front, 1, length), kv_heads, -3):
@@ -181,8 +181,8 @@ def broadcastable(
     if not _fits(view, full, kv_heads, head_axis):
         choices = " or ".join(str(n) for n in sorted({full[head_axis], kv_heads, 1}, reverse=True))
         hint, leading = "", full[:head_axis]
-        if name in ("mask", "attn_mask") and tuple(tensor.shape) == (*full[:-3], full[-1]):
-            hint = f"; of padding, {name}[{':' if axes == PADDED else '...'}, None, None{'' if axes == PADDED else ', :'}]"
+        if name in ("mask", "attn_mask") and (ways := _of_padding(name, tuple(tensor.shape), full, axes)):
+            hint = f"; of padding, {' or '.join(ways)}{', by what its first axis is' if len(ways) > 1 else ''}"
         elif tensor.ndim > len(full):
             hint = _with_fewer_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
         elif (
@@ -206,6 +206,18 @@ def broadcastable(
                 hint = f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
+
+
+def _of_padding(name: str, sizes: tuple[int, ...], full: tuple[int, ...], axes: str) -> list[str]:
+    """The indices that make a mask of padding, with some neighbours of the leading axes before the keys, broadcast."""
+    *own, len_k = sizes
+    leading = full[:-3]
+    if not own or len_k != full[-1]:
+        return []
+    if tuple(own) == leading:
+        return [f"{name}[:, None, None]" if axes == PADDED else f"{name}[..., None, None, :]"]
+    places = [at for at in range(len(leading) - len(own) + 1) if leading[at : at + len(own)] == tuple(own)]
+    return [f"{name}[{', '.join([':'] * len(own) + ['None'] * (len(leading) - at - len(own) + 2))}]" for at in places]
 
 
 def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:

@@ -15,18 +15,21 @@ from .versions import tested_with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the result is the exit code, 0 when all is well."""
+    """Run a command, or without one list them; the result is the exit code, 0 when all is well."""
     parser = Parser(
         prog="dmattn",
         description="Exact attention with a dynamic mask and a differentiable additive bias.",
         formatter_class=RawDescriptionHelpFormatter,  # which leaves the version on one line
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, tested with {tested_with()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for command in (info, verify, explain, compile, bench, tune):
         command.add(commands)
     completion.add(commands, parser)
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     with ExitStack() as told:
         if options.json is True:  # and not the name of a file
             told.enter_context(redirect_stdout(sys.stderr))

@@ -144,7 +144,7 @@ def attention(
 
     On a GPU the gradients start from exp(s - lse) with lse in float32, as in FlashAttention: in a row whose scores lie far from 0 that costs
     them a relative error of about 2e-7 * abs(lse), and a row with abs(lse) over 2 ** 26 has none. Mask with -inf or a mask, not with a number
-    like -1e9: ``mask = mask_bias > -1e8`` makes one of a bias of 0 and -1e9.
+    like -1e9: ``mask = mask_bias > -1e4`` makes one of a bias of 0 and -1e9.
 
     Returns:
         out: (..., H, Sq, Dv) in the query's dtype, laid out in memory as (..., Sq, H, Dv).
@@ -180,6 +180,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor:
     r"""``torch.nn.functional.scaled_dot_product_attention``, argument for argument, with a gradient for a float `attn_mask`.
 
@@ -204,6 +205,8 @@ def scaled_dot_product_attention(
         TypeError, ValueError: as :func:`attention`; also for `is_causal` together with `attn_mask`, and for H and Hk that differ and are not
             1, without `enable_gqa`.
     """
+    if unknown:
+        refuse_arguments(scaled_dot_product_attention, (), unknown)
     return as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -87,7 +87,7 @@ def attention_varlen(
     value: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    *,
+    *more: NoReturn,
     max_seqlen_q: int,
     max_seqlen_k: int,
     mask: Tensor | None = None,
@@ -156,8 +156,8 @@ def attention_varlen(
 
     Source: the interface of FlashAttention's ``flash_attn_varlen_func`` (Dao, 2023, arXiv:2307.08691), with mask and bias besides.
     """
-    if unknown:
-        refuse_arguments(attention_varlen, (), unknown)
+    if more or unknown:
+        refuse_arguments(attention_varlen, more, unknown)
     check_flag("return_lse", return_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)

@@ -31,6 +31,10 @@ def attend_dynamically(**keywords: Any) -> object:
     return dynamic_mask_attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), torch.ones(1, 2, 5), keep=3, **keywords)
 
 
+def attend_as_torch(**keywords: Any) -> object:
+    return scaled_dot_product_attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), **keywords)
+
+
 def layer(**keywords: Any) -> object:
     return DynamicMaskAttention(hidden_size=8, num_heads=2, keep=3)(torch.ones(1, 5, 8), **keywords)
 
@@ -58,6 +62,7 @@ CALLS = {
     "context_parallel_dynamic_mask_attention": attend_dynamically_across,
     "attention_varlen": attend_packed,
     "dynamic_mask_attention": attend_dynamically,
+    "scaled_dot_product_attention": attend_as_torch,
     "DynamicMaskAttention.forward": layer,
 }
 
@@ -90,6 +95,14 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention", "dropout", "dropout_p"),
         ("attention", "backend", "one of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention", "cauzal", "causal, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
+        ("attention", "s_aux", "sinks"),
+        ("attention_varlen", "learnable_sink", "sinks"),
+        ("scaled_dot_product_attention", "mask", "attn_mask (bool, True attends), or both mask and bias of dmattn.attention"),
+        (
+            "scaled_dot_product_attention",
+            "is_causl",
+            "is_causal, or another of the keywords attn_mask, dropout_p, is_causal, scale, enable_gqa",
+        ),
         ("attention_varlen", "cu_seqlens", "cu_seqlens_q and cu_seqlens_k"),
         (
             "attention_varlen",
@@ -107,8 +120,19 @@ def test_unknown_keywords(called: str, name: str, expected: str) -> None:
         CALLS[called](**{name: True})
 
 
+def test_longest_sequences_by_position_as_flash_attention_takes_them() -> None:
+    """Python names the keywords itself where they are missing."""
+    tensors = [torch.ones(5, 2, 8) for _ in range(3)]
+    with pytest.raises(TypeError, match=r"missing 2 required keyword-only arguments: 'max_seqlen_q' and 'max_seqlen_k'$"):
+        attention_varlen(*tensors, LENGTHS, LENGTHS, 5, 5)  # type: ignore[call-overload]
+    with pytest.raises(
+        TypeError, match=r"^dmattn: attention_varlen: expected the arguments max_seqlen_q, .* by keyword, received float by position$"
+    ):
+        attention_varlen(*tensors, LENGTHS, LENGTHS, 0.1, max_seqlen_q=5, max_seqlen_k=5)  # type: ignore[call-overload]
+
+
 def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> None:
-    """As a mask after query, key and value, which some libraries take so. Of the other functions, which need keywords, Python says so."""
+    """As a mask after query, key and value, which some libraries take so."""
     message = r"^dmattn: attention: expected the arguments mask, .*, return_lse by keyword, received torch.Tensor and bool by position$"
     with pytest.raises(TypeError, match=message):
         attention(*(torch.ones(1, 1, 2, 4) for _ in range(3)), torch.ones(2, 2), True)
@@ -118,7 +142,8 @@ def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> Non
 def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
     """A hint that names it would never be seen."""
     across = [context_parallel_attention, context_parallel_dynamic_mask_attention]
-    functions: list[Callable] = [attention, attention_varlen, *across, dynamic_mask_attention, DynamicMaskAttention.forward]
+    ours = [attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention, DynamicMaskAttention.forward]
+    functions: list[Callable] = [*across, *ours]
     (function,) = [x for x in functions if x.__qualname__ == called]
     assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
 

@@ -80,6 +80,15 @@ def test_alibi_is_its_formula() -> None:
     assert RelativeBias.alibi(slopes.detach().bfloat16(), 9).table.dtype == torch.float32
 
 
+def test_slopes_of_batch_entries_as_the_message_has_them() -> None:
+    slopes, length = torch.tensor([[0.5, 0.25], [0.125, 1.0]]), 9
+    with pytest.raises(ValueError, match="of slopes") as raised:
+        RelativeBias.alibi(slopes, length)
+    bias = eval(str(raised.value).partition("it is ")[2])
+    for entry in range(2):
+        assert torch.equal(bias.to_dense(4, 9)[entry], RelativeBias.alibi(slopes[entry], length).to_dense(4, 9))
+
+
 def test_slopes_and_weights_are_learned(device: str) -> None:
     """The gradient goes on from the table to what it was made of."""
     query, key, value = (torch.randn(2, 2, 21, 8, device=device) for _ in range(3))
@@ -243,7 +252,8 @@ def of(*shape: int, **options: Any) -> RelativeBias:
         (lambda: RelativeBias(torch.tensor(1.0)), ValueError, r"RelativeBias: table: expected shape \(R,\) or \(..., H, R\), R from 1, received \(\)"),
         (lambda: of(2, 0), ValueError, "RelativeBias: table: expected shape"),
         (lambda: RelativeBias(torch.zeros(5), 5), ValueError, "RelativeBias: zero: expected an index of the table, from 0 to 4, received 5"),
-        (lambda: RelativeBias(torch.zeros(5), -1), ValueError, "RelativeBias: zero: expected an index of the table"),
+        (lambda: RelativeBias(torch.zeros(5), -1), ValueError, r"RelativeBias: zero: expected an index of the table, .*; the last axis of the table \(5,\) is the distances$"),
+        (lambda: RelativeBias(torch.zeros(257, 4), 128), ValueError, r"from 0 to 3, received 128; the last axis of the table \(257, 4\) is the distances, as that of table.t\(\) would be$"),
         (lambda: RelativeBias(torch.zeros(5), 1.0), TypeError, "RelativeBias: zero: expected an integer or None, received float"),
         (lambda: RelativeBias(torch.zeros(5), True), TypeError, "RelativeBias: zero: expected an integer or None, received bool"),
         (lambda: of(5).to_dense(-1, 2), ValueError, "RelativeBias.to_dense: len_q: expected a non-negative integer, received -1"),
@@ -264,7 +274,7 @@ def of(*shape: int, **options: Any) -> RelativeBias:
             "t5: max_distance: expected more than 8, half of 16 buckets, received 8",
         ),
         (lambda: RelativeBias.alibi([1.0], 3), TypeError, "RelativeBias.alibi: slopes: expected a float16, bfloat16, float32 or float64 tensor, received list"),
-        (lambda: RelativeBias.alibi(torch.zeros(2, 1), 3), ValueError, r"alibi: slopes: expected shape \(H,\), received \(2, 1\)"),
+        (lambda: RelativeBias.alibi(torch.zeros(2, 1), 3), ValueError, r"alibi: slopes: expected shape \(H,\), received \(2, 1\); of slopes \(B, H\) it is RelativeBias\(-slopes\[\.\.\., None\]"),
         (lambda: RelativeBias.alibi(torch.zeros(2), 0), ValueError, "alibi: length: expected at least 1, received 0"),
         (lambda: RelativeBias.alibi(torch.zeros(2), 3).to_dense(2, 4), ValueError, "to_dense: len_k: expected at most 3, the length of RelativeBias.alibi"),
     ],
@@ -289,7 +299,11 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
             r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(2, 1, 1, 7\); bias.table.flatten\(0, 1\) fits$",
         ),
         (of(7, device="meta"), ValueError, "bias.table: expected query's device cpu, received meta"),
-        (RelativeBias.alibi(torch.zeros(4), 5), ValueError, "query: expected a length of at most 5, that of RelativeBias.alibi, received 6"),
+        (
+            RelativeBias.alibi(torch.zeros(4), 5),
+            ValueError,
+            "query: expected a length of at most 5, the `length` given to RelativeBias.alibi, received 6",
+        ),
         (3.0, TypeError, "bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ],
 )

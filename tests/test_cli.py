@@ -60,8 +60,9 @@ def test_info_names_a_gpu_that_is_too_old(monkeypatch):
 
 def test_runs_as_a_module_and_without_a_command_says_which_there_are():
     run = subprocess.run([sys.executable, "-m", "dmattn"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "command" in run.stderr
+    assert (run.returncode, run.stdout) == (2, "")
+    listed = re.findall(r"^    (\w+)(?: |$)", run.stderr, flags=re.M)
+    assert listed == ["info", "verify", "explain", "compile", "bench", "tune", "completion"]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,11 @@ def test_zero_rows_have_gradients(device: str, half: torch.dtype) -> None:
     assert (d_cols == 0).all()
 
 
+def test_a_bias_is_shown_without_its_numbers() -> None:
+    bias = FactoredBias(torch.zeros(4, 9, 5), torch.zeros(7, 5, dtype=torch.bfloat16))
+    assert repr(bias) == "FactoredBias(rows of shape (4, 9, 5) in torch.float32, cols of shape (7, 5) in torch.bfloat16)"
+
+
 def test_the_dense_tensor_is_the_product() -> None:
     rows, cols = normal(2, 4, 5, 3), normal(2, 2, 7, 3)
     bias = FactoredBias(rows, cols)

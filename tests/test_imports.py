@@ -58,6 +58,7 @@ TRANSFORMERS = (
 # A module imports from the lines above its own alone; inside a package that has a name here, from that package too. `__init__` is dmattn itself.
 LAYERS = (
     (
+        "absent",
         "arguments",
         "bits",
         "broadcast",

@@ -7,14 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dmattn import RelativeBias, advice, attention, attention_varlen, dynamic_mask_attention, explain, notices
+from dmattn import RelativeBias, advice, attention, attention_varlen, compat, dynamic_mask_attention, explain, notices
 from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about the host, which does the same in both halves")
@@ -177,7 +177,9 @@ FINDINGS = {
     "minus-infinity": (lambda: PAIRS.masked_fill(PAIRS > 1, float("-inf")), r"hides keys by numbers|^$"),
     "mask": (lambda: torch.zeros(B, 1, SQ, SK).masked_fill(normal(B, 1, SQ, SK) > 1, float("-inf")), "bias: hides keys and adds nothing to the others; pass mask=bias == 0"),
     "number-mask": (lambda: torch.zeros(B, 1, SQ, SK).masked_fill(normal(B, 1, SQ, SK) > 1, -1e9), "bias: hides keys and adds nothing to the others"),
-    "numbers": (lambda: PAIRS.masked_fill(PAIRS > 1, -1e9), r"bias: hides keys by numbers such as -1e\+09; pass mask=bias > -1e\+04 too"),
+    "numbers": (lambda: PAIRS.masked_fill(PAIRS > 1, -1e9), r"bias: hides keys by numbers such as -1e\+09; pass mask=bias > -1e4 too"),
+    "float16": (lambda: PAIRS.half().masked_fill(PAIRS > 1, torch.finfo(torch.float16).min), r"bias: hides keys by numbers such as -6.55e\+04; pass mask=bias > -1e4 too"),
+    "ten-thousand": (lambda: PAIRS.masked_fill(PAIRS > 1, -1e4), r"bias: hides keys by numbers such as -1e\+04; pass mask=bias > -1e4 too"),
     "large": (lambda: PAIRS + 5000, r"bias: has entries as large as 5e\+03"),
     "expanded": (lambda: PAIRS.expand(B, H, SQ, SK), r"bias: was expanded from \(1, 4, 5, 9\) to \(2, 4, 5, 9\)"),
     "repeated": (lambda: PAIRS.repeat(B, 1, 1, 1), r"bias: has the same entries all along axis 0 of \(2, 4, 5, 9\); pass bias\[:1, :, :, :\]"),
@@ -209,6 +211,46 @@ def test_the_check_finds_heads_that_look_like_tokens(messages: Said, monkeypatch
     assert messages() == []
     attention(query, query, query)
     assert messages() == ["dmattn: query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: compat.flash_attn_func(x, x, x), "q: has 40 heads of 8 queries; (..., H, S, D) layout? transpose(-3, -2)"),
+        (lambda x: compat.flash_attn_kvpacked_func(x, torch.stack([x, x], 2)), "q: has 40 heads of 8 queries; (..., H, S, D) layout?"),
+        (lambda x: compat.flash_attn_qkvpacked_func(torch.stack([x] * 3, 2)), "qkv: has 40 heads of 8 queries; (B, H, 3, S, D) layout? transpose(1, 3)"),
+        (lambda x: compat.memory_efficient_attention(x, x, x), "query: has 40 heads of 8 queries; (..., H, S, D) layout? transpose(-3, -2)"),
+        (lambda x: compat.flex_attention(*[x.mT] * 3), None),
+        (lambda x: compat.flex_attention(*[x.transpose(1, 2)] * 3), "query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"),
+        (lambda x: compat.flash_attn_func(*[x.transpose(1, 2)] * 3), None),
+    ],
+)  # fmt: skip
+def test_the_check_of_another_librarys_function_has_its_layout_and_names(
+    call: Callable[[torch.Tensor], object], said: str | None, messages: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    call(normal(2, 8, 40, D))  # of 8 tokens and 40 heads, if tokens come first
+    found = messages()
+    assert len(found) == (said is not None)
+    assert all(message.startswith(f"dmattn: {said}") for message in found)
+
+
+@pytest.mark.skipif(interpreting(), reason="compiled code is not looked at in either half")
+def test_the_check_leaves_compiled_code_of_another_librarys_function_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    x = normal(2, 8, 4, D)
+    compiled = torch.compile(lambda x: compat.flash_attn_func(x, x, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), compat.flash_attn_func(x, x, x))
+
+
+def test_the_check_names_the_argument_of_another_library(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query = normal(B, SK, H, D)
+    compat.flash_dmattn_func(query, query, query, attn_bias=normal(1, 1, SK, SK).abs() * 1e4)
+    compat.memory_efficient_attention(query, query, query, attn_bias=normal(SK, SK).abs() * -2000)
+    compat.flash_attn_func(query, query, query, alibi_slopes=torch.full((H,), 2000.0))
+    attention(*[query.transpose(1, 2)] * 3, bias=normal(SK, SK).abs() * 1e4)  # and ours afterwards
+    assert [message.split(": ")[1] for message in messages()] == ["attn_bias", "bias"]
 
 
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ ERRORS = [
     ("more-axes-than-query", NESTED_AXES | {"bias": zeros(1, 2, 3, 4, 5, 7)}, ValueError, r"bias: expected .*received \(1, 2, 3, 4, 5, 7\); bias\.flatten\(0, 1\) fits$"),
     ("leading-axis-of-another-length", NESTED_AXES | {"bias": zeros(3, 1, 4, 5, 7)}, ValueError, r"bias: expected .* = \(2, 3, 4, 5, 7\) .*received \(3, 1, 4, 5, 7\)$"),
     ("padding-of-leading-axes", NESTED_AXES | {"mask": zeros(2, 3, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(2, 3, 7\); of padding, mask\[\.\.\., None, None, :\]$"),
+    ("padding-of-the-first-leading-axis", NESTED_AXES | {"mask": zeros(2, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(2, 7\); of padding, mask\[:, None, None, None\]$"),
+    ("padding-of-the-last-leading-axis", NESTED_AXES | {"mask": zeros(3, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(3, 7\); of padding, mask\[:, None, None\]$"),
     ("intervals-of-merged-axes", NESTED_AXES | {"mask": IntervalMask(INT.expand(6, 1, 7), INT)}, ValueError, r"mask.first: expected a shape broadcastable to \(\.\.\., H, Sk\) = \(2, 3, 4, 7\) .*received \(6, 1, 7\); mask\.first\.unflatten\(0, \(2, 3\)\) fits$"),
     ("query-integer", {"query": zeros(2, 4, 5, 8, dtype=torch.int64)}, ValueError, r"query: expected a dtype of float16.*received torch.int64"),
     ("key-dtype", {"key": zeros(2, 2, 7, 8, dtype=torch.float16)}, ValueError, r"key: expected query's dtype torch.float32, received torch.float16"),

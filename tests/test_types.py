@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
+import dmattn
 from dmattn import DynamicMaskAttention, attention, attention_varlen, dynamic_mask_attention
 
 Either = Tensor | tuple[Tensor, Tensor]
@@ -59,3 +60,10 @@ def test_unknown_keywords_are_errors() -> None:
         dynamic_mask_attention(query, query, query, query[..., 0], keep=3, is_causal=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="is_causal"):
         layer.forward(query[0], is_causal=True)  # type: ignore[arg-type]
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(AttributeError, match=r"dmattn\.attention"):
+        dmattn.atention  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"dmattn\.compat\.flash_attn_func"):
+        dmattn.compat.flash_attention_func  # type: ignore[attr-defined]  # noqa: B018

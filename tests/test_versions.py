@@ -134,6 +134,19 @@ def test_the_metadata_has_the_tested_versions():
     assert bounds(project()["optional-dependencies"]["tested-versions"]) == {name: has[name] for name in versions.WARNED_OF}
 
 
+def test_the_ways_to_install_of_the_readme_lead_to_no_warning():
+    ways = re.findall(r"^    pip install (\S+)", (ROOT / "README.md").read_text(), flags=re.M)
+    assert len(ways) == 2
+    assert not [way for way in ways if "tested-versions" not in way]
+
+
+def test_the_lines_that_install_timm_name_the_versions_of_the_tests():
+    named = set(re.findall(r"\b(torch|torchvision|timm)==([\d.]+)", (ROOT / "docs" / "doors.md").read_text()))
+    pins = (ROOT / "constraints.txt").read_text() + (ROOT / "tests" / "recipes.txt").read_text()
+    assert len(named) == 3
+    assert named <= set(re.findall(r"^([\w-]+)==([\w.]+)", pins, flags=re.M))
+
+
 def test_no_tested_version_is_older_than_what_is_required():
     extras = project()["optional-dependencies"]
     required = bounds(project()["dependencies"] + extras["transformers"])

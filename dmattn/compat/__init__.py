@@ -7,6 +7,9 @@ any order, ``torch.compile``. A query that sees no key gives 0 and has an lse of
 Errors are those of dmattn, by the names of the original's arguments.
 """
 
+from typing import TYPE_CHECKING
+
+from ..absent import refusing
 from .cuequivariance import triangle_attention
 from .deepspeed import DS4Sci_EvoformerAttention
 from .flash_attention import (
@@ -36,3 +39,6 @@ __all__ = [
     "memory_efficient_attention",
     "triangle_attention",
 ]
+
+if not TYPE_CHECKING:  # type checkers know all names, and would take any beside a __getattr__
+    __getattr__ = refusing(__name__)

@@ -18,13 +18,13 @@ from ..execution.watching import nothing_watches
 from ..factors import joined
 from ..functional import attention
 from ..graphs import asked_in_tracing
-from .named import by_its_names, heads_first
+from .named import HEADS_FIRST, by_its_names, heads_first
 
 LAYOUT = ("batch", "N", "length", "heads", "head dim")
 ADDED = "a bias that requires a gradient is added as it is"
 
 
-@by_its_names(query="Q", key="K", value="V")
+@by_its_names(HEADS_FIRST, query="Q", key="K", value="V")
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
     r"""``deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention``, argument for argument.
 

@@ -17,13 +17,20 @@ from ..biases import RelativeBias
 from ..checks import check_tensor
 from ..functional import attention
 from ..varlen import attention_varlen
-from .named import by_its_names, check_plain, heads_first, unpacked
+from .named import HEADS_FIRST, by_its_names, check_plain, heads_first, unpacked
 
 PADDED, PACKED = ("batch", "length", "heads", "head dim"), ("total", "heads", "head dim")
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
-_named = by_its_names(query="q", key="k", value="v", scale="softmax_scale", bias="alibi_slopes", window="window_size")
+_named = by_its_names(HEADS_FIRST, query="q", key="k", value="v", scale="softmax_scale", bias="alibi_slopes", window="window_size")
 _of_qkv = by_its_names(
-    q="qkv", k="qkv", v="qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen"
+    "(B, H, 3, S, D) layout? transpose(1, 3)",
+    q="qkv",
+    k="qkv",
+    v="qkv",
+    cu_seqlens_q="cu_seqlens",
+    cu_seqlens_k="cu_seqlens",
+    max_seqlen_q="max_seqlen",
+    max_seqlen_k="max_seqlen",
 )
 _of_kv = by_its_names(k="kv", v="kv")
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..functional import attention
 from .flash_attention import PADDED, Results, _options, _results, flash_attn_varlen_func
-from .named import by_its_names, check_plain, heads_first
+from .named import HEADS_FIRST, by_its_names, check_plain, heads_first
 
 NAMES = ("query", "key", "value")
 
 
-@by_its_names(mask="attn_mask", bias="attn_bias", scale="softmax_scale", causal="is_causal")
+@by_its_names(HEADS_FIRST, mask="attn_mask", bias="attn_bias", scale="softmax_scale", causal="is_causal")
 def flash_dmattn_func(
     query: Tensor,
     key: Tensor,

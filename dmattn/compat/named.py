@@ -11,20 +11,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import kind
+from .. import advice
+from ..arguments import counterpart, kind
 from ..checks import check_tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = bool, int, float, str, torch.dtype  # which a message quotes
 OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
 OWNER = re.compile(r"\b(query|key|value)'s\b")
+HEADS_FIRST = "(..., H, S, D) layout? transpose(-3, -2)"  # in the place of tokens first
 TRANSPOSED = "; (B, H, S, D) layout? transpose(1, 2)"
 
 
-def by_its_names(**names: str) -> Callable[[F], F]:
+def by_its_names(mistaken: str | None = None, /, **names: str) -> Callable[[F], F]:
     """A decorator: errors of dmattn about its own arguments name those of the function, such as ``scale="softmax_scale"``.
 
-    A keyword that the function does not have is named, with those that it has.
+    So do the findings of ``DMATTN_CHECK=1``, to which `mistaken` is the layout that may have been given in the place of the function's own. A
+    keyword that the function does not have is named, with those that it has.
     """
 
     def decorate(function: F) -> F:
@@ -34,9 +37,12 @@ def by_its_names(**names: str) -> Callable[[F], F]:
         def call(*arguments: Any, **options: Any) -> Any:
             if not options.keys() <= parameters.keys():
                 name = next(name for name in options if name not in parameters)
-                expected = f"one of the arguments {', '.join(parameters)}"
+                expected = counterpart(name, parameters, names) or f"one of the arguments {', '.join(parameters)}"
                 raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {function.__name__} does not have")
             try:
+                if advice.asked and not torch.compiler.is_compiling():
+                    with advice.called_by(names, mistaken):
+                        return function(*arguments, **options)
                 return function(*arguments, **options)
             except (TypeError, ValueError) as error:
                 found = OURS.match(str(error))

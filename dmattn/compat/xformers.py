@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import kind
 from ..checks import check_tensor
 from ..functional import as_torch
-from .named import by_its_names, check_plain, heads_first
+from .named import HEADS_FIRST, by_its_names, check_plain, heads_first
 
 LAYOUTS = {
     3: ("batch", "length", "head dim"),
@@ -21,7 +21,7 @@ TRIANGLES = {"LowerTriangularMask": True, "LowerTriangularFromBottomRightMask": 
 PACKED = "; packed sequences are dmattn.attention_varlen, other rules a mask or an IntervalMask of dmattn.attention"
 
 
-@by_its_names(attn_mask="attn_bias", dropout_p="p")
+@by_its_names(HEADS_FIRST, attn_mask="attn_bias", dropout_p="p")
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -39,7 +39,8 @@ def memory_efficient_attention(
         query: (B, Sq, H, D), or (B, Sq, D) of one head, or (B, Sq, G, H, D) of G groups of H heads; key, value: likewise, with Sk,
             expanded from one head of each group. Differentiable.
         attn_bias: float tensor that broadcasts to (B, H, Sq, Sk), to (B, Sq, Sk) of one head, to (B, G, H, Sq, Sk) of groups, differentiable;
-            or xFormers' ``LowerTriangularMask`` (top-left) or ``LowerTriangularFromBottomRightMask``. Its other classes are refused.
+            or xFormers' ``LowerTriangularMask`` (top-left) or ``LowerTriangularFromBottomRightMask``. Its other classes are refused, and so is
+            a bool tensor, which xFormers does not take either.
         p: probability with which a weight is dropped.
         scale: by default D ** -0.5.
         op: None: there are no kernels to choose from. output_dtype: None, or the query's.
@@ -77,6 +78,9 @@ def memory_efficient_attention(
                 f"dmattn: attn_bias: expected a float tensor, one of {', '.join(TRIANGLES)} or None{PACKED}, received {kind(attn_bias)}"
             )
         causal, top_left, attn_bias = True, TRIANGLES[name], None
+    if isinstance(attn_bias, Tensor) and attn_bias.dtype == torch.bool:
+        hint = "as mask, which is True for what attends, dmattn.attention takes one beside tensors (B, H, S, D)"
+        raise TypeError(f"dmattn: attn_bias: expected a float tensor, as in xFormers, received a bool one; {hint}")
     if isinstance(attn_bias, Tensor) and of_one_head and attn_bias.ndim > 1:
         attn_bias = attn_bias.unsqueeze(-3)
     out = as_torch(q, k, v, attn_bias, p, causal, scale, False, top_left).transpose(-3, -2)
