@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from threading import BoundedSemaphore, Lock, Thread, main_thread
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ READS_ALONE = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version
 
 _cores = BoundedSemaphore(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _lock = Lock()
+_NAME = "dmattn-compile"  # of threads
 _compiling: dict[tuple[torch.device | None, str], Future] = {}  # now, by device, as each loads a kernel for itself, and Triton's key
 
 
@@ -139,6 +141,13 @@ class Ahead:
             active_mode.reset(before)
 
 
+def finish() -> None:
+    """Wait until nothing is compiled any more in this process: who compiles slows the host, and so the launches of others."""
+    while threads := [thread for thread in enumerate_threads() if thread.name == _NAME]:
+        for thread in threads:
+            thread.join()
+
+
 def _in_background(work: Callable[..., None], *arguments: Any) -> None:
     # No daemon, as a thread of autograd is: the interpreter would end, and the compiler's code with it, in the middle of a compilation.
-    Thread(target=work, args=arguments, name="dmattn-compile", daemon=False).start()
+    Thread(target=work, args=arguments, name=_NAME, daemon=False).start()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from inspect import unwrap
 from pathlib import Path
-from threading import Barrier, Event, Thread, current_thread
+from threading import Barrier, Event, Thread, Timer, current_thread
 from threading import enumerate as enumerate_threads
 from typing import Any
 
@@ -129,6 +129,18 @@ def test_kernels_compile_side_by_side() -> None:
     waiting = [mode.submit(key, lambda key=key: (together.wait(), key)[1], finished.append) for key in ("a", "b")]
     assert [kernel.result() for kernel in waiting] == ["a", "b"]
     assert set(finished) == {"a", "b"}
+
+
+def test_who_waits_for_all_goes_on_when_nothing_is_compiled() -> None:
+    """So that measured times are those of no compiler."""
+    mode, go, finished = Ahead(None, target=TARGET), Event(), []
+    for key in ("a", "b"):
+        mode.submit(key, lambda key=key: (go.wait(SECONDS), key)[1], finished.append)
+    Timer(0.2, go.set).start()
+    ahead.finish()
+    assert go.is_set()
+    assert sorted(finished) == ["a", "b"]
+    ahead.finish()
 
 
 def test_a_kernel_that_two_threads_ask_for_compiles_once() -> None:

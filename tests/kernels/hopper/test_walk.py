@@ -107,7 +107,7 @@ def test_parts_are_exact_and_repeat(case: Case, count: int, split: dict[str, lis
     wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
     assert not wrong, wrong
     assert any(count in numbers for numbers in split.values())  # blocks of three consumers are fewer, of more parts
-    assert all(max(numbers) > 1 for numbers in split.values())
+    assert all(max(numbers) > 1 for numbers in split.values() if numbers)  # not every pass is one of Hopper's
     inputs = case.inputs(torch.bfloat16, "cuda")
     once, again = (results(attention, inputs, case.options) for _ in range(2))
     assert all(torch.equal(once[name], again[name]) for name in once)
