@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.plot is not None:
         result = harness.read_json(options.json)
+        chosen = options.workloads or [record["workload"] for record in result["workloads"]]
+        result["workloads"] = [record for record in result["workloads"] if record["workload"] in chosen]
         show(result["workloads"], result["environment"]["dtype"])
         plots.speed(result, options.plot)
         return 0
@@ -59,7 +61,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
     parser.add_argument("--dtype", choices=list(harness.DTYPES), help="by default bf16 on a GPU and fp32 on a CPU")
     parser.add_argument("--tiny", action="store_true", help="the same problems at sizes for trying the code, on a CPU too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="measure nothing: table and plot of what the result file holds, or of --workloads in it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/speed_<GPU>.json, and none on a CPU")
     return parser.parse_args(arguments)
 

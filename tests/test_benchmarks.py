@@ -660,5 +660,5 @@ def test_models_of_every_kind_have_the_loss_of_eager_attention(tmp_path):
     assert code == 0
     for record in result["models"]:
         losses = {name: run["training"]["loss"] for name, run in record["runs"].items() if "loss" in run["training"]}
-        assert {"dmattn", "eager"} < set(losses)
+        assert {"dmattn", "eager"} <= set(losses)
         assert max(losses.values()) - min(losses.values()) < 0.01 * losses["eager"]

@@ -33,7 +33,8 @@ TEXTS = [
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
-SPEED = json.loads((RESULTS / "speed_nvidia_h100_80gb_hbm3.json").read_text())
+SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
+INVALID = {("blockmask_10pct", "forward")}  # timed while kernels of the backward pass were compiled, as the page says
 PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
@@ -99,7 +100,7 @@ def recorded(commit: str) -> set[str]:
 
 
 def result_files(text: str) -> set[str]:
-    """Files that a text names as sources: `speed` is speed_nvidia_h200.json, and a name with its machine lacks .json alone."""
+    """Files that a text names as sources: `ideas` is ideas_nvidia_h200.json, and a name with its machine lacks .json alone."""
     return {f"{name}.json" if "_nvidia_" in name else f"{name}_nvidia_h200.json" for name in re.findall(r"`(\w+)`", text)}
 
 
@@ -334,7 +335,7 @@ def peer(cell: str) -> list[str]:
 def test_speeds_of_the_performance_page_are_those_of_the_result_file():
     text, measured = (ROOT / "docs" / "performance.md").read_text(), times()
     named = {(name, step): tuple(cells) for name, step, *cells in rows(text, 7)}
-    forms = [key for key in measured if key not in named]
+    forms = [key for key in measured if key not in named and key not in INVALID]
     found = set()
     for _, ours, best, theirs, other, extra in rows(text, 6):
         of_forward, of_backward = extra.split(", ")

@@ -37,8 +37,8 @@ _TABLE = {
     # matrix's own rows (docs/history.md): "forward" at 64, "forward by intervals" to 128, "keys with pairs" to 64, "queries by intervals" to
     # 64, "queries with pairs" and "queries of d_bias" to 64. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
     # shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head
-    # dim 32 alone was timed (t5_window in speed_nvidia_h200.json), and so of "whole rows" (evoformer_row, docs/history.md); with two stages
-    # ptxas serialises the matrix products of "whole rows".
+    # dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row, docs/history.md);
+    # with two stages ptxas serialises the matrix products of "whole rows".
     "sm_90": {
         "forward": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
