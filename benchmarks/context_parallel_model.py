@@ -85,6 +85,10 @@ class Machine:
 
     Operations a second of attention are about those of an H200 ("plain_d128_causal" in speed_nvidia_h200_at_43752e4.json); the other two are
     assumptions.
+
+    Attributes:
+        link: bytes a second that a GPU sends and receives at a time.
+        memory: bytes a second that simple operations read and write.
     """
 
     name: str
