@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -110,15 +110,17 @@ def one_batch_axis(name: str, x: Tensor, leading: Sequence[int], inner: int = 3)
     pitch = strides[own[-1]] if own else 0
     entries = _steps([leading[axis] for axis in full], [numbers.get(axis, 0) for axis in full], MOST_QUOTIENTS)
     if entries is None:
-        _refuse_patterns(name, sizes, leading)
+        expected = f"leading axes that change between full and 1 at most {MOST_QUOTIENTS} times"
+        received = f"{tuple(sizes)} beside query's {tuple(leading)}"
+        raise ValueError(f"dmattn: {name}: expected {expected}, received {received}: expand it along an axis of 1, and make that contiguous")
     if all(strides[axis] == pitch * number for axis, number in numbers.items()):
         flat = x.as_strided((count, *shape), (pitch, *tail), x.storage_offset())
-        return flat if not own or len(own) == len(full) else Nested(flat, entries, None, _spread(name, leading, own))
+        return flat if not own or len(own) == len(full) else Nested(flat, entries, None, _spread(leading, own))
     places = _steps([leading[axis] for axis in full], [strides[axis] if axis in numbers else 0 for axis in full], MOST_QUOTIENTS)
     if places is None:
         expected = f"leading axes that lie in memory in at most {MOST_QUOTIENTS + 1} runs"
         raise ValueError(f"dmattn: {name}: expected {expected}, received shape {tuple(x.shape)} with strides {x.stride()}: make it contiguous")
-    return Nested(x.as_strided((count, *shape), (0, *tail), x.storage_offset()), entries, places, _spread(name, leading, own))
+    return Nested(x.as_strided((count, *shape), (0, *tail), x.storage_offset()), entries, places, _spread(leading, own))
 
 
 def in_parts(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -176,17 +178,14 @@ def _steps(sizes: Sequence[int], strides: Sequence[int], most: int) -> Steps | N
     return None if len(terms) > 2 * most else (strides[-1] if strides else 0, *terms)
 
 
-def _refuse_patterns(name: str, sizes: Sequence[int], leading: Sequence[int]) -> NoReturn:
-    expected = f"leading axes that change between full and 1 at most {MOST_QUOTIENTS} times"
-    received = f"{tuple(sizes)} beside query's {tuple(leading)}"
-    raise ValueError(f"dmattn: {name}: expected {expected}, received {received}: expand it along an axis of 1, and make that contiguous")
-
-
-def _spread(name: str, leading: Sequence[int], own: Sequence[int]) -> Spread | None:
+def _spread(leading: Sequence[int], own: Sequence[int]) -> Spread | None:
     """Who shares entries of a tensor with some axes of its own; None of one with all axes. Three quotients in all leave one for each half."""
     weights = _weights(leading)
-    parts = [[axis for axis in range(len(leading)) if (axis in own) == has and leading[axis] != 1] for has in (True, False)]
-    own_part, shared_part = (_steps([leading[axis] for axis in part], [weights[axis] for axis in part], 1) for part in parts)
-    if own_part is None or shared_part is None:
-        _refuse_patterns(name, [size if axis in own else 1 for axis, size in enumerate(leading)], leading)
-    return Spread(*own_part, *(1, 0)[len(own_part) - 1 :], *shared_part, *(1, 0)[len(shared_part) - 1 :]) if parts[0] and parts[1] else None
+    owned = [axis for axis in own if leading[axis] != 1]
+    shared = [axis for axis, size in enumerate(leading) if size != 1 and axis not in own]
+    if not owned or not shared:
+        return None
+    own_part, shared_part = (_steps([leading[axis] for axis in part], [weights[axis] for axis in part], 1) for part in (owned, shared))
+    assert own_part is not None
+    assert shared_part is not None
+    return Spread(*own_part, *(1, 0)[len(own_part) - 1 :], *shared_part, *(1, 0)[len(shared_part) - 1 :])
