@@ -103,14 +103,19 @@ def _of_values(bias: Tensor, name: str) -> list[tuple[str, str]]:
     """Numbers in the place of a mask, and scores far from 0."""
     values = bias.double()
     hides = values <= MASKLIKE
+    to = "" if name.partition(".")[0] == "bias" else "dmattn.attention "  # other functions have no such mask
     seen = values[~hides & values.isfinite()]
     found = []
     if bool(hides.any()):
         least = values[values.isfinite()].min().item() if bool(values.isfinite().any()) else float("-inf")
         if seen.numel() and not bool(seen.any()):
-            found.append(("mask", f"hides keys and adds nothing to the others; pass mask={name} == 0: blocks that it hides are then left out"))
+            found.append(
+                ("mask", f"hides keys and adds nothing to the others; pass {to}mask={name} == 0: blocks that it hides are then left out")
+            )
         elif least <= MASKLIKE:
-            found.append(("mask", f"hides keys by numbers such as {least:.3g}; pass mask={name} > -1e4 too: blocks it hides are then left out"))
+            found.append(
+                ("mask", f"hides keys by numbers such as {least:.3g}; pass {to}mask={name} > -1e4 too: blocks it hides are then left out")
+            )
     if seen.numel() and (largest := seen.abs().max().item()) > LARGE:
         found.append(
             ("large", f"has entries as large as {largest:.3g}, beside which scores and gradients lose digits; take off each row's maximum, "

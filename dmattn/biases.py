@@ -95,7 +95,7 @@ class FactoredBias:
         rows, cols = self.rows.double(), self.cols.double()
         if rows.ndim > 2 and cols.ndim > 2:
             own, other = rows.shape[-3], cols.shape[-3]
-            if max(own, other) % max(1, min(own, other)):
+            if own != other and (not min(own, other) or max(own, other) % min(own, other)):
                 raise ValueError(
                     f"dmattn: bias.cols: expected bias.rows' {own} heads, or a number that divides or is divided by it, received {other}"
                 )

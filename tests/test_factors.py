@@ -215,6 +215,8 @@ def test_the_dense_tensor_has_a_float_dtype(dtype: Any) -> None:
 def test_the_dense_tensor_is_of_heads_that_divide() -> None:
     with pytest.raises(ValueError, match=r"bias\.cols: expected bias\.rows' 4 heads, or a number that divides or is divided by it, received 3"):
         FactoredBias(torch.randn(4, 5, 2), torch.randn(3, 7, 2)).to_dense()
+    with pytest.raises(ValueError, match=r"bias\.cols: expected bias\.rows' 0 heads, .* received 3"):
+        FactoredBias(torch.randn(0, 5, 2), torch.randn(3, 7, 2)).to_dense()
 
 
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads-first", "sequence-first"])

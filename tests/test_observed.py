@@ -253,6 +253,13 @@ def test_the_check_names_the_argument_of_another_library(messages: Said, monkeyp
     assert [message.split(": ")[1] for message in messages()] == ["attn_bias", "bias"]
 
 
+def test_the_check_advises_no_argument_that_a_function_lacks(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query, masking = normal(B, SK, H, D), torch.zeros(SK, SK).masked_fill(normal(SK, SK) > 1, -1e5)
+    compat.memory_efficient_attention(query, query, query, attn_bias=masking)
+    assert [message.split("; ")[1].split(":")[0] for message in messages()] == ["pass dmattn.attention mask=attn_bias == 0"]
+
+
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn import scaled_dot_product_attention
 

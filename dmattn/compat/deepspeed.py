@@ -24,7 +24,7 @@ LAYOUT = ("batch", "N", "length", "heads", "head dim")
 ADDED = "a bias that requires a gradient is added as it is"
 
 
-@by_its_names(HEADS_FIRST, query="Q", key="K", value="V")
+@by_its_names(HEADS_FIRST, query="Q", key="K", value="V", bias="biases")
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
     r"""``deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention``, argument for argument.
 

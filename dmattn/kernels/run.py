@@ -13,7 +13,7 @@ from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
 from .base.layout import first_rows_in_blocks
-from .base.leading import MOST_QUOTIENTS, flattened, flattened_gradients, in_few_runs, in_parts
+from .base.leading import flattened, flattened_gradients, in_few_runs, in_parts
 from .base.query_terms import Incoming, fill_terms
 from .dispatch import choose_backward, choose_forward, say_what_is_slow
 from .hopper import bias_grad as hopper_bias_grad
@@ -124,8 +124,7 @@ def backward(
     entries = tuple(lse.shape[:-2]) if problem.ends_q is None else (problem.ends_q.shape[0] - 1,)
     given = Given(lse, d_lse, gradients, entries)
     gradients = flattened_gradients(gradients, problem)
-    if len(entries) > MOST_QUOTIENTS + 1:
-        d_out, d_lse = in_few_runs(d_out, entries), None if d_lse is None else in_few_runs(d_lse, entries)
+    d_out, d_lse = in_few_runs(d_out, entries), None if d_lse is None else in_few_runs(d_lse, entries)
     problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
     traits = Traits.of(problem, out, d_out, gradients)
     if partial:
