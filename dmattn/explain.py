@@ -359,8 +359,10 @@ class _Call:
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
-        incoming = Incoming.without_terms(out, lse, as_vectors="query terms" in makes, as_columns="columns of query terms" in makes)
-        total += _size(incoming.terms, incoming.term_columns)
+        sinks = problem.sinks if "sink terms" in makes else None
+        as_columns = "columns of query terms" in makes
+        incoming = Incoming.without_terms(out, lse, as_vectors="query terms" in makes, as_columns=as_columns, sinks=sinks)
+        total += _size(incoming.terms, incoming.term_columns, incoming.sink_terms)
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 

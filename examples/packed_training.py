@@ -90,7 +90,7 @@ def train(loss_of: Callable, batches: list[list[Tensor]], size: argparse.Namespa
     torch.manual_seed(0)
     device = batches[0][0].device
     model = Model(size).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=size.rate)
     losses, seconds, gradients = [], [], []
     for documents in batches:
         start = time.perf_counter()
@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, on_gpu, on_cpu, what in sizes:
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
+    parser.add_argument("--rate", type=float, default=3e-4 if gpu else 2e-3, help="of learning (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="by autocast, the weights staying float32")
     size = parser.parse_args(arguments)
     device = torch.device("cuda" if gpu else "cpu")

@@ -27,8 +27,8 @@ from .traits import (
     LEADING_IN_RUNS,
     OUT,
     QUERY_TERMS,
+    SINK_TERMS,
     TERM_COLUMNS,
-    TERM_FORMS,
     Traits,
 )
 
@@ -38,8 +38,9 @@ HOPPER = frozenset({"sm_90"})
 class Row(NamedTuple):
     """A family of kernels. `targets` are the GPU families that it is for, None for all.
 
-    Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes in any case. It `reads` what
-    other rows make. It is asked only where `needs` are wanted, all of them. While it runs it `borrows` the memory of results of rows after it.
+    Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes if no row before it does. It
+    `reads` what other rows make. It is asked only where `needs` are wanted, all of them. While it runs it `borrows` the memory of results of
+    rows after it.
     """
 
     name: str
@@ -111,26 +112,31 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
         if not row.serves(traits):
             refusing.append(row)
             continue
-        chosen.append(Choice(row, makes | row.besides, tuple(other for other in refusing if other.makes & makes), traits))
+        chosen.append(Choice(row, makes | row.besides - made, tuple(other for other in refusing if other.makes & makes), traits))
         made |= makes | row.besides
-        missing = (missing | row.reads - {TERM_COLUMNS}) - made
+        missing = (missing | row.reads - {TERM_COLUMNS, SINK_TERMS}) - made
     if missing:
         raise NotImplementedError(_nobody(traits, [row for row in refusing if row.makes & missing]))
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
-    if any(_reads_columns(choice, traits) for choice in chosen):
-        is_vector = any(QUERY_TERMS in choice.row.reads and TERM_COLUMNS not in choice.row.reads for choice in chosen)
-        makes = chosen[0].makes if is_vector else chosen[0].makes - {QUERY_TERMS}
-        chosen[0] = chosen[0]._replace(makes=makes | {TERM_COLUMNS})
+    if chosen and QUERY_TERMS in chosen[0].makes:
+        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) or TERMS
+        chosen[0] = chosen[0]._replace(makes=chosen[0].makes - TERMS | forms)
     return tuple(chosen)
 
 
-def _reads_columns(choice: Choice, traits: Traits) -> bool:
-    """Whether query terms are made as columns for a row: for d_key and d_value, but for a bias of keys under intervals.
+def _form_read(choice: Choice, traits: Traits) -> str:
+    """In which form a row reads the terms of queries."""
+    if SINK_TERMS in choice.row.reads:
+        return SINK_TERMS
+    return TERM_COLUMNS if _reads_columns(choice, traits) else QUERY_TERMS
 
-    Other rows that read either form, once for a block of queries, read what is there. The kernels of a shared dBias read terms for each tile,
-    and ask for vectors. The kernel is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room
-    for them.
+
+def _reads_columns(choice: Choice, traits: Traits) -> bool:
+    """Whether a row reads them as columns: for d_key and d_value, but for a bias of keys under intervals.
+
+    The kernel is 1 % slower with term columns beside bias columns. Beside head
+    dims over 128 shared memory has no room for them.
     """
     if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits):
         return False
@@ -169,9 +175,10 @@ OF_KEYS_AND_PAIRS = KEYS_AND_VALUES | {D_BIAS_OF_PAIRS}
 OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
+OF_SINKS = TERMS | {SINK_TERMS}
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
-WITH_COLUMNS = dict(targets=HOPPER, reads=TERM_FORMS)
+WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
 HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED, plans.hopper_keys, **WITH_COLUMNS)
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, plans.hopper_interval_keys, **WITH_COLUMNS
@@ -190,6 +197,7 @@ HOPPER_QUERY = Row(
 HOPPER_BIAS = Row(
     "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, **ON_HOPPER
 )
+PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERMS)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile),
     Row(
@@ -217,21 +225,22 @@ BACKWARD = (
         name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=STORED
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS, needs=STORED),
-    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=TERM_FORMS | STORED, needs=STORED),
-    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERM_FORMS | {END_SUMS}),
+    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=STORED, needs=STORED),
+    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERMS | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),
     HOPPER_KEYS,
     _loading(HOPPER_KEYS),
     HOPPER_INTERVAL_KEYS,
     Row("portable: d_key, d_value", OF_KEYS, ALL, plans.always, reads=TERMS),
-    Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERM_FORMS),
+    PORTABLE_QUERY._replace(plan=plans.makes_terms, besides=TERMS),
+    PORTABLE_QUERY._replace(name="portable: d_query, d_bias of float32"),
     HOPPER_BIAS,
     _loading(HOPPER_BIAS),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=TERMS),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
-    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
-    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERM_FORMS),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=OF_SINKS),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=OF_SINKS),
     Row("query terms", TERMS, ALL, plans.always),
 )
 

@@ -178,6 +178,11 @@ def always(traits: Traits) -> None:
     """The plan of a row that serves whatever it understands."""
 
 
+def makes_terms(traits: Traits) -> str | None:
+    """Refuses float32: products of other dtypes are exact, and may be fused with sums (base/query_terms.py)."""
+    return None if traits.dtype.itemsize == 2 else "makes query terms, and those of float32 have a kernel whose sums are not fused"
+
+
 def portable(traits: Traits) -> str | None:
     """Float32 with head dims over 256 has no tile; the backward pass of such a call does not come to be."""
     if _find_tile("forward", traits).block_m:

@@ -41,6 +41,7 @@ from .traits import (
     END_SUMS,
     PARTIAL,
     QUERY_TERMS,
+    SINK_TERMS,
     TERM_COLUMNS,
     TERM_FORMS,
     Traits,
@@ -104,7 +105,8 @@ class Call:
     def incoming(self) -> Incoming:
         """d_out and lse with room for the terms of queries, which one row fills and others read."""
         forms = self.term_forms
-        return Incoming.without_terms(self.d_out, self.lse, as_vectors=QUERY_TERMS in forms, as_columns=TERM_COLUMNS in forms)
+        sinks = self.sinks if SINK_TERMS in forms else None
+        return Incoming.without_terms(self.d_out, self.lse, as_vectors=QUERY_TERMS in forms, as_columns=TERM_COLUMNS in forms, sinks=sinks)
 
 
 @on_its_device
@@ -151,6 +153,7 @@ def backward(
                 of_keys.zero_()  # what the order does not name
     forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
     call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, forms, given)
+    results |= {QUERY_TERMS: call.incoming.terms, TERM_COLUMNS: call.incoming.term_columns, SINK_TERMS: call.incoming.sink_terms}
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
@@ -199,7 +202,7 @@ def _portable_keys(call: Call, made: Made) -> None:
 
 
 def _query_of_d_bias(call: Call, made: Made) -> None:
-    query_grad.query_gradients(call.problem, call.incoming, made[D_QUERY], call.results[D_BIAS_OF_PAIRS], stored=True)
+    query_grad.query_gradients(call.problem, call.incoming, None, made[D_QUERY], call.results[D_BIAS_OF_PAIRS])
 
 
 def _hopper_query(call: Call, made: Made) -> None:
@@ -207,7 +210,8 @@ def _hopper_query(call: Call, made: Made) -> None:
 
 
 def _portable_query(call: Call, made: Made) -> None:
-    query_grad.query_gradients(call.problem, call.incoming, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS), made.get(END_SUMS))
+    terms = call.incoming.given(call.problem, None if TERM_FORMS.isdisjoint(made) else call.out, call.d_lse)
+    query_grad.query_gradients(call.problem, call.incoming, terms, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS), made.get(END_SUMS))
 
 
 def _portable_distances(call: Call, made: Made) -> None:
@@ -231,9 +235,10 @@ def _sums_of_d_lse(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
-    of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
+    of_sinks = call.incoming.sink_terms
+    assert of_sinks is not None
     if call.problem.ends_q is None:
-        of_sinks = of_sinks.view(call.given.lse.shape)
+        of_sinks = of_sinks[..., : call.lse.shape[2]].view(call.given.lse.shape)
     else:
         of_sinks = _by_query(call, of_sinks, in_blocks=True)
     per_query_gradient(_by_query(call, call.given.lse), _by_query(call, call.given.d_lse), of_sinks, call.given.gradients.bias)
@@ -251,7 +256,9 @@ def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
 
 
 def _sinks(call: Call, made: Made) -> None:
-    sink_grad.sink_gradients(call.problem, call.sinks, call.incoming, made[D_SINKS])
+    sink_terms = call.incoming.sink_terms
+    assert sink_terms is not None
+    sink_grad.sink_gradients(sink_terms, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:
@@ -286,6 +293,7 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper: d_key, d_value by intervals": _hopper_interval_keys,
     "portable: d_key, d_value": _portable_keys,
     "portable: d_query, d_bias": _portable_query,
+    "portable: d_query, d_bias of float32": _portable_query,
     "Hopper: d_bias": _hopper_shared,
     "Hopper: d_bias, pairs loaded": _hopper_shared,
     "portable: d_bias": _portable_shared,

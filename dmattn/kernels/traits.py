@@ -30,7 +30,8 @@ END_SUMS = "sums at the ends"  # for each query those of dS over the keys whose 
 D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py), as vectors
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
-TERM_FORMS = frozenset({QUERY_TERMS, TERM_COLUMNS})
+SINK_TERMS = "sink terms"  # made of the same for each query: the gradient of the sink's score in its row
+TERM_FORMS = frozenset({QUERY_TERMS, TERM_COLUMNS, SINK_TERMS})
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor

@@ -42,6 +42,7 @@ from dmattn.kernels.traits import (
     END_SUMS,
     PARTIAL,
     QUERY_TERMS,
+    SINK_TERMS,
     TERM_COLUMNS,
     TERM_FORMS,
     Bias,
@@ -66,19 +67,22 @@ FORWARD_KERNELS = {
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "portable.one_tile._one_tile_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
     "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
-    "base.query_terms._terms_kernel": lambda given: ("query terms", {QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]}),
+    "base.query_terms._terms_kernel": lambda given: ("query terms", of_terms(given["given"].stored)),
     "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
     "hopper.key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
     "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
         if given["STORED"]
-        else ("portable: d_query, d_bias", {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]})
+        else (
+            "portable: d_query, d_bias" + " of float32" * (given["d_out"].ptr.dtype == torch.float32),
+            {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]} | made(given),
+        )
     ),
     "portable.distance_grad._bands_kernel": lambda given: ("portable: d_bias of distances", {D_BIAS_OF_DISTANCES: given["parts"]}),
     "hopper.query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query",
-        {D_QUERY: given["d_q"], END_SUMS: given["end_sums"], QUERY_TERMS: given["terms"], TERM_COLUMNS: given["term_columns"]},
+        {D_QUERY: given["d_q"], END_SUMS: given["end_sums"]} | of_terms(given["stored"]),
     ),
     "hopper.shared_query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query, d_bias",
@@ -96,6 +100,15 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "portable.bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
     "portable.sink_grad._sink_gradients_kernel": lambda given: ("d_sinks", {D_SINKS: given["parts"]}),
 }
+
+
+def of_terms(stored: Any) -> dict[str, Any]:
+    return {QUERY_TERMS: stored.terms, TERM_COLUMNS: stored.columns, SINK_TERMS: stored.of_sinks}
+
+
+def made(given: dict[str, Any]) -> dict[str, Any]:
+    """What the kernel for dQ makes of the terms, which it reads where it has no O."""
+    return {} if given["terms"].out is None else of_terms(given["terms"].stored)
 
 
 def five(given: dict[str, Any], is_summed: bool) -> dict[str, Any]:
@@ -235,6 +248,7 @@ BACKWARD_SERVED = {
     "Hopper: d_key, d_value by intervals": PLAIN._replace(features=INTERVALS),
     "portable: d_key, d_value": PLAIN,
     "portable: d_query, d_bias": PLAIN,
+    "portable: d_query, d_bias of float32": PLAIN,
     "Hopper: d_bias": FOUR,
     "Hopper: d_bias, pairs loaded": FOUR._replace(**UNCOPYABLE),
     "portable: d_bias": FOUR,
@@ -306,6 +320,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(len_q=385), "serves up to 384 queries, not 385"),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(kv_heads=2), "serves as many heads of keys as of queries, not 2 for 4"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(uncopyable=(("d_query", "rows of d_query"),)), "rows of d_query"),
+    ("backward: portable: d_query, d_bias", dict(dtype=FP32), "makes query terms, and those of float32 have a kernel whose sums are not fused"),
     ("backward: whole rows", dict(kv_heads=2), "serves as many heads of keys as of queries, not 2 for 4"),
     ("backward: whole rows", dict(family="sm_100"), "does not serve bfloat16 with head dims 32 of queries and 32 of values on sm_100"),
     ("backward: whole rows", dict(head_dim=64), "does not serve bfloat16 with head dims 64 of queries and 32 of values on sm_90"),
@@ -467,7 +482,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     ("wanted", "uncopyable", "keys", "forms"),
     [
         ({D_QUERY, D_KEY, D_VALUE}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
-        ({D_QUERY, D_KEY, D_VALUE, D_SINKS}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_SINKS}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, SINK_TERMS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (), "Hopper: d_key, d_value, d_bias", {TERM_COLUMNS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, QUERY_TERMS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (("d_out", "rows"),), "portable: d_key, d_value, d_bias", {QUERY_TERMS}),

@@ -11,12 +11,13 @@ from ...problem import Problem
 from .bias_columns import three_parts
 from .described import Packed
 from .launch import launch
-from .layout import UNIT, Span, ends_of, inside, load_rows, load_tile, row_pointers, rows_in_blocks, sequence, slice_pointer, strided
+from .layout import UNIT, Span, ends_of, inside, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided, strided_by_head
 from .overlap import follow
-from .packed_blocks import packed_blocks
+from .packed_blocks import count_blocks, packed_blocks
+from .pieces import load_pieces
 from .place import place
 from .rules import LOG2E
-from .softmax import divisor2
+from .softmax import divisor2, sink2_of
 from .tiles import block_dim
 
 BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
@@ -31,30 +32,37 @@ class Incoming(NamedTuple):
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
     is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `terms`, float32 of (B, H, 2, Sq in whole BLOCKs), are
     both as vectors. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs, STORED_COLUMNS), are both for products to add
-    (base/bias_columns.py). One of these may be None: whoever reads has the form that it asks for. Of packed sequences the first axis of both
-    has one entry, with blocks of their own for each (`layout.first_row_in_blocks`).
+    (base/bias_columns.py). `sink_terms`, float32 of (B, H, Sq in whole BLOCKs), are of both and `sinks` (H,): the gradient of the sink's score
+    in the row of each query, -p * delta with p = exp(sink - lse), and 0 past the end. Each of these may be None: whoever reads has the
+    form that it asks for. Of packed sequences the first axis has one entry, with blocks for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor
     lse: Tensor
     terms: Tensor | None
     term_columns: Tensor | None
+    sinks: Tensor | None
+    sink_terms: Tensor | None
 
     @classmethod
-    def without_terms(cls, d_out: Tensor, lse: Tensor, *, as_vectors: bool = True, as_columns: bool = False) -> "Incoming":
-        """With room for the terms in either form or both, which a kernel fills later."""
+    def without_terms(
+        cls, d_out: Tensor, lse: Tensor, *, as_vectors: bool = True, as_columns: bool = False, sinks: Tensor | None = None
+    ) -> "Incoming":
+        """With room for the terms in either form or both, and for those of sinks, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         if isinstance(lse, Packed):
             batch, padded = 1, rows_in_blocks(lse.tensor.shape[2], lse.sequences)
         terms = lse.new_empty((batch, heads, 2, padded)) if as_vectors else None
         term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if as_columns else None
-        return cls(d_out, lse, terms, term_columns)
+        sink_terms = None if sinks is None else lse.new_empty((batch, heads, padded))
+        if sink_terms is not None and isinstance(lse, Packed):
+            sink_terms.zero_()  # between the blocks of sequences nobody writes
+        return cls(d_out, lse, terms, term_columns, sinks, sink_terms)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
-        """dO, lse and delta as a kernel argument. Where there are columns alone, delta is for :func:`load_delta`."""
-        delta = self.terms[:, :, 1] if self.terms is not None else self.columns[..., 0]
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self._placed(delta), heads)
+        """dO, lse and delta as a kernel argument."""
+        return strided(self.d_out, heads), strided(self.lse, heads), strided(self._placed(self.vectors[:, :, 1]), heads)
 
     @property
     def vectors(self) -> Tensor:
@@ -68,9 +76,17 @@ class Incoming(NamedTuple):
         assert self.term_columns is not None
         return self.term_columns
 
-    def stored(self, heads: int) -> tuple[Any, Any]:
-        """The terms and their columns as a kernel argument."""
-        return strided(self._placed(self.terms, 3), heads), strided(self._placed(self.term_columns), heads)
+    def stored(self, problem: Problem) -> "Stored":
+        """Where the terms go, as a kernel argument."""
+        heads = self.lse.shape[1]
+        terms = strided(self._placed(self.terms, 3), heads)
+        columns, of_sinks = (strided(self._placed(x), heads) for x in (self.term_columns, self.sink_terms))
+        return Stored(terms, columns, of_sinks, strided_by_head(self.sinks), problem.scale)
+
+    def given(self, problem: Problem, out: Tensor | None, d_lse: Tensor | None) -> "Given":
+        """What :func:`terms_of` takes, as a kernel argument; `out` is None for it to read the terms."""
+        heads = self.lse.shape[1]
+        return Given(strided(out, heads), strided(self.lse, heads), strided(d_lse, heads), self.stored(problem))
 
     def _placed(self, x: Any, axis: int = 2) -> Any:
         if x is None or not isinstance(self.lse, Packed):
@@ -78,28 +94,39 @@ class Incoming(NamedTuple):
         return Packed(x, self.lse.sequences, triton.cdiv(self.lse.longest, BLOCK) * BLOCK, in_blocks=True, axis=axis)
 
 
+class Stored(NamedTuple):
+    """Where terms are stored, see :class:`Incoming`: each form may be None. And what they are made of beside lse and delta."""
+
+    terms: Any
+    columns: Any
+    of_sinks: Any
+    sinks: Any
+    scale: Any
+
+
+class Given(NamedTuple):
+    """Of what lse and delta are made beside dO, and where the terms are stored."""
+
+    out: Any  # None where the terms are made already, as vectors
+    lse: Any
+    d_lse: Any  # None for one of 0
+    stored: Any
+
+
 def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
     """Make the terms of all queries of a `dmattn.problem.Problem`."""
     heads, len_q, value_dim = out.shape[1:]
-    padded = triton.cdiv(len_q, BLOCK) * BLOCK
     packed = packed_blocks(problem, BLOCK)
     rows = ROWS if packed is None else BLOCK
-    terms, term_columns = incoming.stored(heads)
     launch(
         _terms_kernel,
-        (padded // ROWS * out.shape[0] if packed is None else packed.shape[0]) * heads,
-        out=strided(out, heads),
+        count_blocks(problem, packed, rows) * heads,
         d_out=strided(incoming.d_out, heads),
-        lse=strided(incoming.lse, heads),
-        d_lse=strided(d_lse, heads),
-        terms=terms,
-        term_columns=term_columns,
+        given=incoming.given(problem, out, d_lse),
         ends=ends_of(problem),
         packed_blocks=packed,
-        scale=problem.scale,
         heads=heads,
         len_q=len_q,
-        padded_len_q=padded,
         VALUE_DIM=value_dim,
         BLOCK_M=rows,
         BLOCK_DV=block_dim(value_dim),
@@ -110,69 +137,90 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
 
 @triton.jit
 def _terms_kernel(
-    out, d_out, lse, d_lse, terms, term_columns, ends, packed_blocks, scale, heads, len_q, padded_len_q,
-    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+    d_out, given, ends, packed_blocks, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     follow()
-    block, head, batch = place(padded_len_q, heads, BLOCK_M, packed_blocks)
+    block, head, batch = place(len_q, heads, BLOCK_M, packed_blocks)
     seq = sequence(ends, batch, head, len_q, 0)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    out_tile = load_tile(out, seq, rows, dims).to(tl.float32)
-    d_out_tile = load_tile(d_out, seq, rows, dims).to(tl.float32)
-    delta = tl.sum(out_tile * d_out_tile, 1)
-    lse_rows = load_rows(lse, seq, rows, float("-inf"))
-    if d_lse is not None:
-        delta = tl.where(lse_rows == float("-inf"), 0.0, delta - load_rows(d_lse, seq, rows, 0.0))
-    places, columns = (terms, term_columns, scale), tl.arange(0, STORED_COLUMNS)
-    exists = True
-    if ends is not None:
-        exists = rows.start < tl.cdiv(seq.len_q, UNIT) * UNIT
-    if exists:
-        store_terms(places, seq, rows.start, rows.index, columns, lse_rows, delta)
+    terms_of(given, (load_tile(d_out, seq, rows, dims),), seq, rows, dims)
 
 
 @triton.jit
-def store_terms(places, seq, start, index, column, lse_rows, delta_rows):
-    """Write the terms of queries from `start` on, all of which there is room for; `places` are (terms, term_columns, scale).
+def terms_of(given, d_out_tiles, seq, rows, value_dims):
+    """(lse, delta) of a block of rows, whose terms are stored unless they are made already.
+
+    The block with the last row fills up the last BLOCK of the sequence, too. dO is in pieces (base/pieces.py). Products of float32 numbers are
+    not to be fused with sums, see `fill_terms`; those of others are exact.
+    """
+    lse_rows = load_rows(given.lse, seq, rows, float("-inf"))
+    if given.out is None:
+        pointers = slice_pointer(given.stored.terms, seq) + given.stored.terms.row + rows.start + rows.index
+        if rows.length is None:
+            return lse_rows, tl.load(pointers)
+        else:
+            return lse_rows, tl.load(pointers, mask=inside(rows), other=0.0)
+    else:
+        delta_rows = _delta_of(given, d_out_tiles, lse_rows, seq, rows, value_dims)
+        _store_block(given, seq, rows, lse_rows, delta_rows)
+        return lse_rows, delta_rows
+
+
+@triton.jit
+def _delta_of(given, d_out_tiles, lse_rows, seq, rows, value_dims):
+    """delta of rows."""
+    out_tiles = load_pieces(given.out, seq, rows, value_dims, len(d_out_tiles))
+    delta_rows = tl.sum(out_tiles[0].to(tl.float32) * d_out_tiles[0].to(tl.float32), 1)
+    for piece in tl.static_range(1, len(d_out_tiles)):
+        delta_rows += tl.sum(out_tiles[piece].to(tl.float32) * d_out_tiles[piece].to(tl.float32), 1)
+    if given.d_lse is not None:
+        delta_rows = tl.where(lse_rows == float("-inf"), 0.0, delta_rows - load_rows(given.d_lse, seq, rows, 0.0))
+    return delta_rows
+
+
+@triton.jit
+def _store_block(given, seq, rows, lse_rows, delta_rows):
+    """Write the terms of a block of rows and, if it has the last one, those that fill up the last BLOCK."""
+    column = tl.arange(0, STORED_COLUMNS)
+    end = tl.cdiv(seq.len_q, UNIT) * UNIT
+    store_terms(given.stored, seq, rows.start, rows.index, column, lse_rows, delta_rows, end)
+    COUNT: tl.constexpr = rows.index.shape[0]
+    if COUNT < UNIT:
+        after = rows.start + COUNT
+        is_last = (rows.start < seq.len_q) & (after >= seq.len_q)
+        for start in tl.range(tl.where(is_last, after, end), end, COUNT):
+            empty = tl.full([COUNT], float("-inf"), tl.float32)
+            store_terms(given.stored, seq, start, rows.index, column, empty, tl.full([COUNT], 0.0, tl.float32), end)
+
+
+@triton.jit
+def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=None):
+    """Write the terms of queries from `start` on, up to the `end` if there is one, where :class:`Stored` says.
 
     `column` numbers the term columns. Columns 0 to 2 hold -divisor2(lse) / (scale * LOG2E), which lowers scores in units of the
     products. Columns 3 to 5 hold -delta, which lowers dP. The others hold 0. Each column is finite, because the other product meets it with 0:
     for a row without probabilities, too, and for an infinite delta. The three columns of such a row sum to -inf and leave no score. A NaN, of
     dLSE too, reaches dV so, as it reaches dQ and dK.
     """
-    terms, term_columns, scale = places
     divisor_rows = divisor2(lse_rows)
-    if terms is not None:
-        pointers = slice_pointer(terms, seq) + start + index
-        tl.store(pointers, divisor_rows)
-        tl.store(pointers + terms.row, delta_rows)
-    if term_columns is not None:
+    within = None
+    if end is not None:
+        within = index < end - start
+    if stored.terms is not None:
+        pointers = slice_pointer(stored.terms, seq) + start + index
+        tl.store(pointers, divisor_rows, mask=within)
+        tl.store(pointers + stored.terms.row, delta_rows, mask=within)
+    if stored.of_sinks is not None:
+        of_sinks = -tl.exp2(sink2_of(stored.sinks, seq) - divisor_rows) * delta_rows
+        tl.store(slice_pointer(stored.of_sinks, seq) + start + index, of_sinks, mask=within)
+    if stored.columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")
-        lowered = three_parts(-tl.div_rn(tl.where(none_left, 0.0, divisor_rows), scale * LOG2E)[:, None], column)
+        lowered = three_parts(-tl.div_rn(tl.where(none_left, 0.0, divisor_rows), stored.scale * LOG2E)[:, None], column)
         lowered = tl.where(none_left[:, None] & (column < 3), -FINITE, lowered.to(tl.float32)).to(tl.bfloat16)
         d_p = tl.where(delta_rows > FINITE, -FINITE, tl.where(delta_rows < -FINITE, FINITE, -delta_rows))
         parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
-        tl.store(slice_pointer(term_columns, seq) + (tl.cast(start, tl.int64) + index)[:, None] * term_columns.row + column, parts)
-
-
-@triton.jit
-def load_delta(delta, seq, rows):
-    """delta of rows: of a vector, or of term columns, of which three sum to what lowers dP by it. Beyond FINITE it is infinite there."""
-    if delta.ptr.dtype.element_ty == tl.bfloat16:
-        pointers = row_pointers(delta, seq, rows)
-        lowered = _column(pointers + 3, rows) + (_column(pointers + 4, rows) + _column(pointers + 5, rows))
-        return tl.where(lowered >= FINITE, float("-inf"), tl.where(lowered <= -FINITE, float("inf"), -lowered))
-    else:
-        return load_rows(delta, seq, rows, 0.0)
-
-
-@triton.jit
-def _column(pointers, rows):
-    """One of the columns as float32."""
-    if rows.length is None:
-        return tl.load(pointers).to(tl.float32)
-    else:
-        return tl.load(pointers, mask=inside(rows), other=0.0).to(tl.float32)
+        pointers = slice_pointer(stored.columns, seq) + (tl.cast(start, tl.int64) + index)[:, None] * STORED_COLUMNS + column  # rows at once
+        tl.store(pointers, parts, mask=None if within is None else within[:, None])

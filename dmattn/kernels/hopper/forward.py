@@ -68,16 +68,14 @@ from .forward_tile import (
 )
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
-    Lengths,
     ahead_of,
     allocate_numbers,
     copy_blocks,
     copy_described,
     draw,
     key_walk,
+    lengths_of,
     listed_keys,
-    parts_of_keys,
-    programs_of,
     results_of,
     tell,
     tell_end,
@@ -112,7 +110,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     A bias of pairs that the copy engine cannot address is loaded by the consumers.
     """
     heads, len_q = problem.query.shape[1:3]
-    kv_heads, len_k, value_dim = problem.value.shape[1:]
+    len_k, value_dim = problem.value.shape[2:]
     block_m, (dim, dim_v) = BLOCK_M.value, cut_dims(problem)
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
@@ -121,10 +119,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, consumers * block_m, rules.packed_blocks)
-    parts, out_parts, lse_parts = parts_of_keys(problem, works, out), out, lse
-    if parts > 1:
-        works = programs = parts * works
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out)
+    parts, out_parts, lse_parts = lengths.parts, out, lse
+    if parts is not None:
         out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
         rules = rules._replace(sinks=None)  # which join the sum of all parts
     launch(
@@ -137,15 +134,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         intervals=intervals,
         bias_columns=bias_columns,
         rules=rules,
-        drawn=drawn,
-        parts=None if parts == 1 else parts,
-        out=strided(out if parts == 1 else out_parts[0], heads),
-        lse=strided(lse if parts == 1 else lse_parts[0], heads),
-        heads=heads,
-        groups=heads // kv_heads,
-        works=works,
-        len_q=len_q,
-        len_k=len_k,
+        lengths=lengths,
+        out=strided(out if parts is None else out_parts[0], heads),
+        lse=strided(lse if parts is None else lse_parts[0], heads),
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
         STAGES=NARROW_STAGES if max(dim, dim_v) < PANEL.value else STAGES,
@@ -158,7 +149,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
-    if parts > 1:
+    if parts is not None:
         merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
 
 
@@ -178,16 +169,16 @@ def scales_exactly(problem: Problem) -> bool:
     return problem.scale == 1 or (problem.query.dtype == torch.bfloat16 and problem.scale < 1 and math.frexp(problem.scale)[0] == 0.5)
 
 
-@gluon.jit(do_not_specialize=["parts"])
+@gluon.jit
 def _forward_kernel(
-    q, k, v, bias, intervals, bias_columns, rules, drawn, parts, out, lse, heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, rules, lengths, out, lse,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One program: out and lse of some of the `works`, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+    """One program: out and lse of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs), intervals, bias_columns (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
-    rules. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
+    rules. `lengths` are :class:`walk.Lengths`. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -231,13 +222,12 @@ def _forward_kernel(
     )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    lengths = Lengths(works, heads, len_q, len_k, drawn, parts)
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
         [
             (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
             if which < CONSUMERS
-            else (_produce, (sources, tiles, barriers, rules, lengths, groups, config))
+            else (_produce, (sources, tiles, barriers, rules, lengths, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],
@@ -246,7 +236,7 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
+def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
     QUERY_BYTES: gl.constexpr = 2 * config.QUERIES * copied_dims(config.DIM)
@@ -270,7 +260,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
-        kv_head = seq.head // groups
+        kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
                 starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)

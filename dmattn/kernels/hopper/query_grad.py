@@ -47,7 +47,6 @@ from .distances import end_numbers, with_spread_table
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
-    Lengths,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -55,9 +54,8 @@ from .walk import (
     draw,
     in_first_part,
     key_walk,
+    lengths_of,
     listed_keys,
-    parts_of_keys,
-    programs_of,
     results_of,
     tell,
     tell_end,
@@ -132,18 +130,15 @@ def query_gradients(
     And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
     the consumers.
     """
-    heads, len_q, head_dim = problem.query.shape[1:]
-    kv_heads, len_k = problem.key.shape[1:3]
+    heads, head_dim, len_k = problem.query.shape[1], problem.query.shape[3], problem.key.shape[2]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
     block_n, stages = tile_of(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
     rules = with_spread_table(problem, rules)
-    works, programs, drawn = programs_of(problem, 2 * block_m, rules.packed_blocks)
-    parts, d_q = parts_of_keys(problem, works, d_query), d_query
-    if parts > 1:
-        works = programs = parts * works
+    lengths, programs = lengths_of(problem, 2 * block_m, rules.packed_blocks, d_query)
+    parts, d_q = lengths.parts, d_query
+    if parts is not None:
         d_q = torch.empty((parts, *d_query.shape), dtype=torch.float32, device=d_query.device)
-    terms, term_columns = incoming.stored(heads)
     launch(
         _query_gradients_kernel,
         programs,
@@ -156,19 +151,12 @@ def query_gradients(
         d_out=tiled(incoming.d_out, block_m, dim_v),
         out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
-        drawn=drawn,
-        parts=None if parts == 1 else parts,
+        lengths=lengths,
         lse=strided(incoming.lse, heads),
         d_lse=strided(d_lse, heads),
-        terms=terms,
-        term_columns=term_columns,
-        d_q=strided(d_q if parts == 1 else d_q[0], heads),
+        stored=incoming.stored(problem),
+        d_q=strided(d_q if parts is None else d_q[0], heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
-        heads=heads,
-        groups=heads // kv_heads,
-        works=works,
-        len_q=len_q,
-        len_k=len_k,
         HEAD_DIM=head_dim,
         VALUE_DIM=problem.value.shape[3],
         DIM=dim,
@@ -179,7 +167,7 @@ def query_gradients(
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
-    if parts > 1:
+    if parts is not None:
         d_query.copy_(d_q.sum(0))
 
 
@@ -192,19 +180,18 @@ def tile_of(problem: Problem) -> tuple[int, int]:
     return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= ROOM)
 
 
-@gluon.jit(do_not_specialize=["parts"])
+@gluon.jit
 def _query_gradients_kernel(
-    q, k, v, bias, intervals, bias_columns, d_out, out, rules, drawn, parts, lse, d_lse, terms, term_columns, d_q, end_sums,
-    heads, groups, works, len_q, len_k,
+    q, k, v, bias, intervals, bias_columns, d_out, out, rules, lengths, lse, d_lse, stored, d_q, end_sums,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ and terms of some of the `works`, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+    """One program: dQ and terms of some of the works, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     Of a table of distances it writes the sums at its ends, too, if they are wanted.
 
     q, k, v, d_out, out, bias (of pairs), intervals, bias_columns are tensor descriptors, as in hopper/forward.py, or else None; but out, of
-    wide heads, is read by pointers. The terms go to `terms` and `term_columns`, which may be None (`query_terms.Incoming`).
+    wide heads, is read by pointers. `lengths` are :class:`walk.Lengths`. The terms go where `stored` says (`query_terms.Stored`).
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -232,14 +219,13 @@ def _query_gradients_kernel(
         numbers=allocate_numbers(),
     )
     fence_async_shared()
-    lengths = Lengths(works, heads, len_q, len_k, drawn, parts)
     sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
-    vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, terms, term_columns)
+    vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, stored)
     gl.warp_specialize(
         [
             (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 0, config)),
             (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 1, config)),
-            (_produce, (sources, tiles, barriers, rules, lengths, groups, config)),
+            (_produce, (sources, tiles, barriers, rules, lengths, config)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -247,7 +233,7 @@ def _query_gradients_kernel(
 
 
 @gluon.jit
-def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.constexpr):
+def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     """Copy queries, dO and O, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as stages are free.
 
     O comes, BY_COPY, as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
@@ -285,7 +271,7 @@ def _produce(sources, tiles, barriers, rules, lengths, groups, config: gl.conste
         for i in gl.static_range(2):
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
             copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
-        kv_head = seq.head // groups
+        kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
             upcoming = draw(upcoming, step + BLOCK_N >= walk.full_end, lengths)
@@ -331,7 +317,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             mbarrier.wait(barriers.v_full.index(stage), phase)
             out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, config.DIM])
         divisor_rows, delta_rows = terms_of(
-            vectors, rules.scale, out_tile, d_out_tile, seq, own_row, in_first_part(number, lengths), config
+            vectors, out_tile, d_out_tile, seq, own_row, in_first_part(number, lengths), config
         )  # [BLOCK_M] each
         if config.BY_COPY:
             mbarrier.arrive(barriers.free.index(stage), count=1)

@@ -31,13 +31,12 @@ BLOCK_M = gl.constexpr(64)  # queries of a consumer
 
 
 class Vectors(NamedTuple):
-    """Vectors by query in memory (`layout.Strided`): two that are read, and two for the terms; and O where it is not copied, else None."""
+    """Vectors by query in memory (`layout.Strided`) that are read, where the terms go, and O where it is not copied, else None."""
 
     out: Any
     lse: Any
     d_lse: Any  # may be None
-    terms: Any  # may be None, or the next
-    term_columns: Any
+    stored: Any  # query_terms.Stored
 
 
 class Context(NamedTuple):
@@ -65,7 +64,7 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, stored, config: gl.constexpr):
+def terms_of(vectors, out_tile, d_out_tile, seq, row, stored, config: gl.constexpr):
     """The terms of a consumer's queries (`query_terms.Incoming`), which are `stored`, too, or else by another program."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
@@ -84,9 +83,8 @@ def terms_of(vectors, scale, out_tile, d_out_tile, seq, row, stored, config: gl.
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
         delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
     if stored & (row < seq.len_q):
-        places = (vectors.terms, vectors.term_columns, scale)
         columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))
-        store_terms(places, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)
+        store_terms(vectors.stored, seq, row, gl.arange(0, BLOCK_M, ROWS), columns, lse_rows, delta_rows)
     return divisor2(lse_rows), delta_rows
 
 

@@ -32,7 +32,7 @@ KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic 
 
 
 class Lengths(NamedTuple):
-    """How many blocks of queries there are in all, heads, queries and keys, and a pointer to how many were drawn.
+    """How many blocks of queries there are in all, heads, heads of a group, queries and keys, and a pointer to how many blocks were drawn.
 
     Where few blocks of queries would leave processors idle, the keys of each are split into `parts`, and a block counts once for each part. The
     results of a part, in float32, lie behind those of the part before.
@@ -40,10 +40,11 @@ class Lengths(NamedTuple):
 
     works: Any
     heads: Any
+    group: Any
     len_q: Any
     len_k: Any
-    drawn: Any = None  # None where a program takes every so many-th block (`even_work`), or there is one for each
-    parts: Any = None  # None where keys are not split
+    drawn: Any  # None where a program takes every so many-th block (`even_work`), or there is one for each
+    parts: Any  # None where keys are not split
 
 
 class Walk(NamedTuple):
@@ -71,14 +72,19 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def programs_of(problem: Problem, block_m: int, packed: Tensor | None) -> tuple[int, int, Tensor | None]:
-    """(blocks of queries, programs that take them, and a count of those they draw, unless blocks have about the same work).
+def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any) -> tuple[Lengths, int]:
+    """(lengths, programs that take the blocks of queries) of a pass that writes `result`.
 
     `packed` is the list of blocks of packed sequences.
     """
-    works, most = count_blocks(problem, packed, block_m) * problem.query.shape[1], processors(problem.query.device)
+    (heads, len_q), (kv_heads, len_k) = problem.query.shape[1:3], problem.key.shape[1:3]
+    works, most = count_blocks(problem, packed, block_m) * heads, processors(problem.query.device)
     draws = works > most and not even_work(problem)
-    return works, min(works, most), torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
+    drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
+    parts = parts_of_keys(problem, works, result)
+    if parts == 1:
+        return Lengths(works, heads, heads // kv_heads, len_q, len_k, drawn, None), min(works, most)
+    return Lengths(parts * works, heads, heads // kv_heads, len_q, len_k, drawn, parts), parts * works
 
 
 def parts_of_keys(problem: Problem, works: int, result: Any) -> int:

@@ -18,7 +18,7 @@ from ..base.overlap import follow
 from ..base.packed_blocks import packed_sequences
 from ..base.pieces import load_pieces
 from ..base.place import member_of
-from ..base.query_terms import Incoming, load_delta
+from ..base.query_terms import Incoming
 from ..base.rules import load_bias2, rules_of
 from ..base.softmax import probabilities
 from ..base.tiles import launch_options, pick
@@ -251,7 +251,7 @@ def _member(tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES: tl
     v_tiles = load_pieces(v, seq, cols, value_dims, PIECES[1])
     d_out_tiles = load_pieces(d_out, seq, rows, value_dims, PIECES[1])
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
-    delta_rows = load_delta(delta, seq, rows)
+    delta_rows = load_rows(delta, seq, rows, 0.0)
     tile = probabilities(
         q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2
     )

@@ -7,12 +7,12 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import Span, load_pairs, load_rows, sequence, store_pairs, store_rows, store_zeros, strided
+from ..base.layout import Span, load_pairs, sequence, store_pairs, store_rows, store_zeros, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import place_queries
-from ..base.query_terms import Incoming, load_delta
+from ..base.query_terms import Given, Incoming, terms_of
 from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_of_first, rules_of, through_softcap
 from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
@@ -21,20 +21,20 @@ from ..visits.walk import key_lists, key_range, key_step, key_steps
 
 
 def query_gradients(
-    problem: Problem, incoming: Incoming, d_query: Tensor | None, d_bias: Tensor | None, end_sums: Tensor | None = None, stored: bool = False
+    problem: Problem, incoming: Incoming, terms: Given | None, d_query: Tensor | None, d_bias: Tensor | None, end_sums: Tensor | None = None
 ) -> None:
-    """Fill those that are not None; `d_bias` is (B, H, Sq, Sk), every element of which is written.
+    """Fill those that are not None, and the terms of queries if they are not made yet; every element of `d_bias` (B, H, Sq, Sk) is written.
 
     `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the last, if another.
-    With `stored` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
+    Without `terms` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
     """
+    stored = terms is None
     heads = problem.query.shape[1]
     tile = pick("queries of d_bias" if stored else "queries", problem)
     blocks = packed_blocks(problem, tile.block_m)
     lists = key_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
         d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
-    d_out, lse, delta = incoming.strided(heads)
     launch(
         _query_gradients_kernel,
         count_blocks(problem, blocks, tile.block_m) * heads,
@@ -42,9 +42,8 @@ def query_gradients(
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
         rules=rules_of(problem, lists, packed_blocks=blocks),
-        d_out=d_out,
-        lse=lse,
-        delta=delta,
+        d_out=strided(incoming.d_out, heads),
+        terms=terms,
         d_q=strided(d_query, heads),
         d_bias=strided(d_bias, heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
@@ -55,7 +54,7 @@ def query_gradients(
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, v, rules, d_out, lse, delta, d_q, d_bias, end_sums, heads, len_q, len_k, STORED: tl.constexpr,
+    q, k, v, rules, d_out, terms, d_q, d_bias, end_sums, heads, len_q, len_k, STORED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +70,9 @@ def _query_gradients_kernel(
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
     q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
     d_out_tiles = load_pieces(d_out, seq, rows, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_M, BLOCK_DV]
-    stats = (load_rows(lse, seq, rows, float("-inf")), load_delta(delta, seq, rows))
+    stats = None
+    if not STORED:
+        stats = terms_of(terms, d_out_tiles, seq, rows, value_dims)
     dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
     held = (q_tiles, d_out_tiles, (k, v, d_q, d_bias, end_sums), rules, seq, rows, dims, value_dims)

@@ -69,13 +69,14 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
     monkeypatch.setattr(walk, "KEYS_PER_ROW", 0)
     unwritten = SimpleNamespace(**{**vars(torch), "empty": lambda *shape, **of: torch.full(*shape, float("nan"), **of)})
     for module in (forward, query_grad):
-        real, own = module.parts_of_keys, numbers[module.__name__.rpartition(".")[2]]
+        own = numbers[module.__name__.rpartition(".")[2]]
 
-        def counted(*given: Any, real: Any = real, own: list[int] = own) -> int:
-            own.append(real(*given))
-            return own[-1]
+        def counted(*given: Any, own: list[int] = own) -> tuple[walk.Lengths, int]:
+            lengths, programs = walk.lengths_of(*given)
+            own.append(lengths.parts or 1)
+            return lengths, programs
 
-        monkeypatch.setattr(module, "parts_of_keys", counted)
+        monkeypatch.setattr(module, "lengths_of", counted)
         monkeypatch.setattr(module, "torch", unwritten)
     refuses = dispatch.FORWARD[1]
     assert refuses.name == "split keys"
