@@ -67,6 +67,11 @@ _OURS = {
     "dmattn.biases.RelativeBias": "bias",
     "dmattn.biases.FactoredBias": "bias",
 }
+_SEVERAL = {
+    "mask": "masks are joined by &: a & b",
+    "bias": "biases add up: a + b; one that hides keys is the argument mask",
+    "attn_mask": "bool masks are joined by &, float ones add up",
+}
 _PACKED = "dmattn.attention_varlen"
 _OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
 _SAME = {  # keywords of functions in dmattn.compat, and of what they stand for elsewhere
@@ -200,6 +205,8 @@ def hint_for(name: str, value: Any) -> str:
         return f"; dmattn.attention takes one as {_OURS[of]}"
     if of == "numpy.ndarray":
         return f"; torch.from_numpy({name})"
+    if isinstance(value, (list, tuple)) and name in _SEVERAL and any(isinstance(x, Tensor) or kind(x) in _OURS for x in value):
+        return f"; {_SEVERAL[name]}"
     if isinstance(value, (list, tuple)):
         return f"; torch.{'stack' if value and isinstance(value[0], Tensor) else 'tensor'}({name})"
     if isinstance(getattr(value, "weight", None), Tensor):  # a module, such as an embedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, scaled_dot_product_attention
+from dmattn import IntervalMask, RelativeBias, attention, scaled_dot_product_attention
 from dmattn.execution import backend
 
 
@@ -77,6 +77,11 @@ ERRORS = [
     ("bias-that-fits-neither-way", AFTER_LENGTHS | {"mask": None, "bias": zeros(3, 9, 9)}, ValueError, r"bias: expected a shape .* received \(3, 9, 9\)$"),
     ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ("bias-a-list", {"bias": [1.0]}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received list; torch.tensor\(bias\)$"),
+    ("query-a-list-of-tensors", {"query": [zeros(4, 5, 8)] * 2}, TypeError, r"query: expected .*, received list; torch.stack\(query\)$"),
+    ("mask-a-list-of-masks", {"mask": [IntervalMask.causal(5, 7), zeros(5, 7, dtype=BOOL)]}, TypeError, r"mask: expected .*, received list; masks are joined by &: a & b$"),
+    ("mask-a-tuple-of-tensors", {"mask": (None, zeros(5, 7, dtype=BOOL))}, TypeError, r"mask: expected .*, received tuple; masks are joined by &: a & b$"),
+    ("bias-a-list-of-biases", {"bias": [zeros(2, 1, 1, 7), zeros(4, 5, 7)]}, TypeError, r"bias: expected .*, received list; biases add up: a \+ b; one that hides keys is the argument mask$"),
+    ("bias-a-list-with-a-table", {"bias": [RelativeBias(zeros(3))]}, TypeError, r"bias: expected .*, received list; biases add up: a \+ b; "),
     ("bias-an-array", {"bias": torch.zeros(2).numpy()}, TypeError, r"bias: expected .*, received numpy.ndarray; torch.from_numpy\(bias\)$"),
     ("bias-a-score-mod", {"bias": lambda score, b, h, i, j: score}, TypeError, r"bias: expected .*, received function; a score_mod that adds a tensor is bias="),
     ("bias-an-embedding", {"bias": torch.nn.Embedding(3, 4)}, TypeError, r"bias: expected .*, received torch.nn.modules.sparse.Embedding; its weight is one$"),
@@ -166,6 +171,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 SDPA_ERRORS = [
     ("causal-and-mask", {"is_causal": True, "attn_mask": zeros(5, 7)}, ValueError, r"attn_mask: expected None together with is_causal=True"),
     ("mask-not-a-tensor", {"attn_mask": 3}, TypeError, r"attn_mask: expected a bool or float tensor or None, received int"),
+    ("mask-a-list", {"attn_mask": [zeros(5, 7)]}, TypeError, r"attn_mask: expected .*, received list; bool masks are joined by &, float ones add up$"),
     ("mask-shape", {"attn_mask": zeros(5, 6)}, ValueError, r"attn_mask: expected a shape broadcastable to \(B, H, Sq, Sk\) .* received \(5, 6\)"),
     ("bool-mask-shape", {"attn_mask": zeros(5, 6).bool()}, ValueError, r"attn_mask: expected a shape broadcastable"),
     ("mask-dtype", {"attn_mask": zeros(5, 7).int()}, ValueError, r"attn_mask: expected a dtype of .* received torch.int32"),
