@@ -195,6 +195,8 @@ def broadcastable(
             hint = TRANSPOSED
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
+        elif len(full) == 4 and axes == PADDED and (joined := _of_joined_axes(name, tuple(tensor.shape), full, kv_heads)):
+            hint = joined
         else:
             places = range(1, tensor.ndim if tensor.ndim < len(full) else 1)
             longer = {tuple(tensor.unsqueeze(at).shape): at for at in reversed(places)}  # the first place of each shape
@@ -226,6 +228,15 @@ def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], k
     joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
     fits = _sizes_fit(joined, full, kv_heads, head_axis)
     return f"; {name}.flatten(0, {extra}) fits" if fits else "; leading axes before the heads are the query's, which has fewer"
+
+
+def _of_joined_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> str:
+    """What a message adds where the query's batch may be two axes, of which the tensor has one; empty where it is not."""
+    own = sizes[0]
+    if not (0 < own < full[0] and full[0] % own == 0 and _sizes_fit((full[0], *sizes[1:]), full, kv_heads, -3)):
+        return ""
+    ways = f"unflatten(0, (-1, {own})) if the last is {own} (windows), unflatten(0, ({own}, -1)) and {name}[:, None] if the first is (rows)"
+    return f"; leading axes joined in one? query, key and value: {ways}"
 
 
 def with_axes(x: Any, axes: int) -> Any:

@@ -25,6 +25,7 @@ NESTED = torch.nested.nested_tensor([zeros(4, 8), zeros(2, 8)], layout=torch.jag
 INT = zeros(7, dtype=torch.int32)
 AFTER_LENGTHS = {"query": zeros(2, 9, 4, 8), "key": zeros(2, 9, 2, 8), "value": zeros(2, 9, 2, 8)}  # (B, S, H, D), which passes for 9 heads
 NESTED_AXES = {"query": zeros(2, 3, 4, 5, 8), "key": zeros(2, 3, 2, 7, 8), "value": zeros(2, 3, 2, 7, 8)}
+JOINED = {"query": zeros(6, 4, 5, 8), "key": zeros(6, 2, 7, 8), "value": zeros(6, 2, 7, 8)}  # 2 images of 3 windows, or 2 entries of 3 rows
 SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
 OF_THREE = {"query": zeros(3, 4, 5, 8), "key": zeros(3, 2, 7, 8), "value": zeros(3, 2, 7, 8), "mask": None}
 ERRORS = [
@@ -37,6 +38,10 @@ ERRORS = [
     ("leading-axes-of-value", NESTED_AXES | {"value": zeros(2, 1, 2, 7, 8)}, ValueError, r"value: expected query's leading axes \(2, 3\), .*received shape \(2, 1, 2, 7, 8\)"),
     ("merged-axes-of-bias", NESTED_AXES | {"bias": zeros(6, 4, 5, 7)}, ValueError, r"bias: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 4, 5, 7\); bias\.unflatten\(0, \(2, 3\)\) fits$"),
     ("merged-axes-of-mask", NESTED_AXES | {"mask": zeros(6, 1, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 1, 5, 7\); mask\.unflatten\(0, \(2, 3\)\) fits$"),
+    ("mask-of-windows-joined-with-the-batch", JOINED | {"mask": zeros(3, 1, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(3, 1, 5, 7\); leading axes joined in one\? query, key and value: unflatten\(0, \(-1, 3\)\) if the last is 3 \(windows\), unflatten\(0, \(3, -1\)\) and mask\[:, None\] if the first is \(rows\)$"),
+    ("bias-of-rows-joined-with-the-batch", JOINED | {"bias": zeros(2, 4, 5, 7)}, ValueError, r"bias: expected .*received \(2, 4, 5, 7\); leading axes joined in one\? query, .* unflatten\(0, \(2, -1\)\) and bias\[:, None\] if the first is \(rows\)$"),
+    ("bias-of-a-batch-that-does-not-divide", JOINED | {"bias": zeros(4, 4, 5, 7)}, ValueError, r"bias: expected .*received \(4, 4, 5, 7\)$"),
+    ("bias-of-windows-and-other-lengths", JOINED | {"bias": zeros(3, 4, 5, 6)}, ValueError, r"bias: expected .*received \(3, 4, 5, 6\)$"),
     ("more-axes-than-query", NESTED_AXES | {"bias": zeros(1, 2, 3, 4, 5, 7)}, ValueError, r"bias: expected .*received \(1, 2, 3, 4, 5, 7\); bias\.flatten\(0, 1\) fits$"),
     ("leading-axis-of-another-length", NESTED_AXES | {"bias": zeros(3, 1, 4, 5, 7)}, ValueError, r"bias: expected .* = \(2, 3, 4, 5, 7\) .*received \(3, 1, 4, 5, 7\)$"),
     ("padding-of-leading-axes", NESTED_AXES | {"mask": zeros(2, 3, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(2, 3, 7\); of padding, mask\[\.\.\., None, None, :\]$"),
