@@ -152,11 +152,10 @@ def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown:
     """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own."""
     called = function.__qualname__
     parameters = inspect.signature(function).parameters.values()
-    ours = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
     if more:
-        received = " and ".join(map(kind, more))
-        raise TypeError(f"dmattn: {called}: expected the arguments {', '.join(ours)} by keyword, received {received} by position")
-    name = next(iter(unknown))
+        received, by_keyword = " and ".join(map(kind, more)), ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+        raise TypeError(f"dmattn: {called}: expected the arguments {by_keyword} by keyword, received {received} by position")
+    name, ours = next(iter(unknown)), [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
     alike = [f"{each}, or another" for each in get_close_matches(name, ours, 1)] or ["one"]
     expected = _KEYWORDS[called].get(name, f"{alike[0]} of the keywords {', '.join(ours)}")
     raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")

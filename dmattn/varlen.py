@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from itertools import pairwise
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .mask_checks import check_cumulative
 from .problem import Problem
 
 __all__ = ["attention_varlen"]
+_REQUIRED: Any = None  # for Python, which would tell what is missing before anybody tells what stands in its place
 
 
 @overload
@@ -85,11 +86,11 @@ def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor = _REQUIRED,
+    cu_seqlens_k: Tensor = _REQUIRED,
     *more: NoReturn,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int = _REQUIRED,
+    max_seqlen_k: int = _REQUIRED,
     mask: Tensor | None = None,
     bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
@@ -204,16 +205,17 @@ def _check_lengths(
             f"dmattn: cu_seqlens_k: expected as many sequences as cu_seqlens_q has, {sequences}, received {cu_seqlens_k.shape[0] - 1}"
         )
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
+        where = name.replace("max_seqlen", "cu_seqlens")
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
-            hint = f"; {name}.item() is one, and waits for the device" if isinstance(longest, Tensor) and longest.numel() == 1 else ""
+            one = f"{where}.diff().max()" if longest is None else name if isinstance(longest, Tensor) and longest.numel() == 1 else None
+            hint = f"; {one}.item() is one, and waits for the device" if one else ""
             raise TypeError(f"dmattn: {name}: expected an integer, received {kind(longest)}{hint}")
         if longest < 0:
             raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
         if sequences * longest < total:
-            ends = name.replace("max_seqlen", "cu_seqlens")
             expected = f"{-(-total // sequences) if sequences else 0} or more for {total} tokens in {sequences} sequences"
             raise ValueError(
-                f"dmattn: {name}: expected {expected} ({ends} has where each begins, from 0 on, and the total), received {longest}"
+                f"dmattn: {name}: expected {expected} ({where} has where each begins, from 0 on, and the total), received {longest}"
             )
     if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
         _check_contents("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
