@@ -71,16 +71,26 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
 @torch.no_grad()
 def look_at(bias: Tensor | None, name: str = "bias") -> None:
     """Log what is found in a bias, or in a table of distances."""
-    if bias is None or bias.numel() == 0 or not bias.dtype.is_floating_point or bias.is_meta:
+    if bias is None or bias.numel() == 0 or not _is_read(bias):
         return
-    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a graph cannot wait
     names = _caller.get().names
     if names and name == "bias.table":
         return  # which that function made, such as of ALiBi's slopes
     name = names.get(name, name)
     for code, finding in [*_of_layout(bias, name), *_of_values(bias, name)]:
         once(logging.WARNING, f"{name}: {finding}", f"{code} of {name}")
+
+
+@torch.no_grad()
+def look_at_nonzero(mask: Tensor, name: str) -> None:
+    """Log negative entries of a mask that attends where it is not 0: those of one that is added hide."""
+    if _is_read(mask) and bool((mask < 0).any()):
+        once(logging.WARNING, f"{name}: has negative entries, which attend, as all but 0 do; pass {name} > -1e4 of one that is to be added")
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether it holds floats that the host can wait for."""
+    return x.dtype.is_floating_point and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _of_layout(bias: Tensor, name: str) -> list[tuple[str, str]]:

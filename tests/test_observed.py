@@ -260,6 +260,18 @@ def test_the_check_advises_no_argument_that_a_function_lacks(messages: Said, mon
     assert [message.split("; ")[1].split(":")[0] for message in messages()] == ["pass dmattn.attention mask=attn_bias == 0"]
 
 
+def test_the_check_finds_an_added_mask_where_nonzero_attends(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query, bias, seen = normal(1, 2, H, SK, D), normal(1, 1, H, SK, SK), normal(1, 2, 1, 1, SK) > 0
+    for mask in (seen, seen.float(), seen.long()):
+        compat.triangle_attention(query, query, query, bias, mask)
+    assert messages() == []
+    added = torch.zeros(seen.shape).masked_fill(~seen, -1e9)
+    compat.triangle_attention(query, query, query, bias, added)
+    assert messages() == ["dmattn: mask: has negative entries, which attend, as all but 0 do; pass mask > -1e4 of one that is to be added"]
+    assert torch.equal(*(compat.triangle_attention(query, query, query, bias, mask) for mask in (added > -1e4, seen)))
+
+
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn import scaled_dot_product_attention
 
