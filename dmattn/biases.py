@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,6 +82,12 @@ class FactoredBias:
             raise ValueError(f"dmattn: bias.cols: expected {expected}, received shape {tuple(self.cols.shape)}")
         if self.cols.device != self.rows.device:
             raise ValueError(f"dmattn: bias.cols: expected device {self.rows.device} as bias.rows has, received {self.cols.device}")
+
+    def __add__(self, other: object) -> NoReturn:
+        """None: a sum is one of tensors."""
+        _refuse_sum("FactoredBias", "to_dense()", other)
+
+    __radd__ = __add__
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The same bias as a tensor (..., Sq, Sk), differentiable: products and sums in float64, rounded once. O(Sq * Sk) memory.
@@ -181,6 +187,12 @@ class RelativeBias:
     def __repr__(self) -> str:
         return f"RelativeBias(table of shape {tuple(self.table.shape)} in {self.table.dtype}, zero={self.zero})"
 
+    def __add__(self, other: object) -> NoReturn:
+        """None: a sum is one of tensors."""
+        _refuse_sum("RelativeBias", "to_dense(Sq, Sk)", other)
+
+    __radd__ = __add__
+
     def to_dense(self, len_q: int, len_k: int) -> Tensor:
         """The same bias as a tensor of shape (..., len_q, len_k), in the table's dtype and differentiable. O(len_q * len_k) memory."""
         for name, length in (("len_q", len_q), ("len_k", len_k)):
@@ -261,6 +273,10 @@ class RelativeBias:
         bias = cls(-slopes.to(torch.promote_types(slopes.dtype, torch.float32))[:, None] * distance, length - 1)
         object.__setattr__(bias, "longest", length)
         return bias
+
+
+def _refuse_sum(name: str, dense: str, other: object) -> NoReturn:
+    raise TypeError(f"dmattn: {name}: +: expected tensors, received a {name} beside {kind(other)}; bias.{dense} is a tensor")
 
 
 def _check_float(name: str, value: Any) -> None:
