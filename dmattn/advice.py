@@ -1,4 +1,4 @@
-"""What ``DMATTN_CHECK=1`` finds: biases that cost more, or are less exact, than they need be, and queries whose heads look like tokens.
+"""What ``DMATTN_CHECK=1`` finds: biases that cost more, or are less exact, than they need be, and arguments that may be meant otherwise.
 
 Read from the environment when dmattn is imported. Each call of plain tensors then reads its bias, and waits for it on a GPU: to try a model
 with, not to train it. Each finding is logged once, at WARNING, to the logger "dmattn". Compiled code is not looked at.
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,29 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
         mistaken = caller.mistaken or "(B, S, H, D) layout? transpose(1, 2)"
         name = caller.names.get("query", "query")
         once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
+
+
+def look_at_mask(mask: Any, query: Tensor, name: str) -> None:
+    """Log where a mask (n, Sq, Sk) is read as one of heads, and is one of batch entries as likely: there are n of both."""
+    if not isinstance(mask, Tensor) or mask.ndim != 3 or query.ndim < 4:
+        return
+    if 1 < mask.shape[0] == query.shape[-3] == query.shape[-4]:
+        name = _caller.get().names.get(name, name)
+        readings = f"{name}[None] says so, and {name}[:, None] is one of the axis before, which is as long"
+        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one of heads; {readings}", f"axes of {name}")
+
+
+def look_at_direction(bias: Any, causal: bool) -> None:
+    """Log where half of T5's buckets are for keys that a causal mask hides: an encoder's, or a decoder's under the wrong flag."""
+    if causal is True and getattr(bias, "is_bidirectional", False):
+        finding = "half of its buckets are for later keys, which causal=True hides; a decoder's weight has bidirectional=False"
+        once(logging.WARNING, f"bias: of RelativeBias.t5 with bidirectional=True: {finding}")
+
+
+def look_at_zero(distances: int, zero: int) -> None:
+    """Log where the middle of a table was taken for distance 0, and there is none."""
+    if distances % 2 == 0:
+        once(logging.WARNING, f"RelativeBias: zero: was not given, and of {distances} distances none is in the middle; {zero} is taken")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from . import distances
+from . import advice, distances
 from .arguments import check_flag, hint_for, kind
 
 __all__ = ["FactoredBias", "RelativeBias"]
@@ -166,6 +166,7 @@ class RelativeBias:
     table: Tensor
     zero: int
     longest: int | None  # queries or keys that the table was made for; None for any number
+    is_bidirectional = False  # T5's, half of whose buckets are for later keys; only advice reads it, and a tree does not keep it
 
     def __init__(self, table: Tensor, zero: int | None = None) -> None:
         _check_float("RelativeBias: table", table)
@@ -174,6 +175,8 @@ class RelativeBias:
         length = table.shape[-1]
         if zero is None:
             zero = (length - 1) // 2
+            if advice.asked and not torch.compiler.is_compiling():
+                advice.look_at_zero(length, zero)
         else:
             _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
@@ -246,7 +249,9 @@ class RelativeBias:
         bucket = torch.where(far < exact, far, (exact + ratio.to(torch.long)).clamp(max=buckets - 1))
         if bidirectional:
             bucket = bucket + (distance > 0) * buckets
-        return cls(torch.nn.functional.embedding(bucket, weight).t(), max_distance)
+        bias = cls(torch.nn.functional.embedding(bucket, weight).t(), max_distance)
+        object.__setattr__(bias, "is_bidirectional", bidirectional)
+        return bias
 
     @classmethod
     def alibi(cls, slopes: Tensor, length: int) -> RelativeBias:

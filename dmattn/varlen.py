@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
+from . import advice
 from .arguments import check_flag, kind, refuse_arguments
 from .biases import FactoredBias, RelativeBias
 from .checks import HEADS_FIRST, Window, check_tensor
@@ -160,6 +161,8 @@ def attention_varlen(
     if more or unknown:
         refuse_arguments(attention_varlen, more, unknown)
     check_flag("return_lse", return_lse)
+    if advice.asked and not torch.compiler.is_compiling():
+        advice.look_at_direction(bias, causal)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         if tensor.ndim != 3:
