@@ -15,6 +15,8 @@ _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 _PLACES = ("dmattn", "dmattn.compat")  # whose names are looked for in each other
 _RECIPES = {
     "create_block_mask": "dmattn.BlockMask.from_mask_mod(mask_mod, B, H, Sq, Sk), or torch's own, which dmattn.compat.flex_attention takes",
+    "hf": "dmattn.integrations.transformers",
+    "huggingface": "dmattn.integrations.transformers",
     "flash_attn_with_kvcache": "dmattn.attention of the cache's filled part, with a mask: docs/migration.md has the code under FlashAttention",
 }
 

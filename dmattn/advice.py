@@ -1,4 +1,4 @@
-"""What ``DMATTN_CHECK=1`` finds: biases that cost more, or are less exact, than they need be, and queries whose heads look like tokens.
+"""What ``DMATTN_CHECK=1`` finds: biases that cost more, or are less exact, than they need be, and arguments that may be meant otherwise.
 
 Read from the environment when dmattn is imported. Each call of plain tensors then reads its bias, and waits for it on a GPU: to try a model
 with, not to train it. Each finding is logged once, at WARNING, to the logger "dmattn". Compiled code is not looked at.
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,19 +68,52 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
         once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
 
 
+def look_at_mask(mask: Any, query: Tensor, name: str) -> None:
+    """Log where a mask (n, Sq, Sk) is read as one of heads, and is one of batch entries as likely: there are n of both."""
+    if not isinstance(mask, Tensor) or mask.ndim != 3 or query.ndim < 4:
+        return
+    if 1 < mask.shape[0] == query.shape[-3] == query.shape[-4]:
+        name = _caller.get().names.get(name, name)
+        readings = f"{name}[None] says so, and {name}[:, None] is one of the axis before, which is as long"
+        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one of heads; {readings}", f"axes of {name}")
+
+
+def look_at_direction(bias: Any, causal: bool) -> None:
+    """Log where half of T5's buckets are for keys that a causal mask hides: an encoder's, or a decoder's under the wrong flag."""
+    if causal is True and getattr(bias, "is_bidirectional", False):
+        finding = "half of its buckets are for later keys, which causal=True hides; a decoder's weight has bidirectional=False"
+        once(logging.WARNING, f"bias: of RelativeBias.t5 with bidirectional=True: {finding}")
+
+
+def look_at_zero(distances: int, zero: int) -> None:
+    """Log where the middle of a table was taken for distance 0, and there is none."""
+    if distances % 2 == 0:
+        once(logging.WARNING, f"RelativeBias: zero: was not given, and of {distances} distances none is in the middle; {zero} is taken")
+
+
 @torch.no_grad()
 def look_at(bias: Tensor | None, name: str = "bias") -> None:
     """Log what is found in a bias, or in a table of distances."""
-    if bias is None or bias.numel() == 0 or not bias.dtype.is_floating_point or bias.is_meta:
+    if bias is None or bias.numel() == 0 or not _is_read(bias):
         return
-    if bias.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a graph cannot wait
     names = _caller.get().names
     if names and name == "bias.table":
         return  # which that function made, such as of ALiBi's slopes
     name = names.get(name, name)
     for code, finding in [*_of_layout(bias, name), *_of_values(bias, name)]:
         once(logging.WARNING, f"{name}: {finding}", f"{code} of {name}")
+
+
+@torch.no_grad()
+def look_at_nonzero(mask: Tensor, name: str) -> None:
+    """Log negative entries of a mask that attends where it is not 0: those of one that is added hide."""
+    if _is_read(mask) and bool((mask < 0).any()):
+        once(logging.WARNING, f"{name}: has negative entries, which attend, as all but 0 do; pass {name} > -1e4 of one that is to be added")
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether it holds floats that the host can wait for."""
+    return x.dtype.is_floating_point and not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _of_layout(bias: Tensor, name: str) -> list[tuple[str, str]]:

@@ -67,6 +67,11 @@ _OURS = {
     "dmattn.biases.RelativeBias": "bias",
     "dmattn.biases.FactoredBias": "bias",
 }
+_SEVERAL = {
+    "mask": "masks are joined by &: a & b",
+    "bias": "biases add up: a + b; one that hides keys is the argument mask",
+    "attn_mask": "bool masks are joined by &, float ones add up",
+}
 _PACKED = "dmattn.attention_varlen"
 _OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
 _SAME = {  # keywords of functions in dmattn.compat, and of what they stand for elsewhere
@@ -147,11 +152,10 @@ def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown:
     """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own."""
     called = function.__qualname__
     parameters = inspect.signature(function).parameters.values()
-    ours = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
     if more:
-        received = " and ".join(map(kind, more))
-        raise TypeError(f"dmattn: {called}: expected the arguments {', '.join(ours)} by keyword, received {received} by position")
-    name = next(iter(unknown))
+        received, by_keyword = " and ".join(map(kind, more)), ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+        raise TypeError(f"dmattn: {called}: expected the arguments {by_keyword} by keyword, received {received} by position")
+    name, ours = next(iter(unknown)), [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
     alike = [f"{each}, or another" for each in get_close_matches(name, ours, 1)] or ["one"]
     expected = _KEYWORDS[called].get(name, f"{alike[0]} of the keywords {', '.join(ours)}")
     raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")
@@ -200,6 +204,8 @@ def hint_for(name: str, value: Any) -> str:
         return f"; dmattn.attention takes one as {_OURS[of]}"
     if of == "numpy.ndarray":
         return f"; torch.from_numpy({name})"
+    if isinstance(value, (list, tuple)) and name in _SEVERAL and any(isinstance(x, Tensor) or kind(x) in _OURS for x in value):
+        return f"; {_SEVERAL[name]}"
     if isinstance(value, (list, tuple)):
         return f"; torch.{'stack' if value and isinstance(value[0], Tensor) else 'tensor'}({name})"
     if isinstance(getattr(value, "weight", None), Tensor):  # a module, such as an embedding

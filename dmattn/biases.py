@@ -6,13 +6,13 @@ import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from . import distances
+from . import advice, distances
 from .arguments import check_flag, hint_for, kind
 
 __all__ = ["FactoredBias", "RelativeBias"]
@@ -82,6 +82,12 @@ class FactoredBias:
             raise ValueError(f"dmattn: bias.cols: expected {expected}, received shape {tuple(self.cols.shape)}")
         if self.cols.device != self.rows.device:
             raise ValueError(f"dmattn: bias.cols: expected device {self.rows.device} as bias.rows has, received {self.cols.device}")
+
+    def __add__(self, other: object) -> NoReturn:
+        """None: a sum is one of tensors."""
+        _refuse_sum("FactoredBias", "to_dense()", other)
+
+    __radd__ = __add__
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The same bias as a tensor (..., Sq, Sk), differentiable: products and sums in float64, rounded once. O(Sq * Sk) memory.
@@ -160,6 +166,7 @@ class RelativeBias:
     table: Tensor
     zero: int
     longest: int | None  # queries or keys that the table was made for; None for any number
+    is_bidirectional = False  # T5's, half of whose buckets are for later keys; only advice reads it, and a tree does not keep it
 
     def __init__(self, table: Tensor, zero: int | None = None) -> None:
         _check_float("RelativeBias: table", table)
@@ -168,6 +175,8 @@ class RelativeBias:
         length = table.shape[-1]
         if zero is None:
             zero = (length - 1) // 2
+            if advice.asked and not torch.compiler.is_compiling():
+                advice.look_at_zero(length, zero)
         else:
             _check_integer("RelativeBias: zero", zero, "an integer or None")
         if not 0 <= zero < length:
@@ -180,6 +189,12 @@ class RelativeBias:
 
     def __repr__(self) -> str:
         return f"RelativeBias(table of shape {tuple(self.table.shape)} in {self.table.dtype}, zero={self.zero})"
+
+    def __add__(self, other: object) -> NoReturn:
+        """None: a sum is one of tensors."""
+        _refuse_sum("RelativeBias", "to_dense(Sq, Sk)", other)
+
+    __radd__ = __add__
 
     def to_dense(self, len_q: int, len_k: int) -> Tensor:
         """The same bias as a tensor of shape (..., len_q, len_k), in the table's dtype and differentiable. O(len_q * len_k) memory."""
@@ -234,7 +249,9 @@ class RelativeBias:
         bucket = torch.where(far < exact, far, (exact + ratio.to(torch.long)).clamp(max=buckets - 1))
         if bidirectional:
             bucket = bucket + (distance > 0) * buckets
-        return cls(torch.nn.functional.embedding(bucket, weight).t(), max_distance)
+        bias = cls(torch.nn.functional.embedding(bucket, weight).t(), max_distance)
+        object.__setattr__(bias, "is_bidirectional", bidirectional)
+        return bias
 
     @classmethod
     def alibi(cls, slopes: Tensor, length: int) -> RelativeBias:
@@ -261,6 +278,10 @@ class RelativeBias:
         bias = cls(-slopes.to(torch.promote_types(slopes.dtype, torch.float32))[:, None] * distance, length - 1)
         object.__setattr__(bias, "longest", length)
         return bias
+
+
+def _refuse_sum(name: str, dense: str, other: object) -> NoReturn:
+    raise TypeError(f"dmattn: {name}: +: expected tensors, received a {name} beside {kind(other)}; bias.{dense} is a tensor")
 
 
 def _check_float(name: str, value: Any) -> None:

@@ -85,6 +85,10 @@ class BlockMask:
         """None, likewise."""
         _refuse_operand("|", other)
 
+    def __invert__(self) -> NoReturn:
+        """None, likewise."""
+        raise TypeError("BlockMask: ~: expected a bool tensor, received a BlockMask; BlockMask.from_mask(~mask.to_dense()) is its inverse")
+
     __rand__, __ror__ = __and__, __or__
 
     @property

@@ -15,6 +15,7 @@ from .arguments import check_flag, hint_for, kind
 from .block_mask import BlockMask
 from .fields import Blocks, Distances, Intervals
 from .masks import BOUNDS, IntervalMask
+from .unions import read
 
 MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
@@ -75,7 +76,8 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
     if key_dim != head_dim:
         _fail("key", f"query's head dim {head_dim}", key_dim)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
-        _fail("query", f"a head dim from 1 to {MAX_HEAD_DIM}", head_dim)
+        hint = f"; of shape {tuple(shapes[0])}, (heads, length, head dim)" if len(shapes[0]) == 3 and not is_packed else ""
+        _fail("query", f"a head dim from 1 to {MAX_HEAD_DIM}", f"{head_dim}{hint}")
     if not 1 <= value_dim <= MAX_HEAD_DIM:
         _fail("value", f"a head dim from 1 to {MAX_HEAD_DIM}", value_dim)
 
@@ -116,8 +118,16 @@ def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: 
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
-        hint = TRANSPOSED if is_transposed else ""
+        hint = TRANSPOSED if is_transposed else "; of cu_seqlens, IntervalMask.packed makes one" if _is_of_single_tokens(mask) else ""
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
+
+
+def _is_of_single_tokens(mask: IntervalMask | Intervals) -> bool:
+    """Whether each token attends itself alone, as under IntervalMask.documents of numbers that rise, which lengths may be."""
+    if mask.len_q != mask.first.shape[-1] or mask.len_q < 2:
+        return False
+    longer = read(mask.last - mask.first != 1)
+    return longer is not None and not longer[0]
 
 
 def checked_blocks(mask: BlockMask | Blocks, pairs: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -195,6 +205,8 @@ def broadcastable(
             hint = TRANSPOSED
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
+        elif len(full) == 4 and axes == PADDED and (joined := _of_joined_axes(name, tuple(tensor.shape), full, kv_heads)):
+            hint = joined
         else:
             places = range(1, tensor.ndim if tensor.ndim < len(full) else 1)
             longer = {tuple(tensor.unsqueeze(at).shape): at for at in reversed(places)}  # the first place of each shape
@@ -226,6 +238,15 @@ def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], k
     joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
     fits = _sizes_fit(joined, full, kv_heads, head_axis)
     return f"; {name}.flatten(0, {extra}) fits" if fits else "; leading axes before the heads are the query's, which has fewer"
+
+
+def _of_joined_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> str:
+    """What a message adds where the query's batch may be two axes, of which the tensor has one; empty where it is not."""
+    own = sizes[0]
+    if not (0 < own < full[0] and full[0] % own == 0 and _sizes_fit((full[0], *sizes[1:]), full, kv_heads, -3)):
+        return ""
+    ways = f"unflatten(0, (-1, {own})) if the last is {own} (windows), unflatten(0, ({own}, -1)) and {name}[:, None] if the first is (rows)"
+    return f"; leading axes joined in one? query, key and value: {ways}"
 
 
 def with_axes(x: Any, axes: int) -> Any:

@@ -8,6 +8,7 @@ from typing import Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
+from . import advice
 from .arguments import check_flag, kind, refuse_arguments
 from .biases import FactoredBias, RelativeBias
 from .block_mask import BlockMask
@@ -163,6 +164,8 @@ def attention(
     if more or unknown:
         refuse_arguments(attention, more, unknown)
     check_flag("return_lse", return_lse)
+    if advice.asked and not torch.compiler.is_compiling():
+        advice.look_at_direction(bias, causal)
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap)
         bias = None

@@ -100,6 +100,11 @@ class IntervalMask:
         len_q = self._len_q_with(other, "|")
         return _fewest(united([*self._intervals, *other._intervals], len_q), len_q, "|")
 
+    def __invert__(self) -> NoReturn:
+        """None: the queries that do not attend a key may be more intervals than two."""
+        hint = "~mask.to_dense(Sq) is one, which BlockMask.from_mask prepares"
+        raise TypeError(f"IntervalMask: ~: expected a bool tensor, received an IntervalMask; {hint}")
+
     __rand__, __ror__ = __and__, __or__  # of what is no mask of intervals: they raise
 
     @property

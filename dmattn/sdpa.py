@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from threading import RLock
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _open = 0  # replacements that last
 _fast_path = True  # whether torch's modules took theirs before the first of these
 
 
-def replace_sdpa() -> Replacement:
+def replace_sdpa(*model: NoReturn) -> Replacement:
     r"""Answer ``torch.nn.functional.scaled_dot_product_attention`` by :func:`dmattn.scaled_dot_product_attention` from now on.
 
     It lasts for the ``with`` block, or until ``restore()``::
@@ -68,7 +68,13 @@ def replace_sdpa() -> Replacement:
     Returns:
         A :class:`Replacement`: a context manager with ``calls``, the number of calls that dmattn answered; ``left``, the number of the others
         by reason; and ``restore()``, which may be called again without effect.
+
+    Raises:
+        TypeError: a model was given: the replacement is of the whole process.
     """
+    if model:
+        hint = "`with dmattn.replace_sdpa(): model(x)` reaches the calls of every model"
+        raise TypeError(f"dmattn: replace_sdpa: expected no argument, received {kind(model[0])}; {hint}")
     return Replacement()
 
 

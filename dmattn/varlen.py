@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numbers
 from itertools import pairwise
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
+from . import advice
 from .arguments import check_flag, kind, refuse_arguments
 from .biases import FactoredBias, RelativeBias
 from .checks import HEADS_FIRST, Window, check_tensor
@@ -19,6 +20,7 @@ from .mask_checks import check_cumulative
 from .problem import Problem
 
 __all__ = ["attention_varlen"]
+_REQUIRED: Any = None  # for Python, which would tell what is missing before anybody tells what stands in its place
 
 
 @overload
@@ -85,11 +87,11 @@ def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor = _REQUIRED,
+    cu_seqlens_k: Tensor = _REQUIRED,
     *more: NoReturn,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int = _REQUIRED,
+    max_seqlen_k: int = _REQUIRED,
     mask: Tensor | None = None,
     bias: Tensor | FactoredBias | RelativeBias | None = None,
     causal: bool = False,
@@ -159,6 +161,8 @@ def attention_varlen(
     if more or unknown:
         refuse_arguments(attention_varlen, more, unknown)
     check_flag("return_lse", return_lse)
+    if advice.asked and not torch.compiler.is_compiling():
+        advice.look_at_direction(bias, causal)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
         if tensor.ndim != 3:
@@ -204,16 +208,17 @@ def _check_lengths(
             f"dmattn: cu_seqlens_k: expected as many sequences as cu_seqlens_q has, {sequences}, received {cu_seqlens_k.shape[0] - 1}"
         )
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
+        where = name.replace("max_seqlen", "cu_seqlens")
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
-            hint = f"; {name}.item() is one, and waits for the device" if isinstance(longest, Tensor) and longest.numel() == 1 else ""
+            one = f"{where}.diff().max()" if longest is None else name if isinstance(longest, Tensor) and longest.numel() == 1 else None
+            hint = f"; {one}.item() is one, and waits for the device" if one else ""
             raise TypeError(f"dmattn: {name}: expected an integer, received {kind(longest)}{hint}")
         if longest < 0:
             raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
         if sequences * longest < total:
-            ends = name.replace("max_seqlen", "cu_seqlens")
             expected = f"{-(-total // sequences) if sequences else 0} or more for {total} tokens in {sequences} sequences"
             raise ValueError(
-                f"dmattn: {name}: expected {expected} ({ends} has where each begins, from 0 on, and the total), received {longest}"
+                f"dmattn: {name}: expected {expected} ({where} has where each begins, from 0 on, and the total), received {longest}"
             )
     if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
         _check_contents("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)

@@ -16,13 +16,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import MethodType
 
-import timm
 import torch
-from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from dmattn import attention, replace_sdpa
 from dmattn.report import show_table
+
+try:
+    import timm
+    from timm.models.swin_transformer import WindowAttention
+except ModuleNotFoundError as error:
+    line = "pip install torch==2.13.0 torchvision==0.28.0 timm==1.0.31"
+    sys.exit(f"{error}; {line} (docs/doors.md#timm has the one for CPUs)")
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of losses, relative, and of gradients, of their largest entry
 TABLE = "relative_position_bias_table"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import dmattn
+import dmattn.integrations
 from dmattn import compat
 from dmattn.execution.backend import interpreting
 
@@ -26,8 +27,20 @@ NAMES = [
     ("dmattn.compat", "flash_attention_func", "dmattn.compat.flash_attn_func"),
     ("dmattn.compat", "attention", "dmattn.attention"),
     ("dmattn.compat", "create_block_mask", "dmattn.BlockMask.from_mask_mod"),
+    ("dmattn.integrations", "hf", "dmattn.integrations.transformers"),
+    ("dmattn.integrations", "huggingface", "dmattn.integrations.transformers"),
+    ("dmattn.integrations", "transformer", "dmattn.integrations.transformers"),
+    ("dmattn.integrations", "attention", "dmattn.attention"),
     ("dmattn.compat", "zzz", "one of the names DS4Sci_EvoformerAttention, "),
 ]
+
+
+def test_a_name_of_the_integration_of_transformers() -> None:
+    integration = pytest.importorskip("dmattn.integrations.transformers", reason="needs transformers", exc_type=ImportError)
+    with pytest.raises(AttributeError, match=r"^dmattn: enabel: expected dmattn.integrations.transformers.enable, received a name"):
+        integration.enabel  # noqa: B018
+    with pytest.raises(ImportError, match=r"^dmattn: convert_to_dynamic: expected dmattn.integrations.transformers.convert_to_dynamic_mask"):
+        from dmattn.integrations.transformers import convert_to_dynamic  # type: ignore[attr-defined]  # noqa: F401
 
 
 @pytest.mark.parametrize(("module", "name", "expected"), NAMES)

@@ -107,7 +107,8 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         (
             "attention_varlen",
             "seqused_k",
-            "one of the keywords max_seqlen_q, max_seqlen_k, mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse",
+            "one of the keywords cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, bias, causal, window, scale, softcap, dropout_p, "
+            "sinks, return_lse",
         ),
         ("dynamic_mask_attention", "mask", "key_padding_mask, bool (B, Sk), True for a real key"),
         ("dynamic_mask_attention", "window", "one of the keywords keep, causal, key_padding_mask, scale, sinks, return_lse"),
@@ -121,14 +122,24 @@ def test_unknown_keywords(called: str, name: str, expected: str) -> None:
 
 
 def test_longest_sequences_by_position_as_flash_attention_takes_them() -> None:
-    """Python names the keywords itself where they are missing."""
     tensors = [torch.ones(5, 2, 8) for _ in range(3)]
-    with pytest.raises(TypeError, match=r"missing 2 required keyword-only arguments: 'max_seqlen_q' and 'max_seqlen_k'$"):
+    message = r"^dmattn: attention_varlen: expected the arguments max_seqlen_q, .* by keyword, received {} by position$"
+    with pytest.raises(TypeError, match=message.format("int and int")):
         attention_varlen(*tensors, LENGTHS, LENGTHS, 5, 5)  # type: ignore[call-overload]
-    with pytest.raises(
-        TypeError, match=r"^dmattn: attention_varlen: expected the arguments max_seqlen_q, .* by keyword, received float by position$"
-    ):
+    with pytest.raises(TypeError, match=message.format("float")):
         attention_varlen(*tensors, LENGTHS, LENGTHS, 0.1, max_seqlen_q=5, max_seqlen_k=5)  # type: ignore[call-overload]
+
+
+def test_what_packed_sequences_lack_is_told_after_a_keyword_that_stands_for_it() -> None:
+    tensors = [torch.ones(5, 2, 8) for _ in range(3)]
+    with pytest.raises(TypeError, match=r"^dmattn: cu_seqlens: expected cu_seqlens_q and cu_seqlens_k, received a keyword"):
+        attention_varlen(*tensors, cu_seqlens=LENGTHS, max_seqlen=5)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"^dmattn: cu_seqlens_k: expected an integer tensor, received NoneType$"):
+        attention_varlen(*tensors, LENGTHS, max_seqlen_q=5, max_seqlen_k=5)  # type: ignore[call-overload]
+    with pytest.raises(
+        TypeError, match=r"^dmattn: max_seqlen_k: expected an integer, received NoneType; cu_seqlens_k.diff\(\).max\(\).item\(\) is one"
+    ):
+        attention_varlen(*tensors, LENGTHS, LENGTHS, max_seqlen_q=5)  # type: ignore[call-overload]
 
 
 def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> None:

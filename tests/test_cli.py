@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, progress, report, verify, versions
+from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, notices, progress, report, verify, versions
 from dmattn.bench import problems
 from dmattn.commands import explain as command
 from dmattn.commands.parser import json_of
@@ -109,6 +109,14 @@ def test_explain_tells_short_times(capsys):
     assert float(re.search(r"time at the peak: (\S+) ms", capsys.readouterr().out)[1]) > 0
 
 
+def test_explain_tells_of_heads_in_the_place_of_tokens(caplog):
+    notices.forget()
+    assert cli.main(["explain", "--query", "2,8,1024,64", "--target", "sm_90"]) == 0
+    assert not caplog.messages
+    assert cli.main(["explain", "--query", "2,1024,8,64", "--target", "sm_90"]) == 0
+    assert caplog.messages == ["dmattn: query: has 1024 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"]
+
+
 def test_explain_passes_each_option_on():
     pytest.importorskip("triton")
     options = "--query 2,8,40,32 --key 2,4,60,32 --value 2,4,60,16 --bias 8,1,60 --mask 40,60 --dtype float16 --bias-dtype float32"
@@ -144,6 +152,11 @@ def test_explain_passes_each_option_on():
         (["--query", "4,16,10,64", "--window", "1,2,3"], "--window: expected LEFT,RIGHT"),
         (["--query", "4,16,10,64", "--dropout", "2"], "dropout_p: expected a number from 0 to 1"),
         (["--query", "4,16,10,64", "--target", "h200"], "target: expected a family of GPUs such as sm_80"),
+        (["--query", "4,16,10,64", "--target", "h200"], "received h200; did you mean sm_90?"),
+        (["--query", "4,16,10,64", "--target", "H100"], "received H100; did you mean sm_90?"),
+        (["--query", "4,16,10,64", "--target", "sm90"], "received sm90; did you mean sm_90?"),
+        (["--query", "4,16,10,64", "--target", "sm_75"], "(sm_90: H100, H200), received sm_75\n"),
+        (["--query", "2,8,1024"], "query: expected a head dim from 1 to 512, received 1024; of shape (2, 8, 1024), (heads, length, head dim)"),
         (["--query", "4,16,10,64", "--processors", "0"], "--processors"),
     ],
 )

@@ -174,6 +174,14 @@ def test_an_example_agrees(example, capsys):
     assert "FAILED" not in printed
 
 
+def test_an_example_without_its_library_says_how_to_install_it():
+    code = f"import sys, runpy; sys.modules['timm'] = None; runpy.run_path({str(EXAMPLES / 'timm_swin.py')!r}, run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (1, "")
+    ((line,),) = [re.findall(r"pip install[^(]*(?= \()", each) for each in run.stderr.splitlines()]
+    assert f"    {line} " in (EXAMPLES.parent / "docs" / "doors.md").read_text()
+
+
 @pytest.mark.parametrize("example", WRONG, indirect=True)
 def test_an_example_fails_where_something_else_is_computed(example, monkeypatch, capsys):
     name, make = WRONG[example.__name__]

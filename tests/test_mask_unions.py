@@ -203,6 +203,7 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
             TypeError,
             r"IntervalMask: \|: expected an IntervalMask beside an IntervalMask, received torch.Tensor; mask.to_dense\(Sq\) \| a bool tensor is",
         ),
+        (lambda: ~IntervalMask(INT, INT), TypeError, r"IntervalMask: ~: expected a bool tensor, .*; ~mask.to_dense\(Sq\) is one, which"),
         (
             lambda: torch.ones(3, 3, dtype=torch.bool) & IntervalMask(INT, INT),
             TypeError,

@@ -260,6 +260,57 @@ def test_the_check_advises_no_argument_that_a_function_lacks(messages: Said, mon
     assert [message.split("; ")[1].split(":")[0] for message in messages()] == ["pass dmattn.attention mask=attn_bias == 0"]
 
 
+def test_the_check_finds_an_added_mask_where_nonzero_attends(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query, bias, seen = normal(1, 2, H, SK, D), normal(1, 1, H, SK, SK), normal(1, 2, 1, 1, SK) > 0
+    for mask in (seen, seen.float(), seen.long()):
+        compat.triangle_attention(query, query, query, bias, mask)
+    assert messages() == []
+    added = torch.zeros(seen.shape).masked_fill(~seen, -1e9)
+    compat.triangle_attention(query, query, query, bias, added)
+    assert messages() == ["dmattn: mask: has negative entries, which attend, as all but 0 do; pass mask > -1e4 of one that is to be added"]
+    assert torch.equal(*(compat.triangle_attention(query, query, query, bias, mask) for mask in (added > -1e4, seen)))
+
+
+def test_the_check_finds_a_mask_of_heads_that_may_be_one_of_batch_entries(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmattn import scaled_dot_product_attention
+
+    monkeypatch.setattr(advice, "asked", True)
+    query, other, mask = normal(4, 4, 5, D), normal(2, 4, 5, D), normal(4, 5, 5) > -1
+    for fine in (mask[None], mask[:, None], mask[0], mask[:1]):
+        attention(query, query, query, mask=fine)
+    attention(other, other, other, mask=mask)
+    attention(query, query, query, bias=normal(4, 5, 5))
+    assert messages() == []
+    attention(query, query, query, mask=mask)
+    scaled_dot_product_attention(query, query, query, mask)
+    expected = (
+        "{0}: of shape (4, 5, 5) is read as one of heads; {0}[None] says so, and {0}[:, None] is one of the axis before, which is as long"
+    )
+    assert messages() == [f"dmattn: {expected.format(name)}" for name in ("mask", "attn_mask")]
+
+
+def test_the_check_finds_what_a_table_of_distances_is_not_for(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "asked", True)
+    query, weight = normal(1, 2, 4, D), normal(8, 2)
+    both, before = (RelativeBias.t5(weight, bidirectional=flag) for flag in (True, False))
+    packed = dict(max_seqlen_q=4, max_seqlen_k=4)
+    RelativeBias(normal(2, 7)), RelativeBias(normal(2, 6), 3), RelativeBias.alibi(normal(2).abs(), 4)
+    for bias, causal in ((both, False), (before, True), (RelativeBias.alibi(normal(2).abs(), 4), True)):
+        attention(query, query, query, bias=bias, causal=causal)
+    assert messages() == []
+    RelativeBias(normal(2, 6))
+    attention(query, query, query, bias=both, causal=True)
+    assert [message.split(";")[0] for message in messages()] == [
+        "dmattn: RelativeBias: zero: was not given, and of 6 distances none is in the middle",
+        "dmattn: bias: of RelativeBias.t5 with bidirectional=True: half of its buckets are for later keys, which causal=True hides",
+    ]
+    notices.forget()
+    tokens, ends = query[0].transpose(0, 1), torch.tensor([0, 4])
+    attention_varlen(tokens, tokens, tokens, ends, ends, bias=both, causal=True, **packed)
+    assert messages()[-1] == messages()[-2]
+
+
 def test_the_check_names_the_argument(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmattn import scaled_dot_product_attention
 

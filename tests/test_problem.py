@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn import IntervalMask, attention, scaled_dot_product_attention
+from dmattn import IntervalMask, RelativeBias, attention, scaled_dot_product_attention
 from dmattn.execution import backend
 
 
@@ -25,6 +25,7 @@ NESTED = torch.nested.nested_tensor([zeros(4, 8), zeros(2, 8)], layout=torch.jag
 INT = zeros(7, dtype=torch.int32)
 AFTER_LENGTHS = {"query": zeros(2, 9, 4, 8), "key": zeros(2, 9, 2, 8), "value": zeros(2, 9, 2, 8)}  # (B, S, H, D), which passes for 9 heads
 NESTED_AXES = {"query": zeros(2, 3, 4, 5, 8), "key": zeros(2, 3, 2, 7, 8), "value": zeros(2, 3, 2, 7, 8)}
+JOINED = {"query": zeros(6, 4, 5, 8), "key": zeros(6, 2, 7, 8), "value": zeros(6, 2, 7, 8)}  # 2 images of 3 windows, or 2 entries of 3 rows
 SPARSE_INTERVALS = IntervalMask(*(zeros(7, dtype=torch.int32).to_sparse() for _ in range(2)))
 OF_THREE = {"query": zeros(3, 4, 5, 8), "key": zeros(3, 2, 7, 8), "value": zeros(3, 2, 7, 8), "mask": None}
 ERRORS = [
@@ -37,6 +38,10 @@ ERRORS = [
     ("leading-axes-of-value", NESTED_AXES | {"value": zeros(2, 1, 2, 7, 8)}, ValueError, r"value: expected query's leading axes \(2, 3\), .*received shape \(2, 1, 2, 7, 8\)"),
     ("merged-axes-of-bias", NESTED_AXES | {"bias": zeros(6, 4, 5, 7)}, ValueError, r"bias: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 4, 5, 7\); bias\.unflatten\(0, \(2, 3\)\) fits$"),
     ("merged-axes-of-mask", NESTED_AXES | {"mask": zeros(6, 1, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected a shape broadcastable to \(\.\.\., H, Sq, Sk\) = \(2, 3, 4, 5, 7\) .*received \(6, 1, 5, 7\); mask\.unflatten\(0, \(2, 3\)\) fits$"),
+    ("mask-of-windows-joined-with-the-batch", JOINED | {"mask": zeros(3, 1, 5, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(3, 1, 5, 7\); leading axes joined in one\? query, key and value: unflatten\(0, \(-1, 3\)\) if the last is 3 \(windows\), unflatten\(0, \(3, -1\)\) and mask\[:, None\] if the first is \(rows\)$"),
+    ("bias-of-rows-joined-with-the-batch", JOINED | {"bias": zeros(2, 4, 5, 7)}, ValueError, r"bias: expected .*received \(2, 4, 5, 7\); leading axes joined in one\? query, .* unflatten\(0, \(2, -1\)\) and bias\[:, None\] if the first is \(rows\)$"),
+    ("bias-of-a-batch-that-does-not-divide", JOINED | {"bias": zeros(4, 4, 5, 7)}, ValueError, r"bias: expected .*received \(4, 4, 5, 7\)$"),
+    ("bias-of-windows-and-other-lengths", JOINED | {"bias": zeros(3, 4, 5, 6)}, ValueError, r"bias: expected .*received \(3, 4, 5, 6\)$"),
     ("more-axes-than-query", NESTED_AXES | {"bias": zeros(1, 2, 3, 4, 5, 7)}, ValueError, r"bias: expected .*received \(1, 2, 3, 4, 5, 7\); bias\.flatten\(0, 1\) fits$"),
     ("leading-axis-of-another-length", NESTED_AXES | {"bias": zeros(3, 1, 4, 5, 7)}, ValueError, r"bias: expected .* = \(2, 3, 4, 5, 7\) .*received \(3, 1, 4, 5, 7\)$"),
     ("padding-of-leading-axes", NESTED_AXES | {"mask": zeros(2, 3, 7, dtype=BOOL)}, ValueError, r"mask: expected .*received \(2, 3, 7\); of padding, mask\[\.\.\., None, None, :\]$"),
@@ -53,6 +58,7 @@ ERRORS = [
     ("value-length", {"value": zeros(2, 2, 6, 8)}, ValueError, r"value: expected key's length 7, received 6"),
     ("key-head-dim", {"key": zeros(2, 2, 7, 9)}, ValueError, r"key: expected query's head dim 8, received 9"),
     ("head-dim-too-large", {"query": zeros(2, 4, 5, 513), "key": zeros(2, 2, 7, 513)}, ValueError, r"query: expected a head dim from 1 to 512, received 513"),
+    ("head-dim-that-is-a-length", {"query": zeros(2, 4, 513), "key": zeros(2, 4, 513), "value": zeros(2, 4, 8), "mask": None}, ValueError, r"query: expected a head dim from 1 to 512, received 513; of shape \(2, 4, 513\), \(heads, length, head dim\)$"),
     ("value-dim-too-large", {"value": zeros(2, 2, 7, 600)}, ValueError, r"value: expected a head dim from 1 to 512, received 600"),
     ("head-dim-zero", {"query": zeros(2, 4, 5, 0), "key": zeros(2, 2, 7, 0)}, ValueError, r"query: expected a head dim from 1 to 512, received 0"),
     ("mask-not-a-tensor", {"mask": [True]}, TypeError, r"mask: expected a bool tensor, an IntervalMask, a BlockMask or None, received list; torch.tensor\(mask\)$"),
@@ -67,6 +73,7 @@ ERRORS = [
     ("interval-keys", {"mask": IntervalMask.causal(5, 6)}, ValueError, r"mask: expected an IntervalMask for 5 queries and 7 keys, as query and key have, received one for 5 queries and 6 keys$"),
     ("interval-keys-of-any-queries", {"mask": IntervalMask(INT[:6], INT[:6])}, ValueError, r"mask: expected an IntervalMask for 5 queries and 7 keys, .* received one for 6 keys$"),
     ("interval-keys-of-one-first", {"mask": IntervalMask(INT[:1], INT[:6])}, ValueError, r"mask: expected .* received one for 6 keys$"),
+    ("documents-of-cumulative-lengths", {"mask": IntervalMask.documents(torch.tensor([0, 2, 7]))}, ValueError, r"mask: expected an IntervalMask for 5 queries .* for 3 queries and 3 keys; of cu_seqlens, IntervalMask.packed makes one$"),
     ("interval-batch", {"mask": IntervalMask(INT.expand(3, 1, 7), INT)}, ValueError, r"mask.first: expected a shape broadcastable to \(B, H, Sk\) = \(2, 4, 7\) with 4 or 2 or 1 heads, received \(3, 1, 7\)$"),
     ("heads-after-lengths", {"query": zeros(2, 50, 4, 8), "key": zeros(2, 70, 2, 8), "value": zeros(2, 70, 2, 8)}, ValueError, r"key: expected a number of heads that divides query's 50, received 70; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
     ("one-query-heads-after-lengths", {"query": zeros(2, 1, 4, 8), "key": zeros(2, 70, 2, 8), "value": zeros(2, 70, 2, 8)}, ValueError, r"key: expected .* received 70; \(B, S, H, D\) layout\? transpose\(1, 2\)$"),
@@ -77,6 +84,11 @@ ERRORS = [
     ("bias-that-fits-neither-way", AFTER_LENGTHS | {"mask": None, "bias": zeros(3, 9, 9)}, ValueError, r"bias: expected a shape .* received \(3, 9, 9\)$"),
     ("bias-not-a-tensor", {"bias": 1.0}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ("bias-a-list", {"bias": [1.0]}, TypeError, r"bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received list; torch.tensor\(bias\)$"),
+    ("query-a-list-of-tensors", {"query": [zeros(4, 5, 8)] * 2}, TypeError, r"query: expected .*, received list; torch.stack\(query\)$"),
+    ("mask-a-list-of-masks", {"mask": [IntervalMask.causal(5, 7), zeros(5, 7, dtype=BOOL)]}, TypeError, r"mask: expected .*, received list; masks are joined by &: a & b$"),
+    ("mask-a-tuple-of-tensors", {"mask": (None, zeros(5, 7, dtype=BOOL))}, TypeError, r"mask: expected .*, received tuple; masks are joined by &: a & b$"),
+    ("bias-a-list-of-biases", {"bias": [zeros(2, 1, 1, 7), zeros(4, 5, 7)]}, TypeError, r"bias: expected .*, received list; biases add up: a \+ b; one that hides keys is the argument mask$"),
+    ("bias-a-list-with-a-table", {"bias": [RelativeBias(zeros(3))]}, TypeError, r"bias: expected .*, received list; biases add up: a \+ b; "),
     ("bias-an-array", {"bias": torch.zeros(2).numpy()}, TypeError, r"bias: expected .*, received numpy.ndarray; torch.from_numpy\(bias\)$"),
     ("bias-a-score-mod", {"bias": lambda score, b, h, i, j: score}, TypeError, r"bias: expected .*, received function; a score_mod that adds a tensor is bias="),
     ("bias-an-embedding", {"bias": torch.nn.Embedding(3, 4)}, TypeError, r"bias: expected .*, received torch.nn.modules.sparse.Embedding; its weight is one$"),
@@ -166,6 +178,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 SDPA_ERRORS = [
     ("causal-and-mask", {"is_causal": True, "attn_mask": zeros(5, 7)}, ValueError, r"attn_mask: expected None together with is_causal=True"),
     ("mask-not-a-tensor", {"attn_mask": 3}, TypeError, r"attn_mask: expected a bool or float tensor or None, received int"),
+    ("mask-a-list", {"attn_mask": [zeros(5, 7)]}, TypeError, r"attn_mask: expected .*, received list; bool masks are joined by &, float ones add up$"),
     ("mask-shape", {"attn_mask": zeros(5, 6)}, ValueError, r"attn_mask: expected a shape broadcastable to \(B, H, Sq, Sk\) .* received \(5, 6\)"),
     ("bool-mask-shape", {"attn_mask": zeros(5, 6).bool()}, ValueError, r"attn_mask: expected a shape broadcastable"),
     ("mask-dtype", {"attn_mask": zeros(5, 7).int()}, ValueError, r"attn_mask: expected a dtype of .* received torch.int32"),

@@ -55,6 +55,14 @@ def test_the_function(options: dict, device: str) -> None:
     assert torch.equal(got, dmattn.scaled_dot_product_attention(*qkv(device), **options))
 
 
+def test_a_model_is_not_taken() -> None:
+    message = (
+        r"^dmattn: replace_sdpa: expected no argument, received torch.nn.modules.linear.Linear; `with dmattn.replace_sdpa\(\): model\(x\)`"
+    )
+    with pytest.raises(TypeError, match=message):
+        replace_sdpa(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_grouped_heads_are_asked_for_as_torch_has_it() -> None:
     query, key, _ = qkv()
     with replace_sdpa() as replaced:

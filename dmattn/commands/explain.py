@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..advice import look_at_layout
 from ..explain import PEAKS, explain
 from .call import PROCESSORS, add_call, described
 from .parser import Parser, Result, add_json, positive
@@ -31,6 +32,7 @@ def run(parser: Parser, options: argparse.Namespace) -> Result:
     with parser.refusing():
         tensors, given = described(options, device)
         explanation = explain(*tensors, **given, target=options.target, processors=options.processors)
+    look_at_layout(*tensors[:2])
     if not options.backward:
         explanation = explanation._replace(passes=explanation.passes[:1])
     return Result(explanation._asdict(), str(explanation))

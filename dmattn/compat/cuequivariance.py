@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import advice
 from ..checks import check_bias, check_tensor
+from ..execution.watching import nothing_watches
 from ..functional import attention
 from .named import by_its_names, check_plain
 
@@ -28,7 +30,8 @@ def triangle_attention(
     Args:
         q: (B, N, H, Sq, D), for B = 1 also (N, H, Sq, D); k, v: (B, N, H, Sk, D) likewise. Differentiable.
         bias: (B, 1, H, Sq, Sk), or (1, H, Sq, Sk), float of any dtype, which is not cast. Differentiable, with a gradient in its own dtype.
-        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); of any dtype, nonzero attends: not an additive mask.
+        mask: (B, N, 1, 1, Sk), or (N, 1, 1, Sk); of any dtype, nonzero attends. One of 0 and -1e9, to be
+            added, has the opposite sense: pass ``mask_bias > -1e4``.
         scale: by default D ** -0.5.
         return_aux: False. The original's third result is each row's maximum, which is not kept;
             ``dmattn.attention(q, k, v, mask=mask, bias=bias, return_lse=True)`` returns lse.
@@ -54,6 +57,8 @@ def triangle_attention(
             raise ValueError("dmattn: kv_lengths: expected None beside a mask, received both")
         mask = _five("mask", mask, "(B, N, 1, 1, Sk)")
         _check_shape("mask", mask, (*q.shape[:2], 1, 1, k.shape[3]))
+        if advice.asked and nothing_watches((mask,)):
+            advice.look_at_nonzero(mask, "mask")
         mask = mask if mask.dtype == torch.bool else mask != 0
     elif kv_lengths is not None:
         kv_lengths = _five("kv_lengths", kv_lengths, "(B, N, 1, 1, 1)")

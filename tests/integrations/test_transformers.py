@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,6 +365,10 @@ def test_register_and_unregister_can_be_repeated() -> None:
         model(**batch_for(model, "none"))
     with pytest.raises(ValueError, match="dmattn"):
         llama().set_attn_implementation("dmattn")
+    with pytest.raises(ValueError, match="dmattn") as raised:
+        transformers.LlamaForCausalLM._from_config(llama().config, attn_implementation="dmattn")
+    (quoted,) = re.findall(r"``(Specified .*?)``", (Path(__file__).parents[2] / "docs" / "errors.md").read_text())
+    assert str(raised.value).startswith(quoted)
     integration.register()
     assert model(**batch_for(model, "none")).logits.isfinite().all()
 
@@ -387,6 +393,19 @@ def test_enable_reaches_every_inner_model_and_disable_undoes_it() -> None:
         integration.disable(model)
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, received str"):
         integration.enable("t5")
+
+
+@pytest.mark.parametrize("part", ["encoder.block", "encoder.block.0", "encoder.block.0.layer.0.SelfAttention"])
+def test_enable_refuses_layers_whose_setting_lies_in_a_model_around_them(part: str) -> None:
+    model = t5()
+    layers = model.get_submodule(part)
+    message = rf"model: expected a PreTrainedModel or .* received {type(layers).__name__} with T5Attention \(routed\); pass the model that holds them$"
+    with pytest.raises(ValueError, match=message):
+        integration.enable(layers)
+    with pytest.raises(ValueError, match=message), integration.using(layers):
+        pass
+    with integration.using(nn.Sequential(model.encoder)):
+        assert model.encoder.config._attn_implementation == "dmattn"
 
 
 def test_using_restores_after_an_error() -> None:

@@ -19,6 +19,8 @@ loss that predicts the first real token from it differs from eager's by that.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
 except ImportError as error:
@@ -26,6 +28,7 @@ except ImportError as error:
         "dmattn.integrations.transformers needs transformers 5.17 or newer; `pip install 'transformers>=5.17'` installs it."
     ) from error
 
+from ...absent import refusing
 from .attention import attend
 from .conversion import convert_to_dynamic_mask, revert_dynamic_mask
 from .loading import load_dynamic_mask
@@ -51,3 +54,6 @@ __all__ = [
     "unregister",
     "using",
 ]
+
+if not TYPE_CHECKING:  # type checkers know all names, and would take any beside a __getattr__
+    __getattr__ = refusing(__name__)

@@ -83,8 +83,9 @@ def enable(model: nn.Module, *, group: Any = None, order: str = "zigzag", strate
     Raises:
         TypeError: `model` is not a torch module.
         ValueError: no layer in `model` computes its attention through Transformers' attention interface. The message names the classes of its
-            layers, and those that :func:`patch` serves. Beside a `group`: it is another model, is enabled already, or the group is none. The
-            model raises on every rank where ranks are given other batches, or what they cannot share.
+            layers, and those that :func:`patch` serves. Or `model` is layers without a PreTrainedModel, whose setting they read. Beside a
+            `group`: it is another model, is enabled already, or the group is none. The model raises on every rank where ranks are given other
+            batches, or what they cannot share.
     """
     known = _enabled.get(model) if isinstance(model, nn.Module) else None
     if known is not None and (group is not None or known.shared is not None):
@@ -123,17 +124,20 @@ def _switch(model: nn.Module, group: Any, order: str, strategy: str) -> _Before:
     if not isinstance(model, nn.Module):
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
     layers = report(model)
-    if not any(state in ("routed", "dynamic mask") for _, _, state in layers):
-        found = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
-        states = {state for _, _, state in layers}
+    states = {state for _, _, state in layers}
+    found = ", ".join(f"{attention} ({state})" for attention, _, state in layers) or "no attention layer"
+    if not states & {"routed", "dynamic mask"}:
         served = "those that are patchable" if "patchable" in states else "them already" if states == {"patched"} else "none of these"
         received = f"{type(model).__name__} with {found}; patch() serves {served}"
         raise ValueError(f"dmattn: model: expected a model with layers that use Transformers' attention interface, received {received}")
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if "routed" in states and not models:
+        received = f"{type(model).__name__} with {found}; pass the model that holds them"
+        raise ValueError(f"dmattn: model: expected a PreTrainedModel or what holds one, received {received}")
     register()
     others = [attention for attention, _, state in layers if state != "routed"]
     if group is not None and others:
         raise ValueError(f"dmattn: model: expected layers that all use Transformers' attention interface, beside a group, received {others[0]}")
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     shared = None if group is None else SharedModel(model, Sharing(group, order, strategy), f"{NAME}_shared_{next(_numbers)}")
     name = NAME if shared is None else shared.name
     before = _Before(_settings(models), shared)
