@@ -176,7 +176,7 @@ def launches_of(problem: Problem, d_out: Tensor, d_lse: Tensor | None, kernels: 
     calls = {
         "forward": forward,
         "keys": call(key_gradients, of_keys, d_key, d_value, key_sums, dense, None),
-        "queries": call(query_gradients, ["d_query"], incoming.given(problem, out, d_lse), d_query, None, end_sums),
+        "queries": call(query_gradients, ["d_query"], incoming.given(out, d_lse), d_query, None, end_sums),
     }
     if dense is not None:
         calls["queries of d_bias"] = call(query_gradients, ["d_query"], None, d_query, dense, None)

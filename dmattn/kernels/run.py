@@ -210,8 +210,8 @@ def _hopper_query(call: Call, made: Made) -> None:
 
 
 def _portable_query(call: Call, made: Made) -> None:
-    terms = call.incoming.given(call.problem, None if TERM_FORMS.isdisjoint(made) else call.out, call.d_lse)
-    query_grad.query_gradients(call.problem, call.incoming, terms, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS), made.get(END_SUMS))
+    given = call.incoming.given(None if TERM_FORMS.isdisjoint(made) else call.out, call.d_lse)
+    query_grad.query_gradients(call.problem, call.incoming, given, made.get(D_QUERY), made.get(D_BIAS_OF_PAIRS), made.get(END_SUMS))
 
 
 def _portable_distances(call: Call, made: Made) -> None:

@@ -67,7 +67,7 @@ FORWARD_KERNELS = {
 BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]] = {
     "portable.one_tile._one_tile_gradients_kernel": lambda given: ("one tile", five(given, given["SUMMED"])),
     "portable.rows._row_gradients_kernel": lambda given: ("whole rows", five(given, False)),
-    "base.query_terms._terms_kernel": lambda given: ("query terms", of_terms(given["given"].stored)),
+    "base.query_terms._terms_kernel": lambda given: ("query terms", of_terms(given["stored"])),
     "portable.key_grad._key_gradients_kernel": lambda given: of_keys("portable: d_key, d_value", *given["wanted"]),
     "hopper.key_grad._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given)),
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
@@ -108,7 +108,7 @@ def of_terms(stored: Any) -> dict[str, Any]:
 
 def made(given: dict[str, Any]) -> dict[str, Any]:
     """What the kernel for dQ makes of the terms, which it reads where it has no O."""
-    return {} if given["terms"].out is None else of_terms(given["terms"].stored)
+    return {} if given["given"].out is None else of_terms(given["stored"])
 
 
 def five(given: dict[str, Any], is_summed: bool) -> dict[str, Any]:

@@ -83,10 +83,10 @@ class Incoming(NamedTuple):
         columns, of_sinks = (strided(self._placed(x), heads) for x in (self.term_columns, self.sink_terms))
         return Stored(terms, columns, of_sinks, strided_by_head(self.sinks), problem.scale)
 
-    def given(self, problem: Problem, out: Tensor | None, d_lse: Tensor | None) -> "Given":
-        """What :func:`terms_of` takes, as a kernel argument; `out` is None for it to read the terms."""
+    def given(self, out: Tensor | None, d_lse: Tensor | None) -> "Given":
+        """Of what :func:`terms_of` makes them, as a kernel argument; `out` is None for it to read them."""
         heads = self.lse.shape[1]
-        return Given(strided(out, heads), strided(self.lse, heads), strided(d_lse, heads), self.stored(problem))
+        return Given(strided(out, heads), strided(self.lse, heads), strided(d_lse, heads))
 
     def _placed(self, x: Any, axis: int = 2) -> Any:
         if x is None or not isinstance(self.lse, Packed):
@@ -95,7 +95,10 @@ class Incoming(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where terms are stored, see :class:`Incoming`: each form may be None. And what they are made of beside lse and delta."""
+    """Where terms are stored, see :class:`Incoming`: each form may be None. And what they are made of beside lse and delta.
+
+    It is an argument of its own: in a tuple of tuples of tuples Triton 3.6 takes a stride of 1 for None.
+    """
 
     terms: Any
     columns: Any
@@ -105,12 +108,11 @@ class Stored(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Of what lse and delta are made beside dO, and where the terms are stored."""
+    """Of what delta is made beside dO, and lse."""
 
     out: Any  # None where the terms are made already, as vectors
     lse: Any
     d_lse: Any  # None for one of 0
-    stored: Any
 
 
 def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
@@ -122,7 +124,8 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
         _terms_kernel,
         count_blocks(problem, packed, rows) * heads,
         d_out=strided(incoming.d_out, heads),
-        given=incoming.given(problem, out, d_lse),
+        given=incoming.given(out, d_lse),
+        stored=incoming.stored(problem),
         ends=ends_of(problem),
         packed_blocks=packed,
         heads=heads,
@@ -137,7 +140,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
 
 @triton.jit
 def _terms_kernel(
-    d_out, given, ends, packed_blocks, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+    d_out, given, stored, ends, packed_blocks, heads, len_q, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: the terms of BLOCK_M queries of one (batch, head), from a grid of one axis."""
     follow()
@@ -145,11 +148,11 @@ def _terms_kernel(
     seq = sequence(ends, batch, head, len_q, 0)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_DV).to(tl.int64), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
-    terms_of(given, (load_tile(d_out, seq, rows, dims),), seq, rows, dims)
+    terms_of(given, stored, (load_tile(d_out, seq, rows, dims),), seq, rows, dims)
 
 
 @triton.jit
-def terms_of(given, d_out_tiles, seq, rows, value_dims):
+def terms_of(given, stored, d_out_tiles, seq, rows, value_dims):
     """(lse, delta) of a block of rows, whose terms are stored unless they are made already.
 
     The block with the last row fills up the last BLOCK of the sequence, too. dO is in pieces (base/pieces.py). Products of float32 numbers are
@@ -157,14 +160,14 @@ def terms_of(given, d_out_tiles, seq, rows, value_dims):
     """
     lse_rows = load_rows(given.lse, seq, rows, float("-inf"))
     if given.out is None:
-        pointers = slice_pointer(given.stored.terms, seq) + given.stored.terms.row + rows.start + rows.index
+        pointers = slice_pointer(stored.terms, seq) + stored.terms.row + rows.start + rows.index
         if rows.length is None:
             return lse_rows, tl.load(pointers)
         else:
             return lse_rows, tl.load(pointers, mask=inside(rows), other=0.0)
     else:
         delta_rows = _delta_of(given, d_out_tiles, lse_rows, seq, rows, value_dims)
-        _store_block(given, seq, rows, lse_rows, delta_rows)
+        _store_block(stored, seq, rows, lse_rows, delta_rows)
         return lse_rows, delta_rows
 
 
@@ -181,18 +184,18 @@ def _delta_of(given, d_out_tiles, lse_rows, seq, rows, value_dims):
 
 
 @triton.jit
-def _store_block(given, seq, rows, lse_rows, delta_rows):
+def _store_block(stored, seq, rows, lse_rows, delta_rows):
     """Write the terms of a block of rows and, if it has the last one, those that fill up the last BLOCK."""
     column = tl.arange(0, STORED_COLUMNS)
     end = tl.cdiv(seq.len_q, UNIT) * UNIT
-    store_terms(given.stored, seq, rows.start, rows.index, column, lse_rows, delta_rows, end)
+    store_terms(stored, seq, rows.start, rows.index, column, lse_rows, delta_rows, end)
     COUNT: tl.constexpr = rows.index.shape[0]
     if COUNT < UNIT:
         after = rows.start + COUNT
         is_last = (rows.start < seq.len_q) & (after >= seq.len_q)
         for start in tl.range(tl.where(is_last, after, end), end, COUNT):
             empty = tl.full([COUNT], float("-inf"), tl.float32)
-            store_terms(given.stored, seq, start, rows.index, column, empty, tl.full([COUNT], 0.0, tl.float32), end)
+            store_terms(stored, seq, start, rows.index, column, empty, tl.full([COUNT], 0.0, tl.float32), end)
 
 
 @triton.jit

@@ -21,19 +21,20 @@ from ..visits.walk import key_lists, key_range, key_step, key_steps
 
 
 def query_gradients(
-    problem: Problem, incoming: Incoming, terms: Given | None, d_query: Tensor | None, d_bias: Tensor | None, end_sums: Tensor | None = None
+    problem: Problem, incoming: Incoming, given: Given | None, d_query: Tensor | None, d_bias: Tensor | None, end_sums: Tensor | None = None
 ) -> None:
-    """Fill those that are not None, and the terms of queries if they are not made yet; every element of `d_bias` (B, H, Sq, Sk) is written.
+    """Fill those that are not None; every element of `d_bias` (B, H, Sq, Sk) is written.
 
-    `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the last, if another.
-    Without `terms` `d_bias` holds dS already: it is read, and dQ is its product with the keys.
+    The terms of queries are made too, if they are `given` O. If they are not given, `d_bias` holds dS already: it is read, and dQ is its
+    product with the keys. `end_sums` (2, B, H, Sq) are the sums of dS over the keys that take the first number of a table of distances, and the
+    last, if another.
     """
-    stored = terms is None
+    holds_ds = given is None
     heads = problem.query.shape[1]
-    tile = pick("queries of d_bias" if stored else "queries", problem)
+    tile = pick("queries of d_bias" if holds_ds else "queries", problem)
     blocks = packed_blocks(problem, tile.block_m)
     lists = key_lists(problem, *tile[:2], blocks)
-    if d_bias is not None and (lists is not None or problem.ends_q is not None) and not stored:
+    if d_bias is not None and (lists is not None or problem.ends_q is not None) and not holds_ds:
         d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     launch(
         _query_gradients_kernel,
@@ -43,18 +44,19 @@ def query_gradients(
         v=strided(problem.value, heads),
         rules=rules_of(problem, lists, packed_blocks=blocks),
         d_out=strided(incoming.d_out, heads),
-        terms=terms,
+        given=given,
+        stored=None if holds_ds else incoming.stored(problem),
         d_q=strided(d_query, heads),
         d_bias=strided(d_bias, heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
-        STORED=stored,
+        STORED=holds_ds,
         **launch_options(problem, tile, incoming.d_out, d_query, d_bias),
     )
 
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, v, rules, d_out, terms, d_q, d_bias, end_sums, heads, len_q, len_k, STORED: tl.constexpr,
+    q, k, v, rules, d_out, given, stored, d_q, d_bias, end_sums, heads, len_q, len_k, STORED: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +74,7 @@ def _query_gradients_kernel(
     d_out_tiles = load_pieces(d_out, seq, rows, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_M, BLOCK_DV]
     stats = None
     if not STORED:
-        stats = terms_of(terms, d_out_tiles, seq, rows, value_dims)
+        stats = terms_of(given, stored, d_out_tiles, seq, rows, value_dims)
     dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
     held = (q_tiles, d_out_tiles, (k, v, d_q, d_bias, end_sums), rules, seq, rows, dims, value_dims)
