@@ -190,12 +190,11 @@ def _store_block(stored, seq, rows, lse_rows, delta_rows):
     end = tl.cdiv(seq.len_q, UNIT) * UNIT
     store_terms(stored, seq, rows.start, rows.index, column, lse_rows, delta_rows, end)
     COUNT: tl.constexpr = rows.index.shape[0]
-    if COUNT < UNIT:
-        after = rows.start + COUNT
-        is_last = (rows.start < seq.len_q) & (after >= seq.len_q)
-        for start in tl.range(tl.where(is_last, after, end), end, COUNT):
-            empty = tl.full([COUNT], float("-inf"), tl.float32)
-            store_terms(stored, seq, start, rows.index, column, empty, tl.full([COUNT], 0.0, tl.float32), end)
+    for further in tl.static_range(1, UNIT // COUNT):
+        start = rows.start + further * COUNT
+        is_beyond = (rows.start < seq.len_q) & (rows.start + COUNT >= seq.len_q)
+        empty = tl.full([COUNT], float("-inf"), tl.float32)
+        store_terms(stored, seq, start, rows.index, column, empty, tl.full([COUNT], 0.0, tl.float32), tl.where(is_beyond, end, start))
 
 
 @triton.jit
