@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = (
         ("length", 4096, 128, "bytes in a window"),
-        ("keep", 1024, 64, "keys that a query keeps"),
+        ("keep", 2048, 64, "keys that a query keeps"),
         ("batch", 8, 4, "windows a step"),
         ("width", 512, 64, "hidden size"),
         ("layers", 8, 2, "of the model"),
         ("steps", 300, 120, "of training before the conversion"),
-        ("more", 100, 60, "steps after it"),
+        ("more", 200, 60, "steps after it"),
     )
     for name, on_gpu, on_cpu, what in sizes:
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")

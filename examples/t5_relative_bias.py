@@ -90,15 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = (
-        ("length", 4096, 64, "tokens in a row"),
+        ("length", 2048, 64, "tokens in a row"),
         ("batch", 4, 8, "rows a step"),
-        ("heads", 16, 4, "of attention"),
+        ("heads", 8, 4, "of attention"),
         ("head-dim", 64, 16, "numbers of a token in each head"),
         ("steps", 100, 80, "of training"),
     )
     for name, on_gpu, on_cpu, what in sizes:
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
-    parser.add_argument("--rate", type=float, default=0.003, help="of learning, but for the bias (%(default)s)")
+    parser.add_argument("--rate", type=float, default=3e-4 if gpu else 3e-3, help="of learning, but for the bias (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
     size = parser.parse_args(arguments)
     if size.length <= BACK:
