@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .. import report
+from ..versions import installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -82,10 +83,18 @@ def environment(device: torch.device) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "sources": sources(),
-        "versions": {**report.versions(), "cuda": torch.version.cuda or "none"},
+        "versions": {**report.versions(), "cuda": torch.version.cuda or "none", **_peers(device)},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(report.devices()["cpu"]),
         "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
     }
+
+
+def _peers(device: torch.device) -> dict[str, str]:
+    """Versions of what is measured beside dmattn and is not torch's own code, where it is there."""
+    found = {name: installed(name) for name in ("nvidia-cudnn-frontend", "flash-attn-4", "trifast")}
+    if device.type == "cuda":
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def describe(where: dict[str, Any]) -> str:
