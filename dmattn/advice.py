@@ -74,8 +74,8 @@ def look_at_mask(mask: Any, query: Tensor, name: str) -> None:
         return
     if 1 < mask.shape[0] == query.shape[-3] == query.shape[-4]:
         name = _caller.get().names.get(name, name)
-        readings = f"{name}[None] says so, and {name}[:, None] is one of the axis before, which is as long"
-        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one of heads; {readings}", f"axes of {name}")
+        readings = f"{name}[:, None] has one for each batch entry; {name}[None] means what is read, and ends this warning"
+        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one mask for each head; {readings}", f"axes of {name}")
 
 
 def look_at_direction(bias: Any, causal: bool) -> None:

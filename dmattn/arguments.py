@@ -67,10 +67,13 @@ _OURS = {
     "dmattn.biases.RelativeBias": "bias",
     "dmattn.biases.FactoredBias": "bias",
 }
-_SEVERAL = {
-    "mask": "masks are joined by &: a & b",
-    "bias": "biases add up: a + b; one that hides keys is the argument mask",
-    "attn_mask": "bool masks are joined by &, float ones add up",
+_SEVERAL = {  # tensors, and others
+    "mask": (
+        "bool masks are joined by &: a & b; those of batch entries are torch.stack(mask)",
+        "masks are joined by &, as tensors: to_dense(...)",
+    ),
+    "bias": ("biases add up: a + b; one that hides keys is the argument mask", "biases add up as tensors: to_dense(...)"),
+    "attn_mask": ("bool masks are joined by &, float ones add up", ""),
 }
 _PACKED = "dmattn.attention_varlen"
 _OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
@@ -205,7 +208,13 @@ def hint_for(name: str, value: Any) -> str:
     if of == "numpy.ndarray":
         return f"; torch.from_numpy({name})"
     if isinstance(value, (list, tuple)) and name in _SEVERAL and any(isinstance(x, Tensor) or kind(x) in _OURS for x in value):
-        return f"; {_SEVERAL[name]}"
+        of_tensors, of_others = _SEVERAL[name]
+        given = {place: x for place, x in enumerate(value) if x is not None}
+        if len(given) == 1:
+            return f"; {name}[{next(iter(given))}]"
+        if all(kind(x) == "dmattn.masks.IntervalMask" for x in given.values()):
+            return "; masks are joined by &: a & b"
+        return f"; {of_tensors if all(isinstance(x, Tensor) for x in given.values()) else of_others}"
     if isinstance(value, (list, tuple)):
         return f"; torch.{'stack' if value and isinstance(value[0], Tensor) else 'tensor'}({name})"
     if isinstance(getattr(value, "weight", None), Tensor):  # a module, such as an embedding

@@ -118,7 +118,7 @@ def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: 
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
-        hint = TRANSPOSED if is_transposed else "; of cu_seqlens, IntervalMask.packed makes one" if _is_of_single_tokens(mask) else ""
+        hint = TRANSPOSED if is_transposed else "; of cumulative lengths? IntervalMask.packed takes them" if _is_of_single_tokens(mask) else ""
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
 
 

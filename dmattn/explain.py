@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -209,8 +208,8 @@ def _device_of(problem: Problem, target: str | None, processors: int | None) -> 
 def target_of(target: str, processors: int | None, argument: str = "target") -> tuple[str, int]:
     """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
     if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
-        cards = {"h100": "sm_90"} | {peak.name.lower(): family for family, peak in PEAKS.items()}
-        meant = cards.get(str(target).lower()) or next(iter(get_close_matches(str(target), PEAKS, 1, 0.8)), None)
+        names = {"h100": "sm_90"} | {peak.name.lower(): family for family, peak in PEAKS.items()}
+        meant = (names | {family.replace("_", ""): family for family in PEAKS}).get(re.sub("[-_ ]", "", str(target).lower()))
         received = f"{target}{f'; did you mean {meant}?' if meant else ''}"
         raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)} (sm_90: H100, H200), received {received}")
     if processors is None and target not in PEAKS:

@@ -20,7 +20,7 @@ from .mask_checks import check_cumulative
 from .problem import Problem
 
 __all__ = ["attention_varlen"]
-_REQUIRED: Any = None  # for Python, which would tell what is missing before anybody tells what stands in its place
+_REQUIRED: Any = None  # Python's own error for a missing argument would hide ours for the keyword that was passed in its place
 
 
 @overload

@@ -284,9 +284,7 @@ def test_the_check_finds_a_mask_of_heads_that_may_be_one_of_batch_entries(messag
     assert messages() == []
     attention(query, query, query, mask=mask)
     scaled_dot_product_attention(query, query, query, mask)
-    expected = (
-        "{0}: of shape (4, 5, 5) is read as one of heads; {0}[None] says so, and {0}[:, None] is one of the axis before, which is as long"
-    )
+    expected = "{0}: of shape (4, 5, 5) is read as one mask for each head; {0}[:, None] has one for each batch entry; {0}[None] means what is read, and ends this warning"
     assert messages() == [f"dmattn: {expected.format(name)}" for name in ("mask", "attn_mask")]
 
 

@@ -19,6 +19,7 @@ from ..execution.passes import learned_of
 from ..kernels.base.key_sums import empty_key_sums
 from ..kernels.base.query_terms import Incoming, fill_terms
 from ..kernels.base.timed_tiles import on_trial
+from ..kernels.plans import query_makes_terms
 from ..kernels.portable import forward as portable_forward
 from ..kernels.portable import split_keys
 from ..kernels.portable.bias_grad import shared_gradient
@@ -170,13 +171,15 @@ def launches_of(problem: Problem, d_out: Tensor, d_lse: Tensor | None, kernels: 
     end_sums = None if problem.zero is None else lse.new_empty((2, *lse.shape))
     of_keys = ["d_key", "d_value"] + (["d_bias"] if dense is not None or (key_sums is not None and key_sums is d_bias) else [])
 
+    given = incoming.given(out if query_makes_terms(problem.query.dtype) else None, d_lse)
+
     def call(function: Callable[..., None], results: Sequence[str], *arguments: Any) -> Call:
         return Call(function, (problem, incoming, *arguments), {name: made[name] for name in results})
 
     calls = {
         "forward": forward,
         "keys": call(key_gradients, of_keys, d_key, d_value, key_sums, dense, None),
-        "queries": call(query_gradients, ["d_query"], incoming.given(out, d_lse), d_query, None, end_sums),
+        "queries": call(query_gradients, ["d_query"], given, d_query, None, end_sums),
     }
     if dense is not None:
         calls["queries of d_bias"] = call(query_gradients, ["d_query"], None, d_query, dense, None)

@@ -135,8 +135,7 @@ def _form_read(choice: Choice, traits: Traits) -> str:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads them as columns: for d_key and d_value, but for a bias of keys under intervals.
 
-    The kernel is 1 % slower with term columns beside bias columns. Beside head
-    dims over 128 shared memory has no room for them.
+    That of d_key and d_value is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
     """
     if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits):
         return False

@@ -178,9 +178,14 @@ def always(traits: Traits) -> None:
     """The plan of a row that serves whatever it understands."""
 
 
+def query_makes_terms(dtype: torch.dtype) -> bool:
+    """Whether the kernel of dQ makes query terms: not of float32, whose products may not be fused with sums (base/query_terms.py)."""
+    return dtype.itemsize == 2
+
+
 def makes_terms(traits: Traits) -> str | None:
-    """Refuses float32: products of other dtypes are exact, and may be fused with sums (base/query_terms.py)."""
-    return None if traits.dtype.itemsize == 2 else "makes query terms, and those of float32 have a kernel whose sums are not fused"
+    """Refuses float32."""
+    return None if query_makes_terms(traits.dtype) else "is for float16 and bfloat16: in float32 the sums of dO * O have a kernel of their own"
 
 
 def portable(traits: Traits) -> str | None:

@@ -139,6 +139,7 @@ def backward() -> Picture:
         sheet.arrow((210, 172), (250, 172), (250, y + 33), (300, y + 33))
         sheet.arrow((530, y + 33), (590, y + 33))
     sheet.text(20, 240, "Each kernel makes its tiles\nof P and dS again, from\nq, k, v, mask, bias, dO and lse.", 12, ink=FAINT)
+    sheet.text(20, 310, "In 16 bits the kernel of queries\nmakes the terms, before the others.", 12, ink=FAINT)
     return sheet
 
 

@@ -97,7 +97,7 @@ class Incoming(NamedTuple):
 class Stored(NamedTuple):
     """Where terms are stored, see :class:`Incoming`: each form may be None. And what they are made of beside lse and delta.
 
-    It is an argument of its own: in a tuple of tuples of tuples Triton 3.6 takes a stride of 1 for None.
+    Kernels get it as an argument of its own: in an argument with tuples of tuples of tuples Triton 3.6 takes a stride of 1 for None.
     """
 
     terms: Any
@@ -156,7 +156,7 @@ def terms_of(given, stored, d_out_tiles, seq, rows, value_dims):
     """(lse, delta) of a block of rows, whose terms are stored unless they are made already.
 
     The block with the last row fills up the last BLOCK of the sequence, too. dO is in pieces (base/pieces.py). Products of float32 numbers are
-    not to be fused with sums, see `fill_terms`; those of others are exact.
+    not to be fused with sums, see `fill_terms`; those of others are exact, unless float32 has no number so small.
     """
     lse_rows = load_rows(given.lse, seq, rows, float("-inf"))
     if given.out is None:

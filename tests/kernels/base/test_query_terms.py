@@ -9,7 +9,7 @@ from dmattn.equivalence import Case
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.query_terms import FINITE, Incoming, fill_terms
-from dmattn.kernels.portable import sink_grad
+from dmattn.kernels.portable import query_grad, sink_grad
 from dmattn.kernels.portable.sink_grad import sink_gradients
 from dmattn.problem import Problem
 
@@ -96,3 +96,42 @@ def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int
     by_query = -torch.exp(sinks.double()[:, None] - lse.double()) * (out.double() * d_out.double()).sum(-1)
     assert parts[0] > 2
     torch.testing.assert_close(found.double(), by_query.sum((0, 2)), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter")
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (129,), (5, 0, 70, 64, 1, 0), (130, 17)], ids=str)
+def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the last row that there is room for, and in no other, whatever the rows of its programs."""
+    packed, total = len(lengths) > 1, sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1 if packed else 2, 2, total)
+    query, key, value, out, d_out = torch.randn(5, *shape, 16, generator=generator).half()
+    lse, d_lse = torch.randn(2, *shape, generator=generator)
+    lse[..., ::7] = float("-inf")
+    problem = Problem.canonical(query, key, value, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
+    if packed:
+        ends = torch.tensor((0, *lengths)).cumsum(0)
+        problem = problem._replace(ends_q=ends, ends_k=ends, longest_q=max(lengths) + 5, longest_k=max(lengths))
+    tile = query_grad.pick("queries", problem)._replace(block_m=block_m)
+    monkeypatch.setattr(query_grad, "pick", lambda *_: tile)
+    problem, out, lse, d_out, d_lse, d_query = flattened(problem, out, lse, d_out, d_lse, torch.empty_like(query))
+    found = []
+    for by_query in (False, True):
+        incoming = Incoming.without_terms(d_out, lse, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
+        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "term_columns", "sink_terms")}
+        around["term_columns"] = around["term_columns"].bfloat16()
+        inner = {name: x[256:-256].view(getattr(incoming, name).shape) for name, x in around.items()}
+        if packed:
+            inner["sink_terms"].zero_()  # as nobody writes between the blocks of sequences
+        incoming = incoming._replace(**inner)
+        if by_query:
+            query_grad.query_gradients(problem, incoming, incoming.given(out, d_lse), d_query, None)
+        else:
+            fill_terms(problem, incoming, out, d_lse)
+        assert all((x[:256] == 777).all() and (x[-256:] == 777).all() for x in around.values())
+        found.append(inner)
+    for name in found[0]:
+        first, second = (forms[name].float() for forms in found)
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+        assert packed or not (first == 777).any()
