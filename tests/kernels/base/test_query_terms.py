@@ -124,12 +124,12 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
     problem, out, lse, d_out, d_lse, d_query = flattened(problem, out, lse, d_out, d_lse, torch.empty_like(query))
     found = []
     for by_query in (False, True):
-        incoming = Incoming.without_terms(d_out, lse, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
-        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "term_columns", "sink_terms")}
+        incoming = Incoming.without_terms(d_out, lse, as_delta=True, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
+        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "delta", "term_columns", "sink_sums")}
         around["term_columns"] = around["term_columns"].bfloat16()
         inner = {name: x[256:-256].view(getattr(incoming, name).shape) for name, x in around.items()}
         if packed:
-            inner["sink_terms"].zero_()  # as nobody writes between the blocks of sequences
+            inner["sink_sums"].zero_()  # as nobody writes between the blocks of sequences
         incoming = incoming._replace(**inner)
         if by_query:
             query_grad.query_gradients(problem, incoming, incoming.given(out, d_lse), d_query, None)
@@ -139,5 +139,7 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
         found.append(inner)
     for name in found[0]:
         first, second = (forms[name].float() for forms in found)
+        if name == "sink_sums":  # of other rows each
+            first, second = first.sum(-1), second.sum(-1)
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
         assert packed or not (first == 777).any()
