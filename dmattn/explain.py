@@ -362,10 +362,15 @@ class _Call:
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
-        sinks = problem.sinks if "sink terms" in makes else None
-        as_columns = "columns of query terms" in makes
-        incoming = Incoming.without_terms(out, lse, as_vectors="query terms" in makes, as_columns=as_columns, sinks=sinks)
-        total += _size(incoming.terms, incoming.term_columns, incoming.sink_terms)
+        incoming = Incoming.without_terms(
+            out,
+            lse,
+            as_vectors="query terms" in makes,
+            as_delta="delta" in makes,
+            as_columns="columns of query terms" in makes,
+            sinks=problem.sinks if "sums of sinks" in makes else None,
+        )
+        total += _size(incoming.terms, incoming.delta, incoming.term_columns, incoming.sink_sums)
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 

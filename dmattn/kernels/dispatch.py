@@ -23,16 +23,18 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    DELTA,
     END_SUMS,
     LEADING_IN_RUNS,
     OUT,
     QUERY_TERMS,
-    SINK_TERMS,
+    SINK_SUMS,
     TERM_COLUMNS,
     Traits,
 )
 
 HOPPER = frozenset({"sm_90"})
+FORMS = frozenset({DELTA, TERM_COLUMNS, SINK_SUMS})  # of query terms, of which a row that reads some names one
 
 
 class Row(NamedTuple):
@@ -114,21 +116,24 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
             continue
         chosen.append(Choice(row, makes | row.besides - made, tuple(other for other in refusing if other.makes & makes), traits))
         made |= makes | row.besides
-        missing = (missing | row.reads - {TERM_COLUMNS, SINK_TERMS}) - made
+        missing = (missing | row.reads - FORMS) - made
     if missing:
         raise NotImplementedError(_nobody(traits, [row for row in refusing if row.makes & missing]))
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if chosen and QUERY_TERMS in chosen[0].makes:
-        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) or TERMS
+        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) or {DELTA}
+        if QUERY_TERMS in forms:
+            forms -= {DELTA}  # which vectors have
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes - TERMS | forms)
     return tuple(chosen)
 
 
 def _form_read(choice: Choice, traits: Traits) -> str:
     """In which form a row reads the terms of queries."""
-    if SINK_TERMS in choice.row.reads:
-        return SINK_TERMS
+    for form in (SINK_SUMS, DELTA):
+        if form in choice.row.reads:
+            return form
     return TERM_COLUMNS if _reads_columns(choice, traits) else QUERY_TERMS
 
 
@@ -174,7 +179,7 @@ OF_KEYS_AND_PAIRS = KEYS_AND_VALUES | {D_BIAS_OF_PAIRS}
 OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
-OF_SINKS = TERMS | {SINK_TERMS}
+AS_DELTA = TERMS | {DELTA}  # which portable kernels read, and lse beside it
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
@@ -194,9 +199,9 @@ HOPPER_QUERY = Row(
     besides=TERMS,
 )
 HOPPER_BIAS = Row(
-    "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, **ON_HOPPER
+    "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, HOPPER, AS_DELTA
 )
-PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=TERMS)
+PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=AS_DELTA)
 BACKWARD = (
     Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile),
     Row(
@@ -208,7 +213,7 @@ BACKWARD = (
         **ON_HOPPER,
     ),
     Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, plans.resident_backward, **ON_HOPPER),
-    Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, plans.whole_rows, reads=TERMS),
+    Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, plans.whole_rows, reads=AS_DELTA),
     Row(
         "Hopper: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
@@ -223,23 +228,23 @@ BACKWARD = (
     HOPPER_INTERVAL_KEYS._replace(
         name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=STORED
     ),
-    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=TERMS, needs=STORED),
+    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=AS_DELTA, needs=STORED),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=STORED, needs=STORED),
-    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=TERMS | {END_SUMS}),
+    Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=AS_DELTA | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),
     HOPPER_KEYS,
     _loading(HOPPER_KEYS),
     HOPPER_INTERVAL_KEYS,
-    Row("portable: d_key, d_value", OF_KEYS, ALL, plans.always, reads=TERMS),
+    Row("portable: d_key, d_value", OF_KEYS, ALL, plans.always, reads=AS_DELTA),
     PORTABLE_QUERY._replace(plan=plans.makes_terms, besides=TERMS),
     PORTABLE_QUERY._replace(name="portable: d_query, d_bias of float32"),
     HOPPER_BIAS,
     _loading(HOPPER_BIAS),
-    Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=TERMS),
+    Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=AS_DELTA),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
-    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=OF_SINKS),
-    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=OF_SINKS),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS | {SINK_SUMS}),
     Row("query terms", TERMS, ALL, plans.always),
 )
 

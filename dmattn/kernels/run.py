@@ -38,10 +38,11 @@ from .traits import (
     D_QUERY,
     D_SINKS,
     D_VALUE,
+    DELTA,
     END_SUMS,
     PARTIAL,
     QUERY_TERMS,
-    SINK_TERMS,
+    SINK_SUMS,
     TERM_COLUMNS,
     TERM_FORMS,
     Traits,
@@ -105,8 +106,14 @@ class Call:
     def incoming(self) -> Incoming:
         """d_out and lse with room for the terms of queries, which one row fills and others read."""
         forms = self.term_forms
-        sinks = self.sinks if SINK_TERMS in forms else None
-        return Incoming.without_terms(self.d_out, self.lse, as_vectors=QUERY_TERMS in forms, as_columns=TERM_COLUMNS in forms, sinks=sinks)
+        return Incoming.without_terms(
+            self.d_out,
+            self.lse,
+            as_vectors=QUERY_TERMS in forms,
+            as_delta=DELTA in forms,
+            as_columns=TERM_COLUMNS in forms,
+            sinks=self.sinks if SINK_SUMS in forms else None,
+        )
 
 
 @on_its_device
@@ -153,7 +160,8 @@ def backward(
                 of_keys.zero_()  # what the order does not name
     forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
     call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, forms, given)
-    results |= {QUERY_TERMS: call.incoming.terms, TERM_COLUMNS: call.incoming.term_columns, SINK_TERMS: call.incoming.sink_terms}
+    incoming = call.incoming
+    results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns, SINK_SUMS: incoming.sink_sums}
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
@@ -235,10 +243,9 @@ def _sums_of_d_lse(call: Call, made: Made) -> None:
 
 
 def _sums_of_d_lse_and_sinks(call: Call, made: Made) -> None:
-    of_sinks = call.incoming.sink_terms
-    assert of_sinks is not None
+    of_sinks = sink_grad.gradients_by_query(call.sinks, call.incoming)
     if call.problem.ends_q is None:
-        of_sinks = of_sinks[..., : call.lse.shape[2]].view(call.given.lse.shape)
+        of_sinks = of_sinks.view(call.given.lse.shape)
     else:
         of_sinks = _by_query(call, of_sinks, in_blocks=True)
     per_query_gradient(_by_query(call, call.given.lse), _by_query(call, call.given.d_lse), of_sinks, call.given.gradients.bias)
@@ -256,9 +263,9 @@ def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
 
 
 def _sinks(call: Call, made: Made) -> None:
-    sink_terms = call.incoming.sink_terms
-    assert sink_terms is not None
-    sink_grad.sink_gradients(sink_terms, made[D_SINKS])
+    sink_sums = call.incoming.sink_sums
+    assert sink_sums is not None
+    sink_grad.sink_gradients(sink_sums, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:

@@ -29,9 +29,10 @@ D_BIAS_OF_DISTANCES = "d_bias of distances"  # (..., 1, R), a table: dS summed o
 END_SUMS = "sums at the ends"  # for each query those of dS over the keys whose distances take an end of the table
 D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py), as vectors
+DELTA = "delta"  # one of them, for who makes the other of lse
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
-SINK_TERMS = "sink terms"  # made of the same for each query: the gradient of the sink's score in its row
-TERM_FORMS = frozenset({QUERY_TERMS, TERM_COLUMNS, SINK_TERMS})
+SINK_SUMS = "sums of sinks"  # made of the same: the gradient of the sink's score, summed over some rows
+TERM_FORMS = frozenset({QUERY_TERMS, DELTA, TERM_COLUMNS, SINK_SUMS})
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor

@@ -11,7 +11,20 @@ from ...problem import Problem
 from .bias_columns import three_parts
 from .described import Packed
 from .launch import launch
-from .layout import UNIT, Span, ends_of, inside, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided, strided_by_head
+from .layout import (
+    TERMS,
+    UNIT,
+    Span,
+    ends_of,
+    first_row_in_blocks,
+    load_rows,
+    load_tile,
+    rows_in_blocks,
+    sequence,
+    slice_pointer,
+    strided,
+    strided_by_head,
+)
 from .overlap import follow
 from .packed_blocks import count_blocks, packed_blocks
 from .pieces import load_pieces
@@ -23,6 +36,7 @@ from .tiles import block_dim
 BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
 ROWS = 32  # queries of any other program
 STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
+SLOT = tl.constexpr(16)  # rows for each sum over sinks, of which the blocks of all kernels are multiples
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
@@ -31,38 +45,52 @@ class Incoming(NamedTuple):
 
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
     is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `terms`, float32 of (B, H, 2, Sq in whole BLOCKs), are
-    both as vectors. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs, STORED_COLUMNS), are both for products to add
-    (base/bias_columns.py). `sink_terms`, float32 of (B, H, Sq in whole BLOCKs), are of both and `sinks` (H,): the gradient of the sink's score
-    in the row of each query, -p * delta with p = exp(sink - lse), and 0 past the end. Each of these may be None: whoever reads has the
-    form that it asks for. Of packed sequences the first axis has one entry, with blocks for each (`layout.first_row_in_blocks`).
+    both as vectors, and `delta` (B, H, Sq in whole BLOCKs) is the second alone. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
+    STORED_COLUMNS), are both for products to add (base/bias_columns.py). `sink_sums`, float32 of (B, H, Sq in whole BLOCKs / SLOT), are of both
+    and `sinks` (H,): the gradient of the sink's score, -p * delta with p = exp(sink - lse), whose sum over the rows of a block is in one of
+    these, and 0 in the others. Each may be None: whoever reads has the form that it asks for. Of packed sequences the first axis has one entry,
+    with blocks for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor
     lse: Tensor
     terms: Tensor | None
+    delta: Tensor | None
     term_columns: Tensor | None
     sinks: Tensor | None
-    sink_terms: Tensor | None
+    sink_sums: Tensor | None
 
     @classmethod
     def without_terms(
-        cls, d_out: Tensor, lse: Tensor, *, as_vectors: bool = True, as_columns: bool = False, sinks: Tensor | None = None
+        cls,
+        d_out: Tensor,
+        lse: Tensor,
+        *,
+        as_vectors: bool = True,
+        as_delta: bool = False,
+        as_columns: bool = False,
+        sinks: Tensor | None = None,
     ) -> "Incoming":
-        """With room for the terms in either form or both, and for those of sinks, which a kernel fills later."""
+        """With room for the terms in some forms, and for the sums over sinks, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         if isinstance(lse, Packed):
             batch, padded = 1, rows_in_blocks(lse.tensor.shape[2], lse.sequences)
         terms = lse.new_empty((batch, heads, 2, padded)) if as_vectors else None
+        delta = lse.new_empty((batch, heads, padded)) if as_delta else None
         term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if as_columns else None
-        sink_terms = None if sinks is None else lse.new_empty((batch, heads, padded))
-        if sink_terms is not None and isinstance(lse, Packed):
-            sink_terms.zero_()  # between the blocks of sequences nobody writes
-        return cls(d_out, lse, terms, term_columns, sinks, sink_terms)
+        sink_sums = None if sinks is None else lse.new_empty((batch, heads, padded // SLOT.value))
+        if sink_sums is not None and isinstance(lse, Packed):
+            sink_sums.zero_()  # between the blocks of sequences nobody writes
+        return cls(d_out, lse, terms, delta, term_columns, sinks, sink_sums)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
-        return strided(self.d_out, heads), strided(self.lse, heads), strided(self._placed(self.vectors[:, :, 1]), heads)
+        return strided(self.d_out, heads), strided(self.lse, heads), self._delta(heads)
+
+    def _delta(self, heads: int) -> Any:
+        """Delta of either form that has it."""
+        return strided(self._placed(self.delta if self.terms is None else self.terms[:, :, 1]), heads)
 
     @property
     def vectors(self) -> Tensor:
@@ -80,13 +108,13 @@ class Incoming(NamedTuple):
         """Where the terms go, as a kernel argument."""
         heads = self.lse.shape[1]
         terms = strided(self._placed(self.terms, 3), heads)
-        columns, of_sinks = (strided(self._placed(x), heads) for x in (self.term_columns, self.sink_terms))
-        return Stored(terms, columns, of_sinks, strided_by_head(self.sinks), problem.scale)
+        delta, columns = (strided(self._placed(x), heads) for x in (self.delta, self.term_columns))
+        return Stored(terms, delta, columns, strided(self._placed(self.sink_sums), heads), strided_by_head(self.sinks), problem.scale)
 
     def given(self, out: Tensor | None, d_lse: Tensor | None) -> "Given":
-        """Of what :func:`terms_of` makes them, as a kernel argument; `out` is None for it to read them."""
+        """Of what :func:`terms_of` makes them, as a kernel argument; `out` is None for it to read delta."""
         heads = self.lse.shape[1]
-        return Given(strided(out, heads), strided(self.lse, heads), strided(d_lse, heads))
+        return Given(strided(out, heads), strided(self.lse, heads), strided(d_lse, heads), self._delta(heads) if out is None else None)
 
     def _placed(self, x: Any, axis: int = 2) -> Any:
         if x is None or not isinstance(self.lse, Packed):
@@ -101,8 +129,9 @@ class Stored(NamedTuple):
     """
 
     terms: Any
+    delta: Any
     columns: Any
-    of_sinks: Any
+    sink_sums: Any
     sinks: Any
     scale: Any
 
@@ -110,9 +139,10 @@ class Stored(NamedTuple):
 class Given(NamedTuple):
     """Of what delta is made beside dO, and lse."""
 
-    out: Any  # None where the terms are made already, as vectors
+    out: Any  # None where the terms are made already
     lse: Any
     d_lse: Any  # None for one of 0
+    delta: Any  # None where it is to be made
 
 
 def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None) -> None:
@@ -160,11 +190,7 @@ def terms_of(given, stored, d_out_tiles, seq, rows, value_dims):
     """
     lse_rows = load_rows(given.lse, seq, rows, float("-inf"))
     if given.out is None:
-        pointers = slice_pointer(stored.terms, seq) + stored.terms.row + rows.start + rows.index
-        if rows.length is None:
-            return lse_rows, tl.load(pointers)
-        else:
-            return lse_rows, tl.load(pointers, mask=inside(rows), other=0.0)
+        return lse_rows, load_rows(given.delta, seq, rows, 0.0)
     else:
         delta_rows = _delta_of(given, d_out_tiles, lse_rows, seq, rows, value_dims)
         _store_block(stored, seq, rows, lse_rows, delta_rows)
@@ -198,6 +224,15 @@ def _store_block(stored, seq, rows, lse_rows, delta_rows):
 
 
 @triton.jit
+def sums_pointer(t, seq):
+    """Pointer to the first sum over sinks of one sequence: in packed ones, the SLOT-th part of where its rows begin."""
+    if len(t) == TERMS:
+        return t.ptr + tl.cast(first_row_in_blocks(seq) // SLOT, tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
+    else:
+        return slice_pointer(t, seq)
+
+
+@triton.jit
 def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=None):
     """Write the terms of queries from `start` on, up to the `end` if there is one, where :class:`Stored` says.
 
@@ -214,9 +249,17 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
         pointers = slice_pointer(stored.terms, seq) + start + index
         tl.store(pointers, divisor_rows, mask=within)
         tl.store(pointers + stored.terms.row, delta_rows, mask=within)
-    if stored.of_sinks is not None:
-        of_sinks = -tl.exp2(sink2_of(stored.sinks, seq) - divisor_rows) * delta_rows
-        tl.store(slice_pointer(stored.of_sinks, seq) + start + index, of_sinks, mask=within)
+    if stored.delta is not None:
+        tl.store(slice_pointer(stored.delta, seq) + start + index, delta_rows, mask=within)
+    if stored.sink_sums is not None:
+        of_sinks = tl.sum(-tl.exp2(sink2_of(stored.sinks, seq) - divisor_rows) * delta_rows, 0)
+        for slot in tl.static_range(index.shape[0] // SLOT):
+            pointer = sums_pointer(stored.sink_sums, seq) + start // SLOT + slot
+            first = of_sinks if slot == 0 else 0.0
+            if end is None:
+                tl.store(pointer, first)
+            else:
+                tl.store(pointer, first, mask=start + slot * SLOT < end)
     if stored.columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")

@@ -15,7 +15,7 @@ from dmattn.problem import Problem
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter; on a GPU the cases for Hopper do")
-@pytest.mark.parametrize("forms", [("vectors",), ("columns",), ("vectors", "columns")], ids="-".join)
+@pytest.mark.parametrize("forms", [("vectors",), ("delta",), ("columns",), ("vectors", "delta", "columns")], ids="-".join)
 @pytest.mark.parametrize("scale", [None, 3.7])
 def test_terms(forms: tuple[str, ...], scale: float | None) -> None:
     length, empty, far = 70, 3, 5
@@ -26,14 +26,19 @@ def test_terms(forms: tuple[str, ...], scale: float | None) -> None:
     lse, d_lse = 30 * torch.randn(2, *given.query.shape[:3])
     lse[..., empty], lse[..., far] = float("-inf"), 2.0**27
     d_lse[..., empty] = float("nan")
-    incoming = Incoming.without_terms(d_out, lse, as_vectors="vectors" in forms, as_columns="columns" in forms)
+    forms_asked = {f"as_{form}": form in forms for form in ("vectors", "delta", "columns")}
+    incoming = Incoming.without_terms(d_out, lse, **forms_asked)
     fill_terms(problem, incoming, out, d_lse)
     delta = (out.double() * d_out.double()).sum(-1) - d_lse.double()
     delta[..., empty] = 0.0
     bounds = dict(rtol=2.0**-20, atol=1e-5)
     usual = [row for row in range(length) if row not in (empty, far)]
     hidden = [empty, far, *range(length, 128)]
-    assert (incoming.terms is not None, incoming.term_columns is not None) == ("vectors" in forms, "columns" in forms)
+    made = (incoming.terms, incoming.delta, incoming.term_columns)
+    assert [x is not None for x in made] == list(forms_asked.values())
+    if incoming.delta is not None:
+        torch.testing.assert_close(incoming.delta[..., :length].double(), delta, **bounds)
+        assert (incoming.delta[..., length:] == 0).all()
     if incoming.terms is not None:
         lessened, deltas = incoming.terms.unbind(2)
         torch.testing.assert_close(deltas[..., :length].double(), delta, **bounds)
@@ -46,7 +51,8 @@ def test_terms(forms: tuple[str, ...], scale: float | None) -> None:
         torch.testing.assert_close(-of_d_p[..., :length], delta, **bounds)
         assert (of_d_p[..., length:] == 0).all()
         assert (incoming.term_columns[..., 6:] == 0).all()
-    if len(forms) == 2:
+    if len(forms) == 3:
+        assert torch.equal(incoming.delta, incoming.vectors[:, :, 1])
         torch.testing.assert_close(-of_d_p[..., :length].float(), incoming.vectors[:, :, 1, :length], rtol=0.0, atol=0.0)
 
 
@@ -61,7 +67,7 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
     incoming = Incoming.without_terms(query, lse, as_columns=True, sinks=torch.zeros(1))
     fill_terms(problem, incoming, query, d_lse)
     d_sinks = torch.empty(1)
-    sink_gradients(incoming.sink_terms, d_sinks)
+    sink_gradients(incoming.sink_sums, d_sinks)
     assert not d_sinks.isfinite()
     assert not incoming.vectors[0, 0, 1, 7].isfinite()
     lowered = incoming.columns[0, 0, 7, 3:6].float().sum()
@@ -74,7 +80,7 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
 def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     heads, total = 2, sum(lengths)
     packed = len(set(lengths)) > 1
-    monkeypatch.setattr(sink_grad, "QUERIES", 64)
+    monkeypatch.setattr(sink_grad, "SUMS", 4)
     parts = []
     real = sink_grad.Sharing.sum_parts
     monkeypatch.setattr(sink_grad.Sharing, "sum_parts", lambda sharing, *given: (parts.append(sharing.splits), real(sharing, *given))[1])
@@ -92,7 +98,7 @@ def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int
     incoming = Incoming.without_terms(flat_d_out, flat_lse, as_vectors=False, sinks=sinks)
     fill_terms(problem, incoming, flat_out, None)
     found = torch.full_like(sinks, float("nan"))
-    sink_gradients(incoming.sink_terms, found)
+    sink_gradients(incoming.sink_sums, found)
     by_query = -torch.exp(sinks.double()[:, None] - lse.double()) * (out.double() * d_out.double()).sum(-1)
     assert parts[0] > 2
     torch.testing.assert_close(found.double(), by_query.sum((0, 2)), rtol=1e-5, atol=1e-4)
@@ -118,12 +124,12 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
     problem, out, lse, d_out, d_lse, d_query = flattened(problem, out, lse, d_out, d_lse, torch.empty_like(query))
     found = []
     for by_query in (False, True):
-        incoming = Incoming.without_terms(d_out, lse, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
-        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "term_columns", "sink_terms")}
+        incoming = Incoming.without_terms(d_out, lse, as_delta=True, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
+        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "delta", "term_columns", "sink_sums")}
         around["term_columns"] = around["term_columns"].bfloat16()
         inner = {name: x[256:-256].view(getattr(incoming, name).shape) for name, x in around.items()}
         if packed:
-            inner["sink_terms"].zero_()  # as nobody writes between the blocks of sequences
+            inner["sink_sums"].zero_()  # as nobody writes between the blocks of sequences
         incoming = incoming._replace(**inner)
         if by_query:
             query_grad.query_gradients(problem, incoming, incoming.given(out, d_lse), d_query, None)
@@ -133,5 +139,7 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
         found.append(inner)
     for name in found[0]:
         first, second = (forms[name].float() for forms in found)
+        if name == "sink_sums":  # of other rows each
+            first, second = first.sum(-1), second.sum(-1)
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
         assert packed or not (first == 777).any()
