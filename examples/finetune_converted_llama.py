@@ -1,11 +1,12 @@
 """Give a trained Llama dynamic masks and fine-tune it: its loss beside that of the dense model, trained on as long.
 
 Run ``python examples/finetune_converted_llama.py``; takes half a minute on a CPU. Needs Transformers. A small Llama is trained on the bytes of
-this repository with dense attention. A copy is converted: each query then attends ``--keep`` of up to ``--length`` keys, at first its newest.
-Both are trained further on the same batches, and judged on text that neither has seen.
+this repository with dense attention. Of a copy every ``--every``-th layer is converted: there each query attends ``--keep`` of up to
+``--length`` keys, at first its newest. Both are trained further on the same batches, and judged on text that neither has seen.
 
 From the first step on, keys are kept by their scores instead of by their age, however small the scores' differences are. So the loss jumps a
-little, and further training brings it down.
+little, and further training brings it down. A score knows a key's content, not its distance from a query: the layers between, which stay dense,
+are those that read the nearest bytes.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("layers", 8, 2, "of the model"),
         ("steps", 300, 120, "of training before the conversion"),
         ("more", 200, 60, "steps after it"),
+        ("every", 2, 2, "layers between one conversion and the next; 1 converts all"),
     )
     for name, on_gpu, on_cpu, what in sizes:
         parser.add_argument(f"--{name}", type=int, default=on_gpu if gpu else on_cpu, help=f"{what} (%(default)s)")
@@ -98,19 +100,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--allowed", type=float, default=0.1, help="by how much the loss may exceed the dense one, relative (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="by autocast, the weights staying float32")
     size = parser.parse_args(arguments)
+    if not 1 <= size.every <= size.layers:
+        parser.error(f"--every: expected 1 to {size.layers}, the layers of the model, received {size.every}")
     device = torch.device("cuda" if gpu else "cpu")
     integration.register()
     text, source = corpus()
     seen, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     first, further = (batches(seen, count, size, device, seed) for seed, count in ((1, size.steps), (2, size.more)))
     unseen = batches(held_out, 4, size, device, 3)
-    print(f"Llama on {source}; windows of {size.length} bytes, after the conversion {size.keep} keys a query.")
+    print(f"Llama on {source}; windows of {size.length} bytes, then {size.keep} keys a query in converted layers.")
 
     dense = build(size).to(device)
     untrained = judge(dense, unseen, size)
     train(dense, first, size)
     converted = copy.deepcopy(dense)
-    integration.convert_to_dynamic_mask(converted, keep=size.keep)
+    integration.convert_to_dynamic_mask(converted, keep=size.keep, layers=range(size.every - 1, size.layers, size.every))
     before = judge(dense, unseen, size), judge(converted, unseen, size)
     (losses, dense_time), (ours, our_time) = (train(model, further, size) for model in (dense, converted))
     after = judge(dense, unseen, size), judge(converted, unseen, size)

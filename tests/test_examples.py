@@ -133,7 +133,7 @@ TINY = {
     "t5_relative_bias": "--length 24 --batch 4 --heads 2 --head-dim 8 --steps 60",
     "pair_bias_block": "--rows 3 --length 9 --width 16 --pair-width 8 --heads 2 --steps 20",
     "timm_swin": "--width 12 --heads 1 --batch 4 --steps 4 --depths 2 1",
-    "finetune_converted_llama": "--length 32 --keep 16 --batch 4 --width 32 --layers 1 --steps 20 --more 6",
+    "finetune_converted_llama": "--length 32 --keep 16 --batch 4 --width 32 --layers 1 --every 1 --steps 20 --more 6",
     "packed_training": "--longest 40 --documents 4 --width 16 --heads 2 --layers 1 --steps 60",
     "long_context_decoding": "--lengths 48 96 --keep 16 --tokens 4 --heads 4 --head-dim 16",
 }
