@@ -178,7 +178,8 @@ OF_KEYS = KEYS_AND_VALUES | {D_BIAS_OF_KEYS}
 OF_KEYS_AND_PAIRS = KEYS_AND_VALUES | {D_BIAS_OF_PAIRS}
 OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
-TERMS, STORED = frozenset({QUERY_TERMS}), frozenset({D_BIAS_OF_PAIRS})
+TERMS = frozenset({QUERY_TERMS})
+D_SCORES = frozenset({D_BIAS_OF_PAIRS})  # of a bias of pairs the gradient is dS
 AS_DELTA = TERMS | {DELTA}  # which portable kernels read, and lse beside it
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
@@ -188,7 +189,7 @@ HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, plans.hopper_interval_keys, **WITH_COLUMNS
 )
 HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
-    name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=STORED
+    name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=D_SCORES
 )
 HOPPER_QUERY = Row(
     "Hopper: d_query",
@@ -226,10 +227,10 @@ BACKWARD = (
     HOPPER_KEYS_AND_BIAS,
     _loading(HOPPER_KEYS_AND_BIAS),
     HOPPER_INTERVAL_KEYS._replace(
-        name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=STORED
+        name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=D_SCORES
     ),
-    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=AS_DELTA, needs=STORED),
-    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=STORED, needs=STORED),
+    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
+    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=D_SCORES, needs=D_SCORES),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=AS_DELTA | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),

@@ -74,7 +74,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
     "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
-        if given["STORED"]
+        if given["DS_IS_MADE"]
         else (
             "portable: d_query, d_bias" + " of float32" * (given["d_out"].ptr.dtype == torch.float32),
             {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]} | made(given),

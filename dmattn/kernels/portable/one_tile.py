@@ -44,11 +44,11 @@ def gradients(
     if shared:
         slices = d_bias.shape[0] * d_bias.shape[1]
         sharing = Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR)
-        stored = sharing.parts(d_bias)
+        summed = sharing.parts(d_bias)
     else:
         slices = heads
         sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
-        stored = d_bias
+        summed = d_bias
     sums = vectors_of(key_sums)
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     launch(
@@ -59,16 +59,16 @@ def gradients(
         v=strided(problem.value, heads),
         rules=rules_of(problem),
         incoming=tuple(strided(x, heads) for x in incoming),
-        wanted=(*per_head, strided(stored, heads if stored is None else stored.shape[1]), strided(sums, heads)),
+        wanted=(*per_head, strided(summed, heads if summed is None else summed.shape[1]), strided(sums, heads)),
         order=strided(order, heads),
         sharing=sharing.argument,
         spread=sharing.spread,
         SUMMED=shared,
         HELD=shared or (problem.bias is not None and problem.bias.shape[0] == 1),
-        **launch_options(problem, tile_of(problem), incoming[0], d_query, d_key, d_value, stored),
+        **launch_options(problem, tile_of(problem), incoming[0], d_query, d_key, d_value, summed),
     )
     if shared:
-        sharing.sum_parts(stored, d_bias)
+        sharing.sum_parts(summed, d_bias)
 
 
 def tile_of(problem: Problem) -> Tile:

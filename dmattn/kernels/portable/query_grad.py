@@ -49,18 +49,18 @@ def query_gradients(
         d_q=strided(d_query, heads),
         d_bias=strided(d_bias, heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
-        STORED=holds_ds,
+        DS_IS_MADE=holds_ds,
         **launch_options(problem, tile, incoming.d_out, d_query, d_bias),
     )
 
 
 @triton.jit
 def _query_gradients_kernel(
-    q, k, v, rules, d_out, given, stored, d_q, d_bias, end_sums, heads, len_q, len_k, STORED: tl.constexpr,
+    q, k, v, rules, d_out, given, stored, d_q, d_bias, end_sums, heads, len_q, len_k, DS_IS_MADE: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as their rows of dBias if not STORED.
+    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as rows of dBias unless DS_IS_MADE already.
 
     Of a table of distances it writes the sums at its ends.
     """
@@ -73,13 +73,13 @@ def _query_gradients_kernel(
     q_tiles = load_pieces(q, seq, rows, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_M, BLOCK_D]
     d_out_tiles = load_pieces(d_out, seq, rows, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_M, BLOCK_DV]
     stats = None
-    if not STORED:
+    if not DS_IS_MADE:
         stats = terms_of(given, stored, d_out_tiles, seq, rows, value_dims)
     dq = zero_pieces(BLOCK_M, BLOCK_D, len(q_tiles))
     ends = (tl.full([BLOCK_M], 0.0, tl.float32), tl.full([BLOCK_M], 0.0, tl.float32))
     held = (q_tiles, d_out_tiles, (k, v, d_q, d_bias, end_sums), rules, seq, rows, dims, value_dims)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
-    if rules.table is not None and rules.lists is None and not STORED:
+    if rules.table is not None and rules.lists is None and not DS_IS_MADE:
         # Outer tiles, of keys before the queries and after, whose pairs have one number for their bias; then inner ones.
         first2, last2 = load_ends2(rules, seq)
         low, high = outer_places(rules.distances, first2, last2, BLOCK_M, BLOCK_N)
@@ -93,25 +93,25 @@ def _query_gradients_kernel(
             start = step + tl.where(before, 0, inner_end - inner_begin)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, lanes = _add_tile(
-                *held, (None, stats[1]), dq, lanes, cols, EDGE=True, STORED=False, PRECISION=PRECISION,
+                *held, (None, stats[1]), dq, lanes, cols, EDGE=True, DS_IS_MADE=False, PRECISION=PRECISION,
                 before=before, bias2=(lowered2 + tl.where(before, first2, last2))[:, None],
             )  # fmt: skip
         ends = (tl.sum(lanes[0], 1), tl.sum(lanes[1], 1))
         for start in tl.range(inner_begin, inner_end, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
-            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=False, PRECISION=PRECISION)
+            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=False, PRECISION=PRECISION)
         end = begin
     following = key_step(rules, seq, rows, begin, end, full_end, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
         start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
-        dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, STORED=STORED, PRECISION=PRECISION)
+        dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
             start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
-            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, STORED=STORED, PRECISION=PRECISION)
-    if rules.lists is None and rules.ends is None and not STORED:
+            dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
+    if rules.lists is None and rules.ends is None and not DS_IS_MADE:
         for start in tl.range(0, begin, BLOCK_N):
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
             store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -128,16 +128,16 @@ def _query_gradients_kernel(
 @triton.jit
 def _add_tile(
     q_tiles, d_out_tiles, tensors, rules, seq, rows, dims, value_dims, stats, dq, ends, cols,
-    EDGE: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr, before=None, bias2=None,
+    EDGE: tl.constexpr, DS_IS_MADE: tl.constexpr, PRECISION: tl.constexpr, before=None, bias2=None,
 ):  # fmt: skip
-    """One tile of keys added to (dq, ends), each only if it is wanted: dS, stored if dBias is wanted or read where it is STORED already.
+    """One tile of keys added to (dq, ends), each only if it is wanted: dS, stored if dBias is wanted or read where DS_IS_MADE already.
 
     In an outer tile beside a table of distances, of keys `before` the queries or after, `ends` are by lane, and `bias2` is less lse, which
     `stats` lack.
     """
     k, v, d_q, d_bias, end_sums = tensors
     k_tiles = load_pieces(k, seq, cols, dims, len(q_tiles))  # [BLOCK_N, BLOCK_D]
-    if STORED:
+    if DS_IS_MADE:
         dq = over_rows(load_pairs(d_bias, seq, rows, cols), k_tiles, dq, PRECISION)
     else:
         lse_rows, delta_rows = stats
