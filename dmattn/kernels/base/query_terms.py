@@ -253,13 +253,11 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
         tl.store(slice_pointer(stored.delta, seq) + start + index, delta_rows, mask=within)
     if stored.sink_sums is not None:
         of_sinks = tl.sum(-tl.exp2(sink2_of(stored.sinks, seq) - divisor_rows) * delta_rows, 0)
-        for slot in tl.static_range(index.shape[0] // SLOT):
-            pointer = sums_pointer(stored.sink_sums, seq) + start // SLOT + slot
-            first = of_sinks if slot == 0 else 0.0
-            if end is None:
-                tl.store(pointer, first)
-            else:
-                tl.store(pointer, first, mask=start + slot * SLOT < end)
+        is_written = index % SLOT == 0
+        if end is not None:
+            is_written &= within
+        pointers = sums_pointer(stored.sink_sums, seq) + start // SLOT + index // SLOT
+        tl.store(pointers, tl.where(index == 0, of_sinks, 0.0), mask=is_written)
     if stored.columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")
