@@ -27,6 +27,15 @@ PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.valu
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 
+class Lengths(NamedTuple):
+    """How many query heads there are in all, query heads of a key-value head, queries and keys."""
+
+    heads: Any
+    groups: Any
+    len_q: Any
+    len_k: Any
+
+
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
