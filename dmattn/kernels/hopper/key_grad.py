@@ -63,6 +63,7 @@ from .key_tile import (
     Barriers,
     Context,
     Keys,
+    Lengths,
     Ones,
     Results,
     Sources,
@@ -118,7 +119,7 @@ def key_gradients(
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
     open_walk = not problem.is_masked and problem.left is None and problem.right is None
     consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
-    blocks = consumers if max(dim, dim_v) <= 128 else 1
+    blocks = blocks_of(consumers, dim, dim_v)
     packed = packed_blocks(problem, blocks * block_n, by_key=True)
     lists = query_lists(problem, block_m, blocks * block_n, packed)
     bias = copyable("bias", problem.pair_bias)
@@ -140,16 +141,12 @@ def key_gradients(
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
-        heads=heads,
-        groups=heads // kv_heads,
-        len_q=len_q,
-        len_k=len_k,
+        lengths=Lengths(heads, heads // kv_heads, len_q, len_k),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
-        BLOCKS=blocks,
         STAGES=STAGES if blocks > 1 else stages_of(problem, d_bias),
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
         COPIES_D_BIAS=copies_d_bias,
@@ -159,20 +156,27 @@ def key_gradients(
     )
 
 
+@gluon.constexpr_function
+def blocks_of(consumers, dim, dim_v):
+    """Blocks of BLOCK_N keys of a program: one for each consumer, or for both of wide heads."""
+    return consumers if max(dim, dim_v) <= 128 else 1
+
+
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, heads, groups, len_q, len_k,
+    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, lengths,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
+    STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCKS of BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+    """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
     q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
-    is read from rules.
+    is read from rules. `lengths` are :class:`key_tile.Lengths`.
     """
     follow()
-    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCKS * BLOCK_N)
-    seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
+    block, kv_head, batch = place_keys(rules, lengths.len_k, lengths.heads // lengths.groups, BLOCKS * BLOCK_N)
+    seq = sequence(rules.ends, batch, kv_head * lengths.groups, lengths.len_q, lengths.len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
@@ -220,9 +224,9 @@ def _key_gradients_kernel(
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
-            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which, config))
+            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, lengths.groups, col, which, config))
             if which < CONSUMERS
-            else (_produce, (sources, tiles, barriers, rules, seq, groups, col, config))
+            else (_produce, (sources, tiles, barriers, rules, seq, lengths.groups, col, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],

@@ -27,6 +27,15 @@ PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.valu
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 
+class Lengths(NamedTuple):
+    """How many query heads there are in all, query heads of a key-value head, queries and keys."""
+
+    heads: Any
+    groups: Any
+    len_q: Any
+    len_k: Any
+
+
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
@@ -223,23 +232,22 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
 
     A `number` of a table of distances is that of all pairs; without it, each loads its own.
     """
-    tiles, ones, barriers, rules, results = context.tiles, context.ones, context.barriers, context.rules, context.results
+    tiles, ones, barriers, rules = context.tiles, context.ones, context.barriers, context.rules
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
     DIM: gl.constexpr = context.k[0].shape[1] * len(context.k)
-    KEY_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.k[0].shape[1]), 2)
-    VALUE_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.v.shape[1]), 2)
     AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
+    MASK_OF_PAIRS: gl.constexpr = rules.mask_rows is not None and rules.mask_cols is not None
+    BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
     kept, words = 1, 0
     if EDGE and OF_SCORES:
         words = words_of(rules, seq, start, context.col, BLOCK_M, KEYS_DOWN=True)
-    if EDGE and OF_SCORES and (rules.mask_rows is None or rules.mask_cols is None):
-        kept = mask_of(rules, seq, rows, cols, start, context.col)
+        if not MASK_OF_PAIRS:
+            kept = mask_of(rules, seq, rows, cols, start, context.col)
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
-    BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
-    s = zero
+    s, p, d_p = zero, zero, zero
     if BY_PAIRS:
         s = numbers_of_pairs(rules, seq, start, context.col, [BLOCK_N, BLOCK_M], PAIRS, KEYS_DOWN=True)  # [BLOCK_N, BLOCK_M]
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
@@ -261,23 +269,53 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         if AS_COLUMNS:
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
-        if EDGE and rules.mask_rows is not None and rules.mask_cols is not None:
-            if tiles.mask is None:
-                kept = load_pairs(rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
-            else:
-                kept = tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)  # [BLOCK_N, BLOCK_M]
+        if EDGE and MASK_OF_PAIRS:
+            kept = _mask_of_pairs(context, seq, turn, rows, cols, start)
         divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         p = _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE)
     if tiles.p is not None:
-        phase = turn.number & 1
-        if OF_SCORES:
-            mbarrier.wait(barriers.p.index(0), phase ^ 1)
-            tiles.p.store(p.to(tiles.q.dtype))
-            mbarrier.arrive(barriers.p.index(1), count=1)
-        else:
-            mbarrier.wait(barriers.p.index(1), phase)
-            p = tiles.p.load(PAIRS).to(gl.float32)
+        p = _handed_over(context, turn, p, OF_SCORES)
+    sums = _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p)
+    mbarrier.arrive(barriers.free.index(turn.stage), count=1)
+    return sums
+
+
+@gluon.jit
+def _mask_of_pairs(context, seq, turn, rows, cols, start):
+    """The mask of one tile at an edge, keys down, [BLOCK_N, BLOCK_M]."""
+    if context.tiles.mask is None:
+        return load_pairs(context.rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
+    else:
+        return context.tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
+
+
+@gluon.jit
+def _handed_over(context, turn, p, OF_SCORES: gl.constexpr):
+    """The probabilities of a tile for both consumers of the same keys: that of scores hands them to the other by shared memory."""
+    tiles, barriers = context.tiles, context.barriers
+    phase = turn.number & 1
+    if OF_SCORES:
+        mbarrier.wait(barriers.p.index(0), phase ^ 1)
+        tiles.p.store(p.to(tiles.q.dtype))
+        mbarrier.arrive(barriers.p.index(1), count=1)
+    else:
+        mbarrier.wait(barriers.p.index(1), phase)
+        p = tiles.p.load(PAIRS).to(gl.float32)
+    return p
+
+
+@gluon.jit
+def _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p):
+    """`sums` and those of a tile, of its probabilities and of dP, which is under way. Its dBias is stored, too.
+
+    `q_pieces` and `d_out_tile` are the tile's queries and dO in shared memory, which is not read any more afterwards.
+    """
+    tiles, results = context.tiles, context.results
+    OF_SCORES: gl.constexpr = len(sums.dv) > 0
+    OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
+    KEY_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.k[0].shape[1]), 2)
+    VALUE_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.v.shape[1]), 2)
     dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
         dv = (warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), VALUE_FACTOR), d_out_tile, dv[0], is_async=True),)
@@ -297,7 +335,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         if results.d_bias is not None:
             store_d_bias(context, seq, start, ds)
         if tiles.p is not None:
-            mbarrier.arrive(barriers.p.index(0), count=1)
+            mbarrier.arrive(context.barriers.p.index(0), count=1)
     if not OF_SCORES:
         dk = waited(dk)
     elif not OF_D_SCORES:
@@ -305,7 +343,6 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
     else:
         dk_whole, dv_whole = warpgroup_mma_wait(0, [dk[0], dv[0]])
         dk, dv = (dk_whole,), (dv_whole,)
-    mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return Sums(dk, dv, lanes)
 
 
