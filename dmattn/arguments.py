@@ -75,6 +75,7 @@ _SEVERAL = {  # tensors, and others
     "bias": ("biases add up: a + b; one that hides keys is the argument mask", "biases add up as tensors: to_dense(...)"),
     "attn_mask": ("bool masks are joined by &, float ones add up", ""),
 }
+_MASK_BESIDE = {"causal": "mask", "is_causal": "attn_mask"}  # of flags for which a mask may be given
 _PACKED = "dmattn.attention_varlen"
 _OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
 _SAME = {  # keywords of functions in dmattn.compat, and of what they stand for elsewhere
@@ -183,6 +184,8 @@ def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         received = kind(value)
         hint = f"; bool({name}) is one" if "." in received else ""
+        if isinstance(value, Tensor) and value.numel() != 1:  # which has no bool
+            hint = f"; a mask is the argument {_MASK_BESIDE[name]}" if name in _MASK_BESIDE else ""
         raise TypeError(f"dmattn: {name}: expected True or False, received {received}{hint}")
 
 
