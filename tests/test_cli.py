@@ -156,6 +156,10 @@ def test_explain_passes_each_option_on():
         (["--query", "4,16,10,64", "--target", "H100"], "received H100; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm90"], "received sm90; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm_75"], "(sm_90: H100, H200), received sm_75\n"),
+        (
+            ["--query", "4,16,10,64", "--target", "sm_91"],
+            "error: target: expected the number of multiprocessors beside sm_91, processors=N or --processors N (known of sm_80, sm_90, ",
+        ),
         (["--query", "2,8,1024"], "query: expected a head dim from 1 to 512, received 1024; of shape (2, 8, 1024), (heads, length, head dim)"),
         (["--query", "4,16,10,64", "--processors", "0"], "--processors"),
     ],
