@@ -142,6 +142,8 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
+        (["--query", "-2,8,4,64"], "--query: expected sizes such as 4,16,4096,128, received -2,8,4,64"),
+        (["--query", "4,16,10,64", "--window", "-1,0"], "--window: expected LEFT,RIGHT such as 1023,0 or none,0, received -1,0"),
         (["--query", "16,64"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
@@ -297,6 +299,9 @@ def test_the_version_is_printed(capsys):
         ("explan", "dmattn: error: unknown command 'explan': did you mean 'explain'?"),
         ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, bench, tune, completion"),
         ("--verison info", "dmattn: error: unknown option '--verison': did you mean '--version'?"),
+        ("--json info", "dmattn: error: unknown option '--json': it comes after a command, as in 'dmattn info --json'"),
+        ("--backward info", "dmattn: error: unknown option '--backward': it comes after a command, as in 'dmattn explain --backward'"),
+        ("--device=cpu bench", "dmattn: error: unknown option '--device': it comes after a command, as in 'dmattn bench --device'"),
         ("info --jsn", "dmattn info: error: unknown option '--jsn': did you mean '--json'?"),
         ("verify --skip_models", "dmattn verify: error: unknown option '--skip_models': did you mean '--skip-models'?"),
         ("explain --qurey 1,2,64,32", "dmattn explain: error: unknown option '--qurey': did you mean '--query'?"),
@@ -494,7 +499,11 @@ def test_bench_problems_are_those_of_the_readme_and_have_small_ones_for_a_cpu():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--peers", "flax"], "--peers: expected names of flex, sdpa, sdpa_cudnn, sdpa_flash, sdpa_efficient, sdpa_math, received flax"),
+        (
+            ["--peers", "flax"],
+            "--peers: expected names of flex, sdpa, sdpa_cudnn, sdpa_flash, sdpa_efficient, sdpa_math, received flax: did you mean 'flex'?\n",
+        ),
+        (["--peers", "sdpa", "zzz"], "sdpa_math, received zzz\n"),
         (["--device", "nowhere"], "--device: expected cpu"),
         (["--dtype", "fp8"], "expected one of bf16, fp16, fp32, received fp8"),
     ],
