@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, notices, progress, report, verify, versions
-from dmattn.bench import problems
+from dmattn.bench import measuring, problems
 from dmattn.commands import explain as command
 from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
@@ -63,6 +63,30 @@ def test_runs_as_a_module_and_without_a_command_says_which_there_are():
     assert (run.returncode, run.stdout) == (2, "")
     listed = re.findall(r"^    (\w+)(?: |$)", run.stderr, flags=re.M)
     assert listed == ["info", "verify", "explain", "compile", "bench", "tune", "completion"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [("explain --query 1,1,64,64 --json", 0), ("explain --query 1,1,64,64", 0), ("verify --skip-models", 1)]
+)
+def test_a_reader_that_leaves_ends_a_command_quietly(options, code):
+    """Such as head: before the answer, which keeps its code, or among the lines of a longer command."""
+    if interpreting() and code:
+        pytest.skip("verify takes minutes in Triton's interpreter")
+    arguments = [sys.executable, "-m", "dmattn", *options.split()]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", code)
+
+
+def test_the_command_of_a_module_is_recorded_as_it_is_typed(monkeypatch):
+    monkeypatch.setattr(measuring, "_commit", lambda: "unknown")
+    for script, typed in (
+        (ROOT / "dmattn" / "__main__.py", "-m dmattn"),
+        ("benchmarks/speed.py", "benchmarks/speed.py"),
+        ("/a b/run", "'/a b/run'"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(script), "bench", "--json", "a b"])
+        assert measuring.environment(torch.device("cpu"))["command"] == f"python {typed} bench --json 'a b'"
 
 
 @pytest.mark.parametrize(
