@@ -25,8 +25,14 @@ _COMMON = {
     "sm_scale": "scale",
     "softmax_scale": "scale",
 }
+_FLASH_3 = {  # what FlashAttention 3 has more than version 2, for all functions of its kind
+    "num_splits": "nothing, as how keys are split follows from the call",
+    "pack_gqa": "nothing, as how heads share tiles follows from the call",
+    "qv": "query and key with more dims, up to 512: torch.cat((q, qv), -1) and torch.cat((k, v), -1)",
+    "seqused_k": "mask of dmattn.attention or attention_varlen, as of a cache's filled part: docs/migration.md has it under FlashAttention",
+}
 _MASKS = "mask (bool, True attends) or bias (float, added)"
-_DENSE = _COMMON | {
+_DENSE = (_COMMON | _FLASH_3) | {
     "alibi_slopes": "bias, dmattn.RelativeBias.alibi(alibi_slopes, length), or beside causal=True one of keys: slope * j of key j, (H, 1, Sk)",
     "attention_mask": f"{_MASKS}; padding (B, Sk) is mask[:, None, None]",
     "attn_bias": "bias",
@@ -170,6 +176,8 @@ def counterpart(name: str, theirs: Collection[str], renamed: Mapping[str, str]) 
 
     `theirs` are the function's arguments, and `renamed` has its names of dmattn's arguments, which are others.
     """
+    if name in _FLASH_3:
+        return _FLASH_3[name]
     ours = _SAME.get(name, name)
     if ours not in _OF_ATTENTION:
         return None
