@@ -17,6 +17,9 @@ _RECIPES = {
     "create_block_mask": "dmattn.BlockMask.from_mask_mod(mask_mod, B, H, Sq, Sk), or torch's own, which dmattn.compat.flex_attention takes",
     "hf": "dmattn.integrations.transformers",
     "huggingface": "dmattn.integrations.transformers",
+    "index_first_axis": "plain indexing: x[indices]",
+    "pad_input": "padded[is_real] = packed, of zeros and a bool mask (B, S): docs/packed.md",
+    "unpad_input": "padded[is_real], of a bool mask (B, S), beside cumulative lengths: docs/packed.md has the code",
     "flash_attn_with_kvcache": "dmattn.attention of the cache's filled part, with a mask: docs/migration.md has the code under FlashAttention",
 }
 

@@ -68,14 +68,15 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
         once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
 
 
-def look_at_mask(mask: Any, query: Tensor, name: str) -> None:
-    """Log where a mask (n, Sq, Sk) is read as one of heads, and is one of batch entries as likely: there are n of both."""
-    if not isinstance(mask, Tensor) or mask.ndim != 3 or query.ndim < 4:
+def look_at_mask(mask: Any, query: Tensor, key: Tensor, name: str) -> None:
+    """Log where a mask (n, Sq, Sk) is read as one of query or key heads, and is one of batch entries as likely: there are n of both."""
+    if not isinstance(mask, Tensor) or mask.ndim != 3 or min(query.ndim, key.ndim) < 4:
         return
-    if 1 < mask.shape[0] == query.shape[-3] == query.shape[-4]:
-        name = _caller.get().names.get(name, name)
+    heads = query.shape[-3]
+    if 1 < mask.shape[0] == query.shape[-4] and mask.shape[0] in (heads, key.shape[-3]):
+        name, of = _caller.get().names.get(name, name), "head" if mask.shape[0] == heads else "key-value head"
         readings = f"{name}[:, None] has one for each batch entry; {name}[None] means what is read, and ends this warning"
-        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one mask for each head; {readings}", f"axes of {name}")
+        once(logging.WARNING, f"{name}: of shape {tuple(mask.shape)} is read as one mask for each {of}; {readings}", f"axes of {name}")
 
 
 def look_at_direction(bias: Any, causal: bool) -> None:

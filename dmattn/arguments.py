@@ -25,8 +25,14 @@ _COMMON = {
     "sm_scale": "scale",
     "softmax_scale": "scale",
 }
+_FLASH_3 = {  # what FlashAttention 3 has more than version 2, for all functions of its kind
+    "num_splits": "nothing, as how keys are split follows from the call",
+    "pack_gqa": "nothing, as how heads share tiles follows from the call",
+    "qv": "query and key with more dims, up to 512: torch.cat((q, qv), -1) and torch.cat((k, v), -1)",
+    "seqused_k": "mask of dmattn.attention or attention_varlen, as of a cache's filled part: docs/migration.md has it under FlashAttention",
+}
 _MASKS = "mask (bool, True attends) or bias (float, added)"
-_DENSE = _COMMON | {
+_DENSE = (_COMMON | _FLASH_3) | {
     "alibi_slopes": "bias, dmattn.RelativeBias.alibi(alibi_slopes, length), or beside causal=True one of keys: slope * j of key j, (H, 1, Sk)",
     "attention_mask": f"{_MASKS}; padding (B, Sk) is mask[:, None, None]",
     "attn_bias": "bias",
@@ -75,6 +81,7 @@ _SEVERAL = {  # tensors, and others
     "bias": ("biases add up: a + b; one that hides keys is the argument mask", "biases add up as tensors: to_dense(...)"),
     "attn_mask": ("bool masks are joined by &, float ones add up", ""),
 }
+_MASK_BESIDE = {"causal": "mask", "is_causal": "attn_mask"}  # of flags for which a mask may be given
 _PACKED = "dmattn.attention_varlen"
 _OF_ATTENTION = ("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks", "return_lse")
 _SAME = {  # keywords of functions in dmattn.compat, and of what they stand for elsewhere
@@ -169,6 +176,8 @@ def counterpart(name: str, theirs: Collection[str], renamed: Mapping[str, str]) 
 
     `theirs` are the function's arguments, and `renamed` has its names of dmattn's arguments, which are others.
     """
+    if name in _FLASH_3:
+        return _FLASH_3[name]
     ours = _SAME.get(name, name)
     if ours not in _OF_ATTENTION:
         return None
@@ -183,6 +192,8 @@ def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         received = kind(value)
         hint = f"; bool({name}) is one" if "." in received else ""
+        if isinstance(value, Tensor) and value.numel() != 1:  # which has no bool
+            hint = f"; a mask is the argument {_MASK_BESIDE[name]}" if name in _MASK_BESIDE else ""
         raise TypeError(f"dmattn: {name}: expected True or False, received {received}{hint}")
 
 

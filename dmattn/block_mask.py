@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from .arguments import kind
+from .arguments import hint_for, kind
 from .bits import BLOCK, EMPTY, FULL, WORD, packed, shared, unpacked
 from .mask_mods import UNKNOWN, MaskMod, check_parameters, kept_blocks, kept_pairs
 from .states import ATTENDED, GRANULE, HIDDEN
@@ -131,7 +131,7 @@ class BlockMask:
         """
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             received = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else kind(mask)
-            raise TypeError(f"BlockMask.from_mask: mask: expected a bool tensor, received {received}")
+            raise TypeError(f"BlockMask.from_mask: mask: expected a bool tensor, received {received}{hint_for('mask', mask)}")
         if not 2 <= mask.ndim <= 4:
             raise ValueError(f"BlockMask.from_mask: mask: expected 2 to 4 axes (B, H, Sq, Sk), received shape {tuple(mask.shape)}")
         _check_device("BlockMask.from_mask: mask", mask.device)

@@ -30,16 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    with ExitStack() as told:
-        if options.json is True:  # and not the name of a file
-            told.enter_context(redirect_stdout(sys.stderr))
-            told.enter_context(progress.hidden())
-        result: Result = options.run(options)
-    if options.json is True:
-        print(json_of(result.fields))
-    elif result.text is not None:
-        try:
-            print(result.text, flush=True)
-        except BrokenPipeError:  # of a reader that has seen enough, such as head
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the interpreter to close
-    return 0 if result.well else 1
+    code = 1
+    try:
+        with ExitStack() as told:
+            if options.json is True:  # and not the name of a file
+                told.enter_context(redirect_stdout(sys.stderr))
+                told.enter_context(progress.hidden())
+            result: Result = options.run(options)
+        code = 0 if result.well else 1
+        text = json_of(result.fields) if options.json is True else result.text
+        if text is not None:
+            print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of a reader that has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+    return code

@@ -213,7 +213,8 @@ def target_of(target: str, processors: int | None, argument: str = "target") -> 
         received = f"{target}{f'; did you mean {meant}?' if meant else ''}"
         raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)} (sm_90: H100, H200), received {received}")
     if processors is None and target not in PEAKS:
-        raise ValueError(f"dmattn: processors: expected the number of multiprocessors of {target}, received None")
+        expected = f"the number of multiprocessors beside {target}, processors=N or --processors N (known of {', '.join(PEAKS)})"
+        raise ValueError(f"dmattn: {argument}: expected {expected}, received none")
     return target, PEAKS[target].processors if processors is None else processors
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .arguments import kind
+from .arguments import hint_for, kind
 from .unions import expect_none, read
 
 
@@ -32,17 +32,22 @@ def checked_sides(constructor: str, left: int | None, right: int | None, unbound
     return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
 
 
-def check_bool(name: str, x: Any, true: str) -> None:
-    """Raise unless `x` is a bool tensor, which is True for what is said."""
+def check_bool(name: str, x: Any, true: str, lengths: str | None = None) -> None:
+    """Raise unless `x` is a bool tensor, which is True for what is said; `lengths` is how one is made of lengths, which have one axis."""
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        hint = f"; {name.rpartition(' ')[2]}.bool() if nonzero means {true}" if isinstance(x, Tensor) else ""
+        argument = name.rpartition(" ")[2]
+        hint = f"; {argument}.bool() if nonzero means {true}" if isinstance(x, Tensor) else hint_for(argument, x)
+        if lengths and isinstance(x, Tensor) and x.ndim == 1:
+            hint = f"; of lengths: {lengths}"
         raise TypeError(f"IntervalMask.{name}: expected a bool tensor, received {what(x)}{hint}")
 
 
 def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
     """Raise unless there is an integer for each batch row."""
     if not is_integer(numbers_of_rows):
-        raise TypeError(f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {what(numbers_of_rows)}")
+        raise TypeError(
+            f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {what(numbers_of_rows)}{hint_for(name, numbers_of_rows)}"
+        )
     if numbers_of_rows.ndim != 1:
         raise ValueError(f"IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
 

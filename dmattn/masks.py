@@ -333,7 +333,7 @@ class IntervalMask:
             key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``; torch.nn.MultiheadAttention's
                 is the opposite: pass its ``~``). Mask (B, 1, Sk), whose B belongs to the query's last leading axis.
         """
-        check_bool("padding: key_padding_mask", key_padding_mask, "a real token")
+        check_bool("padding: key_padding_mask", key_padding_mask, "a real token", "torch.arange(Sk) < lengths[:, None]")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
             further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else ""

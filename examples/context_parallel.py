@@ -1,7 +1,7 @@
 """Train a small causal model on sequences that several processes share, and compare its losses with those of one process.
 
-Run ``python examples/context_parallel.py``: it starts its processes itself and takes seconds on a CPU (gloo), or a GPU for each process (NCCL).
-``torchrun --nproc-per-node 4 examples/context_parallel.py`` gives it torchrun's processes.
+Run ``python examples/context_parallel.py``: it starts its processes itself and takes a minute on two cores (gloo), or has a GPU for each
+process (NCCL). ``torchrun --nproc-per-node 4 examples/context_parallel.py`` gives it torchrun's processes.
 
 Each process has its share of the tokens, in zigzag order, and all parameters. Only attention needs the tokens of others. Keys have a learned
 strength, a bias that each process computes of its own tokens: it travels with the keys, and its gradient comes home.

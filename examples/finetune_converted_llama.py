@@ -1,6 +1,6 @@
 """Give a trained Llama dynamic masks and fine-tune it: its loss beside that of the dense model, trained on as long.
 
-Run ``python examples/finetune_converted_llama.py``; takes half a minute on a CPU. Needs Transformers. A small Llama is trained on the bytes of
+Run ``python examples/finetune_converted_llama.py``; takes a minute on two cores. Needs Transformers. A small Llama is trained on the bytes of
 this repository with dense attention. Of a copy every ``--every``-th layer is converted: there each query attends ``--keep`` of up to
 ``--length`` keys, at first its newest. Both are trained further on the same batches, and judged on text that neither has seen.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from dmattn.integrations import transformers as integration
-from dmattn.report import show_table
+from dmattn.report import show_stage, show_table
 from dmattn.verify import VOCABULARY, corpus
 
 
@@ -108,14 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     first, further = (batches(seen, count, size, device, seed) for seed, count in ((1, size.steps), (2, size.more)))
     unseen = batches(held_out, 4, size, device, 3)
-    print(f"Llama on {source}; windows of {size.length} bytes, then {size.keep} keys a query in converted layers.")
+    show_stage(f"Llama on {source}; windows of {size.length} bytes, then {size.keep} keys a query in converted layers.")
 
     dense = build(size).to(device)
     untrained = judge(dense, unseen, size)
+    show_stage("training the dense model ...")
     train(dense, first, size)
     converted = copy.deepcopy(dense)
     integration.convert_to_dynamic_mask(converted, keep=size.keep, layers=range(size.every - 1, size.layers, size.every))
     before = judge(dense, unseen, size), judge(converted, unseen, size)
+    show_stage("training it and its converted copy further ...")
     (losses, dense_time), (ours, our_time) = (train(model, further, size) for model in (dense, converted))
     after = judge(dense, unseen, size), judge(converted, unseen, size)
 

@@ -1,7 +1,8 @@
 """Train on documents of unequal length, packed one after another, beside the same documents padded to the longest.
 
-Run ``python examples/packed_training.py``; takes seconds on a CPU. ``attention_varlen`` is told where each document begins and pads nothing.
-The padded batch computes its padding and masks it. Both are the same training, so losses and gradients agree; they differ in tokens computed.
+Run ``python examples/packed_training.py``; takes a minute on two cores. ``attention_varlen`` is told where each document begins and pads
+nothing. The padded batch computes its padding and masks it. Both are the same training, so losses and gradients agree; they differ in tokens
+computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmattn import IntervalMask, attention, attention_varlen
-from dmattn.report import show_table
+from dmattn.report import show_stage, show_table
 from dmattn.verify import corpus
 
 SYMBOLS = 256
@@ -135,8 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = [[document() for _ in range(size.documents)] for _ in range(size.steps)]
     real = sum(len(each) for documents in batches for each in documents)
     padded = sum(len(documents) * max(map(len, documents)) for documents in batches)
-    print(f"{source}; {size.documents} documents a step, {real / padded:.0%} of a padded batch are real tokens")
-    (losses, gradients, seconds), (others, theirs, padded_seconds) = (train(each, batches, size) for each in (packed_loss, padded_loss))
+    show_stage(f"{source}; {size.documents} documents a step, {real / padded:.0%} of a padded batch are real tokens")
+    if not gpu:
+        show_stage("on a CPU: these times say nothing of a GPU")
+    show_stage("training on packed documents ...")
+    losses, gradients, seconds = train(packed_loss, batches, size)
+    show_stage("training on padded documents ...")
+    others, theirs, padded_seconds = train(padded_loss, batches, size)
     shown = sorted({*range(0, size.steps, max(1, size.steps // 6)), size.steps - 1})
     show_table(("step", "packed", "padded"), [[str(step), f"{losses[step]:.6f}", f"{others[step]:.6f}"] for step in shown], "Loss")
     rate, padded_rate = (real / size.steps / each for each in (seconds, padded_seconds))

@@ -1,6 +1,6 @@
 """Train a Llama of Transformers on sequences that several processes share, with Accelerate.
 
-Run ``torchrun --nproc-per-node 2 examples/share_llama.py``: it takes seconds on a CPU (gloo), or a GPU for each process (NCCL).
+Run ``torchrun --nproc-per-node 2 examples/share_llama.py``: it takes a minute on two cores (gloo), or has a GPU for each process (NCCL).
 
 Every process is given the same whole batches and computes its share of their tokens. The loss is that of the whole batch on each of them, and
 Accelerate's DistributedDataParallel takes the mean of gradients, which is the gradient. So the losses are those of one process.

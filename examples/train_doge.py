@@ -1,6 +1,6 @@
 """Train a small Doge on bytes of text, with its own eager attention and with dmattn from the same seed: the losses side by side, and the speed.
 
-Run ``python examples/train_doge.py``; takes half a minute on a CPU. A query attends ``--keep`` of up to ``--length`` keys. Eager attention
+Run ``python examples/train_doge.py``; takes a minute on two cores. A query attends ``--keep`` of up to ``--length`` keys. Eager attention
 builds masks of length x length for every head to do so; with dmattn nothing of that size is made.
 
 Transformers' Doge keeps whichever of equal scores `torch.topk` returns, and repeated bytes have equal scores in the first layer. For a
@@ -26,7 +26,7 @@ from transformers import DogeConfig, DogeForCausalLM
 
 from dmattn.bench import measuring
 from dmattn.integrations import doge
-from dmattn.report import pick_device, show_table
+from dmattn.report import pick_device, show_stage, show_table
 from dmattn.verify import VOCABULARY, corpus
 
 # Of two loss curves, relative: Adam amplifies roundings, and near a tie they decide which key is kept. In 60 steps on an H200 they grew from
@@ -63,17 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text, source = corpus()
     batches = sample(text, length, batch, steps, device)
     where = {**measuring.environment(device), "dtype": options.dtype}
-    print(measuring.describe(where))
-    print(f"\nDoge on {source}: {steps} steps of {batch} x {length} bytes, each query keeps {keep} keys; {options.dtype}, Adam, the same seed.")
+    show_stage(measuring.describe(where))
+    show_stage(
+        f"\nDoge on {source}: {steps} steps of {batch} x {length} bytes, each query keeps {keep} keys; {options.dtype}, Adam, the same seed."
+    )
 
+    show_stage("training with eager attention ...")
     with later_key_wins():
         wanted = gradient(build(size), batches[0], options.dtype)
         eager = train(build(size), batches, options.dtype)
+    show_stage("training with dmattn ...")
     off, one_key = (
         ((gradient(enabled(size | dict(keep=kept)), batches[0], options.dtype) - wanted).norm() / wanted.norm()).item()
         for kept in (keep, keep + 1)
     )
     ours = train(enabled(size), batches, options.dtype)
+    show_stage("timing eager attention with the top-k it has ...")
     stock = train(build(size), batches[: WARM_UP + SPEED_STEPS], options.dtype)
 
     shown = sorted({*range(0, steps, max(1, steps // 15)), steps - 1})

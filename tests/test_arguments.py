@@ -106,10 +106,11 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention_varlen", "cu_seqlens", "cu_seqlens_q and cu_seqlens_k"),
         (
             "attention_varlen",
-            "seqused_k",
+            "leftpad_k",
             "one of the keywords cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mask, bias, causal, window, scale, softcap, dropout_p, "
             "sinks, return_lse",
         ),
+        ("attention", "num_splits", "nothing, as how keys are split follows from the call"),
         ("dynamic_mask_attention", "mask", "key_padding_mask, bool (B, Sk), True for a real key"),
         ("dynamic_mask_attention", "window", "one of the keywords keep, causal, key_padding_mask, scale, sinks, return_lse"),
         ("DynamicMaskAttention.forward", "past_key_value", "past_key_values"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, notices, progress, report, verify, versions
-from dmattn.bench import problems
+from dmattn.bench import measuring, problems
 from dmattn.commands import explain as command
 from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
@@ -63,6 +63,30 @@ def test_runs_as_a_module_and_without_a_command_says_which_there_are():
     assert (run.returncode, run.stdout) == (2, "")
     listed = re.findall(r"^    (\w+)(?: |$)", run.stderr, flags=re.M)
     assert listed == ["info", "verify", "explain", "compile", "bench", "tune", "completion"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [("explain --query 1,1,64,64 --json", 0), ("explain --query 1,1,64,64", 0), ("verify --skip-models", 1)]
+)
+def test_a_reader_that_leaves_ends_a_command_quietly(options, code):
+    """Such as head: before the answer, which keeps its code, or among the lines of a longer command."""
+    if interpreting() and code:
+        pytest.skip("verify takes minutes in Triton's interpreter")
+    arguments = [sys.executable, "-m", "dmattn", *options.split()]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", code)
+
+
+def test_the_command_of_a_module_is_recorded_as_it_is_typed(monkeypatch):
+    monkeypatch.setattr(measuring, "_commit", lambda: "unknown")
+    for script, typed in (
+        (ROOT / "dmattn" / "__main__.py", "-m dmattn"),
+        ("benchmarks/speed.py", "benchmarks/speed.py"),
+        ("/a b/run", "'/a b/run'"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(script), "bench", "--json", "a b"])
+        assert measuring.environment(torch.device("cpu"))["command"] == f"python {typed} bench --json 'a b'"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +166,8 @@ def test_explain_passes_each_option_on():
     [
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
+        (["--query", "-2,8,4,64"], "--query: expected sizes such as 4,16,4096,128, received -2,8,4,64"),
+        (["--query", "4,16,10,64", "--window", "-1,0"], "--window: expected LEFT,RIGHT such as 1023,0 or none,0, received -1,0"),
         (["--query", "16,64"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
@@ -156,6 +182,10 @@ def test_explain_passes_each_option_on():
         (["--query", "4,16,10,64", "--target", "H100"], "received H100; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm90"], "received sm90; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm_75"], "(sm_90: H100, H200), received sm_75\n"),
+        (
+            ["--query", "4,16,10,64", "--target", "sm_91"],
+            "error: target: expected the number of multiprocessors beside sm_91, processors=N or --processors N (known of sm_80, sm_90, ",
+        ),
         (["--query", "2,8,1024"], "query: expected a head dim from 1 to 512, received 1024; of shape (2, 8, 1024), (heads, length, head dim)"),
         (["--query", "4,16,10,64", "--processors", "0"], "--processors"),
     ],
@@ -293,6 +323,9 @@ def test_the_version_is_printed(capsys):
         ("explan", "dmattn: error: unknown command 'explan': did you mean 'explain'?"),
         ("zzz", "dmattn: error: unknown command 'zzz': expected one of info, verify, explain, compile, bench, tune, completion"),
         ("--verison info", "dmattn: error: unknown option '--verison': did you mean '--version'?"),
+        ("--json info", "dmattn: error: unknown option '--json': it comes after a command, as in 'dmattn info --json'"),
+        ("--backward info", "dmattn: error: unknown option '--backward': it comes after a command, as in 'dmattn explain --backward'"),
+        ("--device=cpu bench", "dmattn: error: unknown option '--device': it comes after a command, as in 'dmattn bench --device'"),
         ("info --jsn", "dmattn info: error: unknown option '--jsn': did you mean '--json'?"),
         ("verify --skip_models", "dmattn verify: error: unknown option '--skip_models': did you mean '--skip-models'?"),
         ("explain --qurey 1,2,64,32", "dmattn explain: error: unknown option '--qurey': did you mean '--query'?"),
@@ -490,7 +523,11 @@ def test_bench_problems_are_those_of_the_readme_and_have_small_ones_for_a_cpu():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--peers", "flax"], "--peers: expected names of flex, sdpa, sdpa_cudnn, sdpa_flash, sdpa_efficient, sdpa_math, received flax"),
+        (
+            ["--peers", "flax"],
+            "--peers: expected names of flex, sdpa, sdpa_cudnn, sdpa_flash, sdpa_efficient, sdpa_math, received flax: did you mean 'flex'?\n",
+        ),
+        (["--peers", "sdpa", "zzz"], "sdpa_math, received zzz\n"),
         (["--device", "nowhere"], "--device: expected cpu"),
         (["--dtype", "fp8"], "expected one of bf16, fp16, fp32, received fp8"),
     ],

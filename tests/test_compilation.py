@@ -129,7 +129,7 @@ def test_what_is_tried_again_has_the_assembler_of_the_first_try(calls: Path, mon
             "--arch: expected a family of GPUs such as sm_80, sm_90, sm_100, gfx942 (sm_90: H100, H200), received sm_70",
         ),
         (LINES, ["--arch", "h200"], "--arch: expected a family of GPUs"),
-        (LINES, ["--arch", "sm_120"], "processors: expected the number of multiprocessors of sm_120"),
+        (LINES, ["--arch", "sm_120"], "--arch: expected the number of multiprocessors beside sm_120, processors=N or --processors N"),
         (LINES, ["--arch", "sm_90", "--processors", "0"], "--processors: expected a positive integer"),
         (None, ["--arch", "sm_90"], "--like: expected a text file, received"),
         ("# nothing\n", ["--arch", "sm_90"], "--like: expected a file with calls, received"),

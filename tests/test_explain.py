@@ -218,7 +218,7 @@ def test_the_backward_pass_is_that_of_the_inputs_that_require_a_gradient(wanted:
     [
         (dict(target="h200"), ValueError, "target: expected a family of GPUs such as sm_80, sm_90"),
         (dict(target=90), ValueError, "target: expected a family of GPUs"),
-        (dict(target="sm_120"), ValueError, "processors: expected the number of multiprocessors of sm_120"),
+        (dict(target="sm_120"), ValueError, "target: expected the number of multiprocessors beside sm_120, processors=N or"),
         (dict(processors=0), ValueError, "processors: expected a positive integer"),
         (dict(processors=True), ValueError, "processors: expected a positive integer"),
         (dict(is_causal=True), TypeError, "is_causal: expected causal"),

@@ -151,6 +151,10 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask.prefix_lm(INT.float(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor"),
         (lambda: IntervalMask.prefix_lm(INT[None], 3, 3), ValueError, r"prefix_lengths: expected shape \(B,\), received \(1, 3\)"),
         (lambda: IntervalMask.padding(INT[None], 3), TypeError, r"key_padding_mask: expected a bool tensor, received torch.int32"),
+        (lambda: IntervalMask.padding(INT[None], 3), TypeError, r"; key_padding_mask.bool\(\) if nonzero means a real token$"),
+        (lambda: IntervalMask.padding(INT, 3), TypeError, r"int32 tensor; of lengths: torch.arange\(Sk\) < lengths\[:, None\]$"),
+        (lambda: IntervalMask.padding([[True]], 3), TypeError, r"received list; torch.tensor\(key_padding_mask\)$"),
+        (lambda: IntervalMask.prefix_lm([1], 3, 3), TypeError, r"received list; torch.tensor\(prefix_lengths\)$"),
         (lambda: IntervalMask.padding(INT.bool(), 3), ValueError, r"key_padding_mask: expected shape \(B, Sk\), received \(3,\)"),
     ],
 )

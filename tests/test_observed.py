@@ -277,15 +277,22 @@ def test_the_check_finds_a_mask_of_heads_that_may_be_one_of_batch_entries(messag
 
     monkeypatch.setattr(advice, "asked", True)
     query, other, mask = normal(4, 4, 5, D), normal(2, 4, 5, D), normal(4, 5, 5) > -1
+    grouped, key, of_groups = normal(2, 4, 5, D), normal(2, 2, 5, D), normal(2, 5, 5) > -1
     for fine in (mask[None], mask[:, None], mask[0], mask[:1]):
         attention(query, query, query, mask=fine)
     attention(other, other, other, mask=mask)
     attention(query, query, query, bias=normal(4, 5, 5))
+    attention(grouped, key, key, mask=of_groups[None])
     assert messages() == []
     attention(query, query, query, mask=mask)
     scaled_dot_product_attention(query, query, query, mask)
     expected = "{0}: of shape (4, 5, 5) is read as one mask for each head; {0}[:, None] has one for each batch entry; {0}[None] means what is read, and ends this warning"
     assert messages() == [f"dmattn: {expected.format(name)}" for name in ("mask", "attn_mask")]
+    notices.forget()
+    attention(grouped, key, key, mask=of_groups)
+    assert messages()[2:] == [
+        f"dmattn: {expected.format('mask')}".replace("(4, 5, 5)", "(2, 5, 5)").replace("each head", "each key-value head")
+    ]
 
 
 def test_the_check_finds_what_a_table_of_distances_is_not_for(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:

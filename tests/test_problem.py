@@ -108,6 +108,7 @@ ERRORS = [
     ("bias-shape", {"bias": zeros(2, 4, 5, 6)}, ValueError, r"bias: expected a shape broadcastable.*received \(2, 4, 5, 6\)"),
     ("bias-device", {"bias": zeros(5, 7, device="meta")}, ValueError, r"bias: expected query's device cpu, received meta"),
     ("causal-not-bool", {"causal": 1}, TypeError, r"causal: expected True or False, received int$"),
+    ("causal-a-mask", {"causal": zeros(5, 7)}, TypeError, r"causal: expected True or False, received torch.Tensor; a mask is the argument mask$"),
     ("causal-of-a-tensor", {"causal": torch.tensor(True)}, TypeError, r"causal: expected True or False, received torch.Tensor; bool\(causal\) is one$"),
     ("scale-of-a-tensor", {"scale": torch.tensor(1.0)}, TypeError, r"scale: expected a real number, received torch.Tensor$"),
     ("window-float", {"window": 2.0}, TypeError, r"window: expected an integer, a tuple \(left, right\) or None, received float"),

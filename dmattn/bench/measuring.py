@@ -78,8 +78,10 @@ class Passes:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Command, date, commit, digest of the package, versions and device, as a result file records them."""
+    script, *arguments = sys.argv
+    is_package = Path(script).parts[-2:] == (PACKAGE.name, "__main__.py")
     return {
-        "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
+        "command": " ".join(["python", *(["-m", PACKAGE.name] if is_package else [shlex.quote(script)]), *map(shlex.quote, arguments)]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "sources": sources(),

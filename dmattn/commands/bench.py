@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import progress, report
-from .parser import Parser, Result
+from .parser import Parser, Result, suggestion
 
 __all__ = ["add"]
 DTYPES = ("bf16", "fp16", "fp32")
@@ -71,7 +71,7 @@ def _peers(given: list[str] | None, on_gpu: bool, known: tuple[str, ...]) -> lis
         return ["flex", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient"] if on_gpu else ["flex", "sdpa"]
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ValueError(f"--peers: expected names of {', '.join(known)}, received {', '.join(unknown)}")
+        raise ValueError(f"--peers: expected names of {', '.join(known)}, received {', '.join(unknown)}{suggestion(unknown[0], known)}")
     return given
 
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["Parser", "Result", "add_json", "json_of", "positive", "sizes", "window"]
+__all__ = ["Parser", "Result", "add_json", "json_of", "positive", "sizes", "suggestion", "window"]
 ALIKE = 0.5  # share of letters that a word and its correction have in common at least: fp16 and float16 have 0.55
 
 
@@ -28,6 +28,10 @@ class Result(NamedTuple):
 class Parser(argparse.ArgumentParser):
     """Names the word that is nearest to an unknown command, option or choice. An error stands alone, without argparse's lines of usage."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = re.compile(r"-[\d.]")  # so that -2,8,4,64 is the value of an option, which says what is wrong with it
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse does, but that an unknown option is told before an option that is missing: it may be the same one."""
         given = list(sys.argv[1:] if args is None else args)
@@ -38,8 +42,18 @@ class Parser(argparse.ArgumentParser):
         for word in own:
             option = word.partition("=")[0]
             if re.match("--?[A-Za-z]", option) and option[:2] not in known and not any(name.startswith(option) for name in known):
-                self.error(f"unknown option '{option}'{_suggestion(option, known)}")
+                self.error(f"unknown option '{option}'{self._of_a_command(option, given) or suggestion(option, known)}")
         return super().parse_known_args(given, namespace)
+
+    def _of_a_command(self, option: str, given: Sequence[str]) -> str:
+        """Where to put an option that a command has, the one that is given first of all."""
+        commands: dict[str, argparse.ArgumentParser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                commands = action.choices
+        its = [name for name, command in commands.items() if option in command._option_string_actions]
+        its.sort(key=lambda name: name not in given)
+        return f": it comes after a command, as in '{self.prog} {its[0]} {option}'" if its else ""
 
     def error(self, message: str) -> NoReturn:
         """End the command with 2: the error first, then where all options are."""
@@ -49,10 +63,10 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):
-            nearest = _suggestion(value, action.choices) or f": expected one of {', '.join(action.choices)}"
+            nearest = suggestion(value, action.choices) or f": expected one of {', '.join(action.choices)}"
             raise argparse.ArgumentError(None, f"unknown command '{value}'{nearest}")
         choices = [str(choice) for choice in action.choices]
-        raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, received {value}{_suggestion(str(value), choices)}")
+        raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, received {value}{suggestion(str(value), choices)}")
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -63,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error).removeprefix("dmattn: "))  # the parser says who complains
 
 
-def _suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """The known word that is nearest, by what follows its dashes."""
     names = {name.lstrip("-"): name for name in known}
     found = get_close_matches(word.lstrip("-").lower(), names, n=1, cutoff=ALIKE)

@@ -59,7 +59,7 @@ def attend(
     if advice.asked:
         advice.look_at(learned, _name_of(bias, *others))
         advice.look_at_layout(query, key)
-        advice.look_at_mask(mask, query, _name_of(mask, *others) if others else "mask")
+        advice.look_at_mask(mask, query, key, _name_of(mask, *others) if others else "mask")
     query, key, value = autocast(query, key, value)
     fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
     return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
