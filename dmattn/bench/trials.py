@@ -164,7 +164,7 @@ def launches_of(problem: Problem, d_out: Tensor, d_lse: Tensor | None, kernels: 
     wanted = Traits.of(problem, out, d_out, gradients).wanted
     made = {f"d_{name}": x for name, x in gradients._asdict().items() if x is not None}
     d_query, d_key, d_value, d_bias = gradients[:4]
-    incoming = Incoming.without_terms(d_out, lse)
+    incoming = Incoming.without_terms(d_out, lse, as_vectors=False, as_delta=True)
     before += [forward, Call(fill_terms, (problem, incoming, out, d_lse), {})]
     key_sums = empty_key_sums(made["d_bias"], problem) if D_BIAS_OF_KEYS in wanted else None
     dense = d_bias if D_BIAS_OF_PAIRS in wanted and problem.softcap is None else None

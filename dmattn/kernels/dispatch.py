@@ -34,7 +34,7 @@ from .traits import (
 )
 
 HOPPER = frozenset({"sm_90"})
-FORMS = frozenset({DELTA, TERM_COLUMNS, SINK_SUMS})  # of query terms, of which a row that reads some names one
+ASKED_FOR = frozenset({DELTA, TERM_COLUMNS, SINK_SUMS})  # forms of query terms that a row names; one that names none reads vectors
 
 
 class Row(NamedTuple):
@@ -116,7 +116,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
             continue
         chosen.append(Choice(row, makes | row.besides - made, tuple(other for other in refusing if other.makes & makes), traits))
         made |= makes | row.besides
-        missing = (missing | row.reads - FORMS) - made
+        missing = (missing | row.reads - ASKED_FOR) - made
     if missing:
         raise NotImplementedError(_nobody(traits, [row for row in refusing if row.makes & missing]))
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
@@ -180,7 +180,7 @@ OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS = frozenset({QUERY_TERMS})
 D_SCORES = frozenset({D_BIAS_OF_PAIRS})  # of a bias of pairs the gradient is dS
-AS_DELTA = TERMS | {DELTA}  # which portable kernels read, and lse beside it
+AS_DELTA = TERMS | {DELTA}  # for kernels that read lse beside it
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})

@@ -62,8 +62,8 @@ from .key_tile import (
     PROBABILITIES,
     Barriers,
     Context,
+    Extents,
     Keys,
-    Lengths,
     Ones,
     Results,
     Sources,
@@ -141,7 +141,7 @@ def key_gradients(
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
-        lengths=Lengths(heads, heads // kv_heads, len_q, len_k),
+        extents=Extents(heads, heads // kv_heads, len_q, len_k),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -164,19 +164,19 @@ def blocks_of(consumers, dim, dim_v):
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, lengths,
+    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
     q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
-    is read from rules. `lengths` are :class:`key_tile.Lengths`.
+    is read from rules. `extents` are :class:`key_tile.Extents`.
     """
     follow()
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
-    block, kv_head, batch = place_keys(rules, lengths.len_k, lengths.heads // lengths.groups, BLOCKS * BLOCK_N)
-    seq = sequence(rules.ends, batch, kv_head * lengths.groups, lengths.len_q, lengths.len_k)
+    block, kv_head, batch = place_keys(rules, extents.len_k, extents.heads // extents.group, BLOCKS * BLOCK_N)
+    seq = sequence(rules.ends, batch, kv_head * extents.group, extents.len_q, extents.len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
@@ -224,9 +224,9 @@ def _key_gradients_kernel(
     REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
-            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, lengths.groups, col, which, config))
+            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, extents.group, col, which, config))
             if which < CONSUMERS
-            else (_produce, (sources, tiles, barriers, rules, seq, lengths.groups, col, config))
+            else (_produce, (sources, tiles, barriers, rules, seq, extents.group, col, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],

@@ -48,7 +48,7 @@ from .key_tile import (
     PROBABILITIES,
     Barriers,
     Context,
-    Lengths,
+    Extents,
     Ones,
     Results,
     Sources,
@@ -124,7 +124,7 @@ def key_gradients(
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
         order=strided(order, heads),
-        lengths=Lengths(heads, heads // kv_heads, len_q, len_k),
+        extents=Extents(heads, heads // kv_heads, len_q, len_k),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -139,20 +139,20 @@ def key_gradients(
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, lengths,
+    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
     ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
     q, k, v, d_out, bias (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias is read from rules. What is
-    stored for each key is stored where `order` says, if there is one. `lengths` are :class:`key_tile.Lengths`. ALIKE: the heads of a group
+    stored for each key is stored where `order` says, if there is one. `extents` are :class:`key_tile.Extents`. ALIKE: the heads of a group
     have the same intervals and bias of keys.
     """
     follow()
-    block, kv_head, batch = place_keys(rules, lengths.len_k, lengths.heads // lengths.groups, BLOCK_N)
+    block, kv_head, batch = place_keys(rules, extents.len_k, extents.heads // extents.group, BLOCK_N)
     col = block * BLOCK_N
-    seq = Sequence(batch, kv_head * lengths.groups, lengths.len_q, lengths.len_k)
+    seq = Sequence(batch, kv_head * extents.group, extents.len_q, extents.len_k)
     if d_k is not None:
         d_k = _slice(d_k, seq)
     if d_v is not None:
@@ -167,8 +167,8 @@ def _key_gradients_kernel(
     terms_tiles = allocate_terms(terms, STAGES)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
     d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 2 if config.IN_TURNS else 1, BLOCK_M, BLOCK_N)
-    if is_dead(rules, bounds, seq, lengths.groups, col):
-        _store_zeros(d_k, d_v, key_sums, order, seq, lengths.groups, col, config)
+    if is_dead(rules, bounds, seq, extents.group, col):
+        _store_zeros(d_k, d_v, key_sums, order, seq, extents.group, col, config)
     else:
         p_tile, p_barriers = None, None
         if not config.IN_TURNS:
@@ -204,9 +204,9 @@ def _key_gradients_kernel(
         results = Results(d_k, d_v, key_sums, d_bias)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, lengths.groups, col, 0, config)),
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, lengths.groups, col, 1, config)),
-                (_produce, (sources, tiles, barriers, rules, bounds, seq, lengths.groups, col, config)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, 0, config)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, 1, config)),
+                (_produce, (sources, tiles, barriers, rules, bounds, seq, extents.group, col, config)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -27,11 +27,11 @@ PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.valu
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 
-class Lengths(NamedTuple):
+class Extents(NamedTuple):
     """How many query heads there are in all, query heads of a key-value head, queries and keys."""
 
     heads: Any
-    groups: Any
+    group: Any
     len_q: Any
     len_k: Any
 

@@ -1,6 +1,5 @@
 """The gradient of sinks, each head's score that all queries see: what was summed beside their terms (base/query_terms.py)."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,7 +22,7 @@ def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
     """(B, H, Sq): of the sink's score in the row of each query. Of packed sequences (1, H, Sq in whole blocks)."""
     terms = incoming.vectors if isinstance(incoming.lse, Packed) else incoming.vectors[..., : incoming.lse.shape[2]]
     divisor, delta = terms.unbind(2)
-    return torch.exp2((sinks[:, None].float() * LOG2E.value) - divisor) * -delta
+    return ((sinks[:, None].float() * LOG2E.value) - divisor).exp2_().mul_(delta).neg_()
 
 
 def sink_gradients(sink_sums: Tensor, d_sinks: Tensor) -> None:
