@@ -201,7 +201,7 @@ def models(result: Record, beside: Sequence[Record], target: Path) -> None:
     row[0].set_yticks(range(len(rows)), labels)
     drawing.legend(figure, names)
     where = {**result["environment"], "commit": "unknown" if several else result["environment"]["commit"]}
-    transformers = result["environment"]["transformers"]
+    transformers = " and ".join(sorted({each["environment"]["transformers"] for each in (result, *beside)}))
     figure.suptitle(f"Models trained with each attention, Transformers {transformers}: {figures.of_device(where)}")
     figures.save(figure, target)
 
@@ -237,13 +237,14 @@ def _of_size(record: Record) -> str:
 @figures.styled()
 def context_parallel(result: Record, target: Path) -> None:
     """Time of both passes, one GPU's being 1, with a line where perfect sharing ends; and efficiency against one GPU."""
-    ranks, records = result["environment"]["ranks"], [record for record in result["problems"] if "one" in record["times"]]
+    ranks = result["environment"]["ranks"]
+    records = [record for record in result["problems"] if all(step in record["times"].get("one", {}) for step in PASSES)]
     figure, (row,) = figures.panels(1, 3, (16, 1.6 + 0.62 * len(records)), sharey=True)
     kinds = ("one", "shared", "without messages", "torch")
     thick = 0.84 / len(kinds)
     for axes, step in zip(row, PASSES, strict=False):
         for place, record in enumerate(records):
-            times = {kind: record["times"][kind][step] for kind in kinds if kind in record["times"]}
+            times = {kind: record["times"][kind][step] for kind in kinds if step in record["times"].get(kind, {})}
             for i, (kind, milliseconds) in enumerate(times.items()):
                 at = place + (i - (len(times) - 1) / 2) * thick
                 color, hatch = _SHARED[kind]

@@ -117,6 +117,7 @@ LAUNCHES = (
     (Case("loaded-mask-dense-bias-fp32-d128", 1001, heads=16, head_dim=128, mask="11qk", bias="bhqk", bias_dtype=FP32), BF16),
     (Case("loaded-dense-bias-causal-d256", 1001, heads=16, head_dim=256, bias="bhqk", causal=True), BF16),
     (Case("dropout-shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
+    (Case("sinks-causal-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, causal=True, sinks="random", sinks_dtype=FP32), BF16),
     (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),
     (Case("fp32-d128", 1024, heads=4, head_dim=128, bias="1hqk"), FP32),
     (Case("fp32-d256", 1023, heads=4, head_dim=256, bias="bhqk", mask="11qk"), FP32),
@@ -124,7 +125,6 @@ LAUNCHES = (
 FORWARD = (  # the forward pass alone: the backward pass is that of any other problem
     (Case("documents-dense-bias-d128", 4096, heads=16, head_dim=128, intervals="documents", bias="bhqk"), BF16),
     (Case("exact-scale-dense-bias-d128", 4096, heads=16, head_dim=128, bias="bhqk", scale=0.125), BF16),
-    (Case("sinks-causal-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, causal=True, sinks="random", sinks_dtype=FP32), BF16),
     (Case("sinks-dense-bias-d64", 4096, heads=16, head_dim=64, bias="bhqk", sinks="random"), BF16),
     (Case("sinks-rows-shared-bias-d32", 384, batch=256, heads=4, head_dim=32, bias="1hqk", sinks="random"), BF16),
     (Case("sinks-windows-of-49-d32", 49, batch=64, heads=8, head_dim=32, bias="1hqk", sinks="random"), BF16),

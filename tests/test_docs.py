@@ -34,7 +34,6 @@ TEXTS = [
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
 SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
-INVALID = {("blockmask_10pct", "forward")}  # timed while kernels of the backward pass were compiled, as the page says
 PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
@@ -335,7 +334,7 @@ def peer(cell: str) -> list[str]:
 def test_speeds_of_the_performance_page_are_those_of_the_result_file():
     text, measured = (ROOT / "docs" / "performance.md").read_text(), times()
     named = {(name, step): tuple(cells) for name, step, *cells in rows(text, 7)}
-    forms = [key for key in measured if key not in named and key not in INVALID]
+    forms = [key for key in measured if key not in named]
     found = set()
     for _, ours, best, theirs, other, extra in rows(text, 6):
         of_forward, of_backward = extra.split(", ")

@@ -133,7 +133,7 @@ TINY = {
     "t5_relative_bias": "--length 24 --batch 4 --heads 2 --head-dim 8 --steps 60",
     "pair_bias_block": "--rows 3 --length 9 --width 16 --pair-width 8 --heads 2 --steps 20",
     "timm_swin": "--width 12 --heads 1 --batch 4 --steps 4 --depths 2 1",
-    "finetune_converted_llama": "--length 32 --keep 16 --batch 4 --width 32 --layers 1 --every 1 --steps 20 --more 6",
+    "finetune_converted_llama": "--length 32 --keep 16 --batch 4 --width 32 --layers 2 --steps 20 --more 6",
     "packed_training": "--longest 40 --documents 4 --width 16 --heads 2 --layers 1 --steps 60",
     "long_context_decoding": "--lengths 48 96 --keep 16 --tokens 4 --heads 4 --head-dim 16",
 }
@@ -207,6 +207,21 @@ def test_a_converted_llama_that_forgot_what_it_knew_fails(monkeypatch, capsys):
     monkeypatch.setattr(example.integration, "convert_to_dynamic_mask", forgetting)
     assert example.main(TINY["finetune_converted_llama"].split()) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "converted"), [(1, [0, 1, 2]), (2, [1]), (3, [2])])
+def test_every_so_many_layers_of_a_llama_are_converted(every, converted, monkeypatch):
+    pytest.importorskip("transformers", reason="the example trains a model of Transformers")
+    example = load("finetune_converted_llama")
+    convert = example.integration.convert_to_dynamic_mask
+    told = []
+    monkeypatch.setattr(
+        example.integration, "convert_to_dynamic_mask", lambda *x, **options: (told.extend(options["layers"]), convert(*x, **options))
+    )
+    example.main(f"--length 32 --keep 16 --batch 2 --width 32 --layers 3 --every {every} --steps 1 --more 1".split())
+    assert told == converted
+    with pytest.raises(SystemExit):
+        example.main(["--layers", "3", "--every", "4"])
 
 
 @pytest.mark.parametrize("example", TINY, indirect=True)

@@ -207,7 +207,9 @@ def test_context_parallelism_draws_times_and_efficiency(plots):
     }
     record = {"problem": "p", **fields, "times": times, "efficiency": {"forward": 0.8, "backward": 0.625}}
     others = [{**record, "bias": "distances", "efficiency": {}}, {**record, "bias": None, "keep": 64, "strategy": "fetch", "efficiency": {}}]
-    plots.context_parallel({"environment": WHERE, "problems": [record, {**record, "times": {}}, *others]}, Path())
+    plots.context_parallel(
+        {"environment": WHERE, "problems": [record, {**record, "times": {}}, {**record, "times": {"one": {"backward": 20.0}}}, *others]}, Path()
+    )
     forward, backward, efficiency = plots.drawn[0].axes
     one, torchs = figures.FAINT, figures.LOOKS["torch"].color
     assert bars(forward) == 3 * [(1, one), (0.3125, figures.OURS), (0.5, torchs)]

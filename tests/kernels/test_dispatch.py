@@ -487,13 +487,15 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (), "Hopper: d_key, d_value, d_bias", {TERM_COLUMNS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, DELTA}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (("d_out", "rows"),), "portable: d_key, d_value, d_bias", {DELTA}),
+        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_QUERIES, D_SINKS}, (("d_out", "rows"),), "portable: d_key, d_value", {QUERY_TERMS, SINK_SUMS}),
     ],
 )
 def test_query_terms_are_made_in_the_forms_that_are_read(
     wanted: set[str], uncopyable: tuple[tuple[str, str], ...], keys: str, forms: set[str]
 ) -> None:
-    """Columns alone where nobody asks for vectors: 16 bytes a query and head, where both are 24."""
-    chosen = dispatch.choose_backward(DENSE._replace(wanted=frozenset(wanted), uncopyable=uncopyable))
+    """No form that nobody reads: 16 bytes a query and head are columns, 8 vectors, 4 of which are delta."""
+    features = DENSE.features | {"sinks"} if D_SINKS in wanted else DENSE.features
+    chosen = dispatch.choose_backward(DENSE._replace(wanted=frozenset(wanted), uncopyable=uncopyable, features=features))
     assert chosen[0].makes & TERM_FORMS == forms
     assert keys in [choice.row.name for choice in chosen]
 

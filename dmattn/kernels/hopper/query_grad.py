@@ -127,8 +127,8 @@ def query_gradients(
 ) -> None:
     """As in portable/query_grad.py without a dBias.
 
-    And `incoming.terms` are filled, as a program has what makes them at hand. A bias of pairs that the copy engine cannot address is loaded by
-    the consumers.
+    And the forms of terms that `incoming` has are filled, as a program has what makes them at hand. A bias of pairs that the copy engine
+    cannot address is loaded by the consumers.
     """
     heads, head_dim, len_k = problem.query.shape[1], problem.query.shape[3], problem.key.shape[2]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
