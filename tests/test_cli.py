@@ -66,7 +66,8 @@ def test_runs_as_a_module_and_without_a_command_says_which_there_are():
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [("explain --query 1,1,64,64 --json", 0), ("explain --query 1,1,64,64", 0), ("verify --skip-models", 1)]
+    ("options", "code"),
+    [("explain --query 1,1,64,64 --dtype float32 --json", 0), ("explain --query 1,1,64,64 --dtype float32", 0), ("verify --skip-models", 1)],
 )
 def test_a_reader_that_leaves_ends_a_command_quietly(options, code):
     """Such as head: before the answer, which keeps its code, or among the lines of a longer command."""
