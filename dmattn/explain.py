@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from .functional import attention
 from .masks import BOUNDS
 from .problem import Gradients, Problem
 from .rehearsal import without_storage
+from .targets import PEAKS, Peak, device_of
 
 if TYPE_CHECKING:
     from .kernels.dispatch import Choice
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["Explanation", "Pass", "Refusal", "explain"]
 
 
-class Peak(NamedTuple):
-    """A GPU as its maker's data sheet has it: multiprocessors, dense 16-bit products with float32 sums, memory."""
-
-    name: str
-    processors: int
-    flops: float  # a second, of float16 and bfloat16; half as many of TF32
-    bandwidth: float  # bytes a second
-
-
-# NVIDIA's data sheets of A100 (SXM, 80 GB), H200 and B200 (HGX), AMD's of MI300X.
-PEAKS = {
-    "sm_80": Peak("A100", 108, 312e12, 2.039e12),
-    "sm_90": Peak("H200", 132, 989e12, 4.8e12),
-    "sm_100": Peak("B200", 148, 2250e12, 8.0e12),
-    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12),
-}
 PYTORCH, CPU_KERNEL = "PyTorch, in chunks of query rows", "PyTorch's attention kernel for CPUs"
 NAMES = Gradients._fields  # of what can require a gradient
 
@@ -161,7 +145,7 @@ def explain(
     learned = {name: x for name in NAMES if (x := tensors[name]) is not None}
     some = any(x.requires_grad for x in learned.values())
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
-    family, count = _device_of(problem, target, processors)
+    family, count = device_of(problem, target, processors)
     served, peak = _by_kernels(problem, target), PEAKS.get(family)
     call = _Call(problem, needs, with_lse, served)
     if served:
@@ -178,44 +162,6 @@ def _canonical(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     device = query.device if isinstance(query, Tensor) else torch.device("cpu")
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         return Problem.canonical(query, key, value, **options)
-
-
-def _device_of(problem: Problem, target: str | None, processors: int | None) -> tuple[str, int]:
-    """(family, processors) by which the call is explained; 0 of a CPU that needs none."""
-    device = problem.query.device
-    if processors is not None and (isinstance(processors, bool) or not isinstance(processors, int) or processors < 1):
-        raise ValueError(f"dmattn: processors: expected a positive integer or None, received {processors}")
-    if target is not None:
-        return target_of(target, processors)
-    if device.type == "meta":
-        if not torch.cuda.is_available():
-            raise ValueError(f"dmattn: target: expected a family such as {', '.join(PEAKS)} for tensors on meta without a GPU, received None")
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cpu" and not backend.by_kernels(problem.query):
-        if processors is not None:
-            raise ValueError(f"dmattn: processors: expected None for a call on a CPU, received {processors}")
-        return "cpu", 0
-    backend.path(problem)  # which raises what a call would
-    from .kernels.base.device import device_family
-    from .kernels.base.device import processors as processors_of
-
-    family = device_family(device)
-    if family == "hip":
-        family = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    return family, processors_of(device) if processors is None else processors
-
-
-def target_of(target: str, processors: int | None, argument: str = "target") -> tuple[str, int]:
-    """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
-    if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
-        names = {"h100": "sm_90"} | {peak.name.lower(): family for family, peak in PEAKS.items()}
-        meant = (names | {family.replace("_", ""): family for family in PEAKS}).get(re.sub("[-_ ]", "", str(target).lower()))
-        received = f"{target}{f'; did you mean {meant}?' if meant else ''}"
-        raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)} (sm_90: H100, H200), received {received}")
-    if processors is None and target not in PEAKS:
-        expected = f"the number of multiprocessors beside {target}, processors=N or --processors N (known of {', '.join(PEAKS)})"
-        raise ValueError(f"dmattn: {argument}: expected {expected}, received none")
-    return target, PEAKS[target].processors if processors is None else processors
 
 
 def _by_kernels(problem: Problem, target: str | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..explain import PEAKS
+from ..targets import PEAKS
 from .parser import Parser, positive, sizes, window
 
 __all__ = ["PROCESSORS", "add_call", "described", "line_of"]

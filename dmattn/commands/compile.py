@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import compilation, report
-from ..explain import PEAKS, target_of
 from ..problem import Problem
+from ..targets import PEAKS, target_of
 from .call import PROCESSORS, described, line_of
 from .parser import Parser, Result, add_json, positive
 

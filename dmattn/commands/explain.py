@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..advice import look_at_layout
-from ..explain import PEAKS, explain
+from ..explain import explain
+from ..targets import PEAKS
 from .call import PROCESSORS, add_call, described
 from .parser import Parser, Result, add_json, positive
 
