@@ -315,9 +315,8 @@ class _Call:
             as_vectors="query terms" in makes,
             as_delta="delta" in makes,
             as_columns="columns of query terms" in makes,
-            sinks=problem.sinks if "sums of sinks" in makes else None,
         )
-        total += _size(incoming.terms, incoming.delta, incoming.term_columns, incoming.sink_sums)
+        total += _size(incoming.terms, incoming.delta, incoming.term_columns)
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 

@@ -14,6 +14,7 @@ from ..notices import is_heard, slow
 from . import plans
 from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
 from .traits import (
+    ANY_FORM,
     D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
     D_BIAS_OF_PAIRS,
@@ -28,13 +29,12 @@ from .traits import (
     LEADING_IN_RUNS,
     OUT,
     QUERY_TERMS,
-    SINK_SUMS,
     TERM_COLUMNS,
     Traits,
 )
 
 HOPPER = frozenset({"sm_90"})
-ASKED_FOR = frozenset({DELTA, TERM_COLUMNS, SINK_SUMS})  # forms of query terms that a row names; one that names none reads vectors
+ASKED_FOR = frozenset({DELTA, TERM_COLUMNS, ANY_FORM})  # forms of query terms that a row names; one that names none reads vectors
 
 
 class Row(NamedTuple):
@@ -122,7 +122,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if chosen and QUERY_TERMS in chosen[0].makes:
-        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) or {DELTA}
+        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) - {ANY_FORM} or {
+            DELTA
+        }
         if QUERY_TERMS in forms:
             forms -= {DELTA}  # which vectors have
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes - TERMS | forms)
@@ -131,7 +133,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
 
 def _form_read(choice: Choice, traits: Traits) -> str:
     """In which form a row reads the terms of queries."""
-    for form in (SINK_SUMS, DELTA):
+    for form in (ANY_FORM, DELTA):
         if form in choice.row.reads:
             return form
     return TERM_COLUMNS if _reads_columns(choice, traits) else QUERY_TERMS
@@ -245,7 +247,7 @@ BACKWARD = (
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=AS_DELTA),
     Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
     Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
-    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS | {SINK_SUMS}),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS | {ANY_FORM}),
     Row("query terms", TERMS, ALL, plans.always),
 )
 

@@ -42,7 +42,6 @@ from .traits import (
     END_SUMS,
     PARTIAL,
     QUERY_TERMS,
-    SINK_SUMS,
     TERM_COLUMNS,
     TERM_FORMS,
     Traits,
@@ -112,7 +111,6 @@ class Call:
             as_vectors=QUERY_TERMS in forms,
             as_delta=DELTA in forms,
             as_columns=TERM_COLUMNS in forms,
-            sinks=self.sinks if SINK_SUMS in forms else None,
         )
 
 
@@ -161,7 +159,7 @@ def backward(
     forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
     call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, forms, given)
     incoming = call.incoming
-    results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns, SINK_SUMS: incoming.sink_sums}
+    results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns}
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
     key_sums = results.get(D_BIAS_OF_KEYS)
@@ -263,9 +261,8 @@ def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
 
 
 def _sinks(call: Call, made: Made) -> None:
-    sink_sums = call.incoming.sink_sums
-    assert sink_sums is not None
-    sink_grad.sink_gradients(sink_sums, made[D_SINKS])
+    assert call.sinks is not None
+    sink_grad.sink_gradients(call.problem, call.incoming, call.sinks, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:

@@ -31,8 +31,8 @@ D_SINKS = "d_sinks"
 QUERY_TERMS = "query terms"  # of each query, besides its scores (base/query_terms.py), as vectors
 DELTA = "delta"  # one of them, for who makes the other of lse
 TERM_COLUMNS = "columns of query terms"  # the same as columns of a product's factor (base/bias_columns.py)
-SINK_SUMS = "sums of sinks"  # made of the same: the gradient of the sink's score, summed over some rows
-TERM_FORMS = frozenset({QUERY_TERMS, DELTA, TERM_COLUMNS, SINK_SUMS})
+ANY_FORM = "any form of query terms"  # for who reads whichever there is
+TERM_FORMS = frozenset({QUERY_TERMS, DELTA, TERM_COLUMNS})
 
 LEADING = "leading axes"  # some of which a mask, intervals or a bias share (base/leading.py)
 LEADING_IN_RUNS = "leading axes that no single stride walks"  # in a tensor

@@ -43,7 +43,6 @@ from dmattn.kernels.traits import (
     END_SUMS,
     PARTIAL,
     QUERY_TERMS,
-    SINK_SUMS,
     TERM_COLUMNS,
     TERM_FORMS,
     Bias,
@@ -104,7 +103,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
 
 
 def of_terms(stored: Any) -> dict[str, Any]:
-    return {QUERY_TERMS: stored.terms, DELTA: stored.delta, TERM_COLUMNS: stored.columns, SINK_SUMS: stored.sink_sums}
+    return {QUERY_TERMS: stored.terms, DELTA: stored.delta, TERM_COLUMNS: stored.columns}
 
 
 def made(given: dict[str, Any]) -> dict[str, Any]:
@@ -483,11 +482,11 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     ("wanted", "uncopyable", "keys", "forms"),
     [
         ({D_QUERY, D_KEY, D_VALUE}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
-        ({D_QUERY, D_KEY, D_VALUE, D_SINKS}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, SINK_SUMS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_SINKS}, (), "Hopper: d_key, d_value", {TERM_COLUMNS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (), "Hopper: d_key, d_value, d_bias", {TERM_COLUMNS}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED}, (), "Hopper: d_key, d_value", {TERM_COLUMNS, DELTA}),
         ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS}, (("d_out", "rows"),), "portable: d_key, d_value, d_bias", {DELTA}),
-        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_QUERIES, D_SINKS}, (("d_out", "rows"),), "portable: d_key, d_value", {QUERY_TERMS, SINK_SUMS}),
+        ({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_QUERIES, D_SINKS}, (("d_out", "rows"),), "portable: d_key, d_value", {QUERY_TERMS}),
     ],
 )
 def test_query_terms_are_made_in_the_forms_that_are_read(

@@ -11,32 +11,18 @@ from ...problem import Problem
 from .bias_columns import three_parts
 from .described import Packed
 from .launch import launch
-from .layout import (
-    TERMS,
-    UNIT,
-    Span,
-    ends_of,
-    first_row_in_blocks,
-    load_rows,
-    load_tile,
-    rows_in_blocks,
-    sequence,
-    slice_pointer,
-    strided,
-    strided_by_head,
-)
+from .layout import UNIT, Span, ends_of, inside, load_rows, load_tile, rows_in_blocks, sequence, slice_pointer, strided
 from .overlap import follow
 from .packed_blocks import count_blocks, packed_blocks
 from .pieces import load_pieces
 from .place import place
 from .rules import LOG2E
-from .softmax import divisor2, sink2_of
+from .softmax import divisor2
 from .tiles import block_dim
 
 BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
 ROWS = 32  # queries of any other program
 STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
-SLOT = tl.constexpr(16)  # rows for each sum over sinks, of which the blocks of all kernels are multiples
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
 
@@ -46,10 +32,8 @@ class Incoming(NamedTuple):
     The first term, `softmax.divisor2`, is subtracted from base-2 scores to give probabilities. The second is delta = rowsum(dO * O) - dLSE; it
     is 0 for an empty row, whatever its dLSE. Queries past the end have no probabilities. `terms`, float32 of (B, H, 2, Sq in whole BLOCKs), are
     both as vectors, and `delta` (B, H, Sq in whole BLOCKs) is the second alone. `term_columns`, bfloat16 of (B, H, Sq in whole BLOCKs,
-    STORED_COLUMNS), are both for products to add (base/bias_columns.py). `sink_sums`, float32 of (B, H, Sq in whole BLOCKs / SLOT), are of both
-    and `sinks` (H,): the gradient of the sink's score, -p * delta with p = exp(sink - lse), whose sum over the rows of a block is in one of
-    these, and 0 in the others. Each may be None: whoever reads has the form that it asks for. Of packed sequences the first axis has one entry,
-    with blocks for each (`layout.first_row_in_blocks`).
+    STORED_COLUMNS), are both for products to add (base/bias_columns.py). Each may be None: whoever reads has the form that it asks for. Of
+    packed sequences the first axis has one entry, with blocks for each (`layout.first_row_in_blocks`).
     """
 
     d_out: Tensor
@@ -57,21 +41,12 @@ class Incoming(NamedTuple):
     terms: Tensor | None
     delta: Tensor | None
     term_columns: Tensor | None
-    sinks: Tensor | None
-    sink_sums: Tensor | None
 
     @classmethod
     def without_terms(
-        cls,
-        d_out: Tensor,
-        lse: Tensor,
-        *,
-        as_vectors: bool = True,
-        as_delta: bool = False,
-        as_columns: bool = False,
-        sinks: Tensor | None = None,
+        cls, d_out: Tensor, lse: Tensor, *, as_vectors: bool = True, as_delta: bool = False, as_columns: bool = False
     ) -> "Incoming":
-        """With room for the terms in some forms, and for the sums over sinks, which a kernel fills later."""
+        """With room for the terms in some forms, which a kernel fills later."""
         batch, heads, len_q = lse.shape
         padded = triton.cdiv(len_q, BLOCK) * BLOCK
         if isinstance(lse, Packed):
@@ -79,18 +54,20 @@ class Incoming(NamedTuple):
         terms = lse.new_empty((batch, heads, 2, padded)) if as_vectors else None
         delta = lse.new_empty((batch, heads, padded)) if as_delta else None
         term_columns = lse.new_empty((batch, heads, padded, STORED_COLUMNS.value), dtype=torch.bfloat16) if as_columns else None
-        sink_sums = None if sinks is None else lse.new_empty((batch, heads, padded // SLOT.value))
-        if sink_sums is not None and isinstance(lse, Packed):
-            sink_sums.zero_()  # between the blocks of sequences nobody writes
-        return cls(d_out, lse, terms, delta, term_columns, sinks, sink_sums)
+        return cls(d_out, lse, terms, delta, term_columns)
 
     def strided(self, heads: int) -> tuple[Any, Any, Any]:
         """dO, lse and delta as a kernel argument."""
         return strided(self.d_out, heads), strided(self.lse, heads), self._delta(heads)
 
     def _delta(self, heads: int) -> Any:
-        """Delta of either form that has it."""
+        """Delta of either form that has it as a vector, or None."""
         return strided(self._placed(self.delta if self.terms is None else self.terms[:, :, 1]), heads)
+
+    def for_sinks(self, heads: int) -> tuple[Any, Any, Any]:
+        """lse, and delta as a vector or the columns that have it, as a kernel argument."""
+        delta = self._delta(heads)
+        return strided(self.lse, heads), delta, strided(self._placed(self.term_columns), heads) if delta is None else None
 
     @property
     def vectors(self) -> Tensor:
@@ -109,7 +86,7 @@ class Incoming(NamedTuple):
         heads = self.lse.shape[1]
         terms = strided(self._placed(self.terms, 3), heads)
         delta, columns = (strided(self._placed(x), heads) for x in (self.delta, self.term_columns))
-        return Stored(terms, delta, columns, strided(self._placed(self.sink_sums), heads), strided_by_head(self.sinks), problem.scale)
+        return Stored(terms, delta, columns, problem.scale)
 
     def given(self, out: Tensor | None, d_lse: Tensor | None) -> "Given":
         """Of what :func:`terms_of` makes them, as a kernel argument; `out` is None for it to read delta."""
@@ -131,8 +108,6 @@ class Stored(NamedTuple):
     terms: Any
     delta: Any
     columns: Any
-    sink_sums: Any
-    sinks: Any
     scale: Any
 
 
@@ -224,15 +199,6 @@ def _store_block(stored, seq, rows, lse_rows, delta_rows):
 
 
 @triton.jit
-def sums_pointer(t, seq):
-    """Pointer to the first sum over sinks of one sequence: in packed ones, the SLOT-th part of where its rows begin."""
-    if len(t) == TERMS:
-        return t.ptr + tl.cast(first_row_in_blocks(seq) // SLOT, tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
-    else:
-        return slice_pointer(t, seq)
-
-
-@triton.jit
 def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=None):
     """Write the terms of queries from `start` on, up to the `end` if there is one, where :class:`Stored` says.
 
@@ -251,13 +217,6 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
         tl.store(pointers + stored.terms.row, delta_rows, mask=within)
     if stored.delta is not None:
         tl.store(slice_pointer(stored.delta, seq) + start + index, delta_rows, mask=within)
-    if stored.sink_sums is not None:
-        of_sinks = tl.sum(-tl.exp2(sink2_of(stored.sinks, seq) - divisor_rows) * delta_rows, 0)
-        is_written = index % SLOT == 0
-        if end is not None:
-            is_written &= within
-        pointers = sums_pointer(stored.sink_sums, seq) + start // SLOT + index // SLOT
-        tl.store(pointers, tl.where(index == 0, of_sinks, 0.0), mask=is_written)
     if stored.columns is not None:
         column = column[None, :]
         none_left = divisor_rows == float("inf")
@@ -267,3 +226,13 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
         parts = tl.where(column < 3, lowered, three_parts(d_p[:, None], column - 3))
         pointers = slice_pointer(stored.columns, seq) + (tl.cast(start, tl.int64) + index)[:, None] * STORED_COLUMNS + column  # rows at once
         tl.store(pointers, parts, mask=None if within is None else within[:, None])
+
+
+@triton.jit
+def delta_of_columns(t, seq, rows):
+    """-delta of a block of rows, from the term columns that have it: infinite where these are as large as they can be."""
+    column = tl.arange(0, STORED_COLUMNS)[None, :]
+    pointers = slice_pointer(t, seq) + (rows.start + rows.index)[:, None] * STORED_COLUMNS + column
+    parts = tl.load(pointers, mask=inside(rows)[:, None], other=0.0).to(tl.float32)
+    lowered = tl.sum(tl.where((column >= 3) & (column < 6), parts, 0.0), 1)
+    return tl.where(lowered >= FINITE, float("inf"), tl.where(lowered <= -FINITE, float("-inf"), lowered))

@@ -64,11 +64,12 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
     problem = Problem.canonical(query, query, query, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
     lse, d_lse = torch.zeros(1, 1, 40), torch.zeros(1, 1, 40)
     d_lse[..., 7] = beyond
-    incoming = Incoming.without_terms(query, lse, as_columns=True, sinks=torch.zeros(1))
+    incoming = Incoming.without_terms(query, lse, as_columns=True)
     fill_terms(problem, incoming, query, d_lse)
-    d_sinks = torch.empty(1)
-    sink_gradients(incoming.sink_sums, d_sinks)
-    assert not d_sinks.isfinite()
+    for form in (incoming, incoming._replace(terms=None)):
+        d_sinks = torch.zeros(1)
+        sink_gradients(problem, form, torch.zeros(1), d_sinks)
+        assert not d_sinks.isfinite()
     assert not incoming.vectors[0, 0, 1, 7].isfinite()
     lowered = incoming.columns[0, 0, 7, 3:6].float().sum()
     assert lowered.abs() >= FINITE.value or lowered.isnan()
@@ -76,11 +77,12 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter")
+@pytest.mark.parametrize("form", ["vectors", "delta", "columns"])
 @pytest.mark.parametrize("lengths", [(330, 330, 330), (330, 0, 5, 64, 300)], ids=["batch", "packed"])
-def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int, ...], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, total = 2, sum(lengths)
     packed = len(set(lengths)) > 1
-    monkeypatch.setattr(sink_grad, "SUMS", 4)
+    monkeypatch.setattr(sink_grad, "QUERIES", 64)
     parts = []
     real = sink_grad.Sharing.sum_parts
     monkeypatch.setattr(sink_grad.Sharing, "sum_parts", lambda sharing, *given: (parts.append(sharing.splits), real(sharing, *given))[1])
@@ -97,10 +99,11 @@ def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int
     problem, flat_out, flat_lse, flat_d_out = flattened(problem, out, lse, d_out)
     with monkeypatch.context() as memory:
         memory.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kind: x.new_full(*shape, float("nan"), **kind))
-        incoming = Incoming.without_terms(flat_d_out, flat_lse, as_vectors=False, sinks=sinks)
+        forms = {f"as_{each}": each == form for each in ("vectors", "delta", "columns")}
+        incoming = Incoming.without_terms(flat_d_out, flat_lse, **forms)
     fill_terms(problem, incoming, flat_out, None)
     found = torch.full_like(sinks, float("nan"))
-    sink_gradients(incoming.sink_sums, found)
+    sink_gradients(problem, incoming, sinks, found)
     by_query = -torch.exp(sinks.double()[:, None] - lse.double()) * (out.double() * d_out.double()).sum(-1)
     assert parts[0] > 2
     torch.testing.assert_close(found.double(), by_query.sum((0, 2)), rtol=1e-5, atol=1e-4)
@@ -126,12 +129,10 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
     problem, out, lse, d_out, d_lse, d_query = flattened(problem, out, lse, d_out, d_lse, torch.empty_like(query))
     found = []
     for by_query in (False, True):
-        incoming = Incoming.without_terms(d_out, lse, as_delta=True, as_columns=True, sinks=torch.tensor([0.5, -1.0]))
-        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "delta", "term_columns", "sink_sums")}
+        incoming = Incoming.without_terms(d_out, lse, as_delta=True, as_columns=True)
+        around = {name: torch.full((getattr(incoming, name).numel() + 512,), 777.0) for name in ("terms", "delta", "term_columns")}
         around["term_columns"] = around["term_columns"].bfloat16()
         inner = {name: x[256:-256].view(getattr(incoming, name).shape) for name, x in around.items()}
-        if packed:
-            inner["sink_sums"].zero_()  # as nobody writes between the blocks of sequences
         incoming = incoming._replace(**inner)
         if by_query:
             query_grad.query_gradients(problem, incoming, incoming.given(out, d_lse), d_query, None)
@@ -142,6 +143,4 @@ def test_the_kernel_of_dq_makes_the_same_terms(lengths: tuple[int, ...], block_m
     for name in found[0]:
         first, second = (forms[name].float() for forms in found)
         assert packed or not ((first == 777) | (second == 777)).any()
-        if name == "sink_sums":  # of other rows each
-            first, second = first.sum(-1), second.sum(-1)
         torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
