@@ -200,18 +200,22 @@ def _shared_gradient_kernel(
     begin = part * members_per_part
     end = tl.minimum(begin + members_per_part, members)
     of_slice = Sequence(entry, bias_head, len_q, len_k)
-    seen = True
-    if rules.ends is None:  # else the window is each sequence's own
-        seen = any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N)
-    if not seen:
-        end = begin
     tensors = (q, k, v, d_out, lse, delta)
-    bias2 = load_bias2(rules, member_of(rules.ends, of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
     if rules.ends is None:
-        for member in tl.range(begin, end):
-            seq = member_of(None, of_slice, member, sharing_heads, spread)
-            total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
+        if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
+            begin = end
+        if rules.states is not None or rules.first is not None:  # most tiles may have no pair in any member: they read no bias
+            has_pairs = begin > end
+            while (begin < end) & (not has_pairs):
+                has_pairs = _has_pairs(rules, member_of(None, of_slice, begin, sharing_heads, spread), rows, cols, BLOCK_M, BLOCK_N)
+                begin = tl.where(has_pairs, begin, begin + 1)
+        if begin < end:
+            bias2 = load_bias2(rules, member_of(None, of_slice, begin, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
+            for member in tl.range(begin, end):
+                seq = member_of(None, of_slice, member, sharing_heads, spread)
+                total = add_member(total, tensors, rules, seq, rows, cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
     else:  # by turns, up to the first sequence that is too short: those after it are, too
+        bias2 = load_bias2(rules, member_of(rules.ends, of_slice, 0, sharing_heads, spread), rows, cols, KEYS_DOWN=False)  # every member's
         member = part
         while member < members:
             seq = member_of(rules.ends, of_slice, member, sharing_heads, spread, rules.packed_blocks)
@@ -221,6 +225,15 @@ def _shared_gradient_kernel(
                 total = add_member(total, tensors, rules, seq, own_rows, own_cols, bias2, dims, value_dims, PIECES, PRECISION=PRECISION)
             member = tl.where(reaches, member + tl.cdiv(members, members_per_part), members)
     store_tile(parts, Sequence(part_entry, bias_head, len_q, len_k), rows, cols, total)
+
+
+@triton.jit
+def _has_pairs(rules, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether a mask or intervals leave a pair of the tile in one member."""
+    if rules.states is not None:
+        return tile_state(rules.states, seq, rows, cols, BLOCK_M, BLOCK_N)[0]
+    else:
+        return any_live_interval(rules, seq, rows, cols, BLOCK_M)
 
 
 @triton.jit
