@@ -262,7 +262,8 @@ def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
 
 def _sinks(call: Call, made: Made) -> None:
     assert call.sinks is not None
-    sink_grad.sink_gradients(call.problem, call.incoming, call.sinks, made[D_SINKS])
+    of_keys = [x for x in (call.results[D_KEY], call.results[D_VALUE]) if x is not None and x.numel()]  # made after the terms are
+    sink_grad.sink_gradients(call.problem, call.incoming, call.sinks, made[D_SINKS], are_terms_old=bool(of_keys))
 
 
 def _query_terms(call: Call, made: Made) -> None:

@@ -1,8 +1,8 @@
 """Kernels that are launched while the one before them ends (programmatic dependent launch, on Hopper and later).
 
-Every kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. This saves the microsecond or two
-between kernels, and some passes are a dozen short ones. A kernel is launched as the programs of the one before end; to ask for it as they
-begin was slower (docs/history.md).
+Every kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. One that reads nothing that the kernel
+before has written may wait later, before it writes. This saves the microsecond or two between kernels, and some passes are a dozen short ones.
+A kernel is launched as the programs of the one before end; to ask for it as they begin was slower (docs/history.md).
 """
 
 from typing import Any
@@ -26,6 +26,6 @@ def overlap_options() -> dict[str, Any]:
 
 @triton.jit
 def follow():
-    """Wait for the kernel before: the first thing in every kernel."""
+    """Wait for the kernel before: in every kernel once, before it writes anything."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_wait()

@@ -15,7 +15,7 @@ from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
 from .bias_grad import Sharing
 
-QUERIES = 4096  # of a turn, at most
+QUERIES = 8192  # of a turn, at most
 WORTH = 2  # turns of a program that are worth another beside it, whose sum a further kernel adds
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -27,8 +27,11 @@ def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
     return ((sinks[:, None].float() * LOG2E.value) - divisor).exp2_().mul_(delta).neg_()
 
 
-def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks: Tensor) -> None:
-    """Fill `d_sinks` (H,) with the sums of -exp(sink - lse) * delta over all queries of a head."""
+def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks: Tensor, are_terms_old: bool) -> None:
+    """Fill `d_sinks` (H,) with the sums of -exp(sink - lse) * delta over all queries of a head.
+
+    Where `are_terms_old`, a kernel was launched since that which made the terms: they are read while it ends.
+    """
     batch, heads, len_q = incoming.lse.shape
     block = min(QUERIES, triton.next_power_of_2(max(len_q, 16)))
     blocks = triton.cdiv(len_q, block)
@@ -48,18 +51,20 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
         blocks=blocks,
         len_q=len_q,
         BLOCK=block,
+        FOLLOWS_LATE=are_terms_old,
         num_warps=max(1, min(16, block // 128)),
     )
     sharing.sum_parts(parts, total)
 
 
 @triton.jit
-def _sink_gradients_kernel(incoming, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+def _sink_gradients_kernel(incoming, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr, FOLLOWS_LATE: tl.constexpr):
     """One program: the sum of its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
     """
-    follow()
+    if not FOLLOWS_LATE:
+        follow()
     lse, delta, columns = incoming
     _slices, _sharing_heads, members, members_per_part = sharing
     head = tl.program_id(0) % heads
@@ -75,5 +80,7 @@ def _sink_gradients_kernel(incoming, sinks, ends, parts, sharing, heads, blocks,
             total -= p * load_rows(delta, seq, rows, 0.0)
         else:
             total += p * delta_of_columns(columns, seq, rows)
+    if FOLLOWS_LATE:  # what is read has come before the kernel that still runs; what is stored may lie where that one reads
+        follow()
     one = Span(0, tl.arange(0, 1), None)
     store_tile(parts, Sequence(part, head, len_q, 0), one, one, tl.sum(total, 0) + tl.full([1, 1], 0.0, tl.float32))
