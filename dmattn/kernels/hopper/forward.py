@@ -14,6 +14,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -91,6 +92,8 @@ KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared mem
 # NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
 # under a mask of keys 1.07 and 1.64.
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
+# NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
+FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # that a query in the middle sees; of heads of 64, whose registers three consumers share
 
 
 class Sources(NamedTuple):
@@ -116,7 +119,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
     consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
-    keys = keys_of(dim, dim_v, pairs) if dim <= 64 or not loaded else KEYS // 2
+    keys = keys_of(problem, dim, dim_v) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out)
@@ -139,7 +142,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         lse=strided(lse if parts is None else lse_parts[0], heads),
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
-        STAGES=NARROW_STAGES if max(dim, dim_v) < PANEL.value else STAGES,
+        STAGES=stages_of(keys, dim, dim_v),
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
@@ -153,11 +156,40 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
 
 
-def keys_of(dim: int, dim_v: int, pairs: bool) -> int:
-    """Keys of a tile: half as many of the narrowest heads, or where shared memory, or registers beside `out`, have no room for more."""
-    if max(dim, dim_v) < PANEL.value:
+def keys_of(problem: Problem, dim: int, dim_v: int) -> int:
+    """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, and where
+    many tiles of more would be at an edge.
+    """
+    if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim != 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    return KEYS if max(dim, dim_v) <= 128 or (dim == 192 and dim_v == 128 and not pairs) else KEYS // 2
+    return KEYS // 2 if max(dim, dim_v) <= 128 and _are_many_at_edges(problem, dim) else KEYS
+
+
+def _are_many_at_edges(problem: Problem, dim: int) -> bool:
+    """Whether so many tiles of KEYS may hide pairs that half of the keys are faster (docs/history.md).
+
+    Of heads of 64 beside a bias of pairs any such tile is enough: three consumers have no registers for one.
+    """
+    len_k = problem.key.shape[2]
+    pairs, windowed = problem.pair_bias is not None, problem.left is not None
+    if problem.first is not None:
+        return problem.key_bias is None
+    if problem.pair_mask is not None or problem.bits is not None or len_k <= KEYS:
+        return False
+    if not (windowed or problem.right is not None or problem.is_masked):
+        half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
+        return half < 0.9 * whole  # of few keys the last tile holds still fewer
+    if pairs and (windowed or dim <= 64):
+        return True
+    seen = problem.left + 1 + (len_k if problem.right is None else problem.right) if windowed else len_k // 2
+    return seen <= (FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS)
+
+
+def stages_of(keys: int, dim: int, dim_v: int) -> int:
+    """Tiles in shared memory, which has room for more of fewer keys."""
+    if max(dim, dim_v) < PANEL.value:
+        return NARROW_STAGES
+    return STAGES if keys == KEYS or max(dim, dim_v) > 128 else STAGES + 1
 
 
 def scales_exactly(problem: Problem) -> bool:
