@@ -109,8 +109,9 @@ def _row(found: Any) -> list[str]:
 
 
 def _sizes(tile: Any) -> str:
-    """Without the dims of a piece where there is one piece."""
-    return ", ".join(map(str, tile[:4] if tile.dims == 512 else tile))
+    """Without the dims of a piece where there is one piece, and without the most registers where there are none."""
+    registers = [f"at most {tile.registers} registers"] if tile.registers else []
+    return ", ".join([*map(str, tile[:4] if tile.dims == 512 else tile[:5]), *registers])
 
 
 def _remarks(swept: Any, file: Path | None) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...precision import dot_precision
 from ...problem import Problem
 from .device import device_family
-from .timed_tiles import FLOATS, HEAD_DIMS, NARROW, Place, Tile, timed_tile
+from .timed_tiles import FLOATS, FOUR_PROGRAMS, HEAD_DIMS, NARROW, THREE_PROGRAMS, Place, Tile, timed_tile
 
 _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
 _NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
@@ -30,6 +30,8 @@ _DEFAULT = {
     "split keys": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 2))),  # its rows are the most: it takes as many as there are
     "whole rows": _NO_WHOLE_ROWS,
 }
+_FOUR_TO_A_PROCESSOR = Tile(64, 64, 4, 3, registers=FOUR_PROGRAMS)
+_THREE_TO_A_PROCESSOR = Tile(64, 64, 4, 3, registers=THREE_PROGRAMS)
 TIMED_ON = "NVIDIA H200"  # the name of the GPU on which the table's tiles of sm_90 were timed
 _TABLE = {
     # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
@@ -40,9 +42,9 @@ _TABLE = {
     # dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row, docs/history.md);
     # with two stages ptxas serialises the matrix products of "whole rows".
     "sm_90": {
-        "forward": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
-        "forward by intervals": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+        "forward by intervals": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "keys": ((64, Tile(32, 64, 4, 3)), (128, Tile(64, 128, 8, 3)), (256, Tile(32, 64, 8, 1))),
         "keys with pairs": ((32, Tile(32, 64, 4, 2)), (64, Tile(64, 64, 4, 2)), (128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 1))),
         "keys by intervals": ((128, Tile(32, 64, 4, 3)), (256, Tile(32, 64, 8, 1))),
@@ -51,6 +53,7 @@ _TABLE = {
         "queries by intervals": ((32, Tile(64, 32, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 1))),
         "queries of d_bias": ((32, Tile(128, 128, 8, 2)), (64, Tile(64, 128, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
+        "bias by intervals": ((64, _THREE_TO_A_PROCESSOR), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
         "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
         "whole rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
@@ -190,6 +193,7 @@ def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dic
         PRECISION=_precision(device_family(query.device), query.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
     )
 
 

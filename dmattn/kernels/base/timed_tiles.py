@@ -38,14 +38,21 @@ NUMBERS = (NARROW, FLOATS)
 HEAD_DIMS = (32, 64, 128, 256)  # the largest of what a tile serves, padded to a power of two
 
 
+THREE_PROGRAMS, FOUR_PROGRAMS = 168, 128  # registers of a thread with which a processor has room for so many programs of 4 warps
+
+
 class Tile(NamedTuple):
-    """Queries and keys per tile, warps per program, stages of the software pipeline, dims of a piece (:mod:`.pieces`) at most."""
+    """Queries and keys per tile, warps per program, stages of the software pipeline; dims of a piece (:mod:`.pieces`) at most.
+
+    A thread has so many `registers` at most, for one more program to have room on a processor, or as the compiler likes where 0.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     dims: int = 512
+    registers: int = 0
 
 
 class Place(NamedTuple):
@@ -213,11 +220,12 @@ def _possible(place: Place, sizes: list[Any]) -> bool:
     """Whether a kernel can be compiled with such sizes; only products of parts are in pieces, and not those of split keys."""
     if len(sizes) != len(Tile._fields) or any(type(size) is not int for size in sizes):
         return False
-    block_m, block_n, warps, stages, dims = sizes
+    block_m, block_n, warps, stages, dims, registers = sizes
     in_pieces = place.numbers == FLOATS and not place.kind.startswith("split keys")
     return (
         {block_m, block_n} <= {16, 32, 64, 128}
         and warps in (1, 2, 4, 8, 16)
         and 1 <= stages <= 8
         and dims in ((16, 32, 64, 128, 256, 512) if in_pieces else (512,))
+        and registers in (0, THREE_PROGRAMS, FOUR_PROGRAMS)
     )
