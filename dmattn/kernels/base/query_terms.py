@@ -65,9 +65,11 @@ class Incoming(NamedTuple):
         return strided(self._placed(self.delta if self.terms is None else self.terms[:, :, 1]), heads)
 
     def for_sinks(self, heads: int) -> tuple[Any, Any, Any]:
-        """lse, and delta as a vector or the columns that have it, as a kernel argument."""
+        """lse and delta as vectors, or the columns that have both, as a kernel argument."""
         delta = self._delta(heads)
-        return strided(self.lse, heads), delta, strided(self._placed(self.term_columns), heads) if delta is None else None
+        if delta is None:
+            return None, None, strided(self._placed(self.term_columns), heads)
+        return strided(self.lse, heads), delta, None
 
     @property
     def vectors(self) -> Tensor:
@@ -229,10 +231,12 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
 
 
 @triton.jit
-def delta_of_columns(t, seq, rows):
-    """-delta of a block of rows, from the term columns that have it: infinite where these are as large as they can be."""
+def terms_of_columns(t, seq, rows, scale):
+    """(-divisor2(lse), -delta) of a block of rows, from the term columns: infinite where these are as large as they can be."""
     column = tl.arange(0, STORED_COLUMNS)[None, :]
     pointers = slice_pointer(t, seq) + (rows.start + rows.index)[:, None] * STORED_COLUMNS + column
     parts = tl.load(pointers, mask=inside(rows)[:, None], other=0.0).to(tl.float32)
+    lowered_score = tl.sum(tl.where(column < 3, parts, 0.0), 1)
     lowered = tl.sum(tl.where((column >= 3) & (column < 6), parts, 0.0), 1)
-    return tl.where(lowered >= FINITE, float("inf"), tl.where(lowered <= -FINITE, float("-inf"), lowered))
+    lowered = tl.where(lowered >= FINITE, float("inf"), tl.where(lowered <= -FINITE, float("-inf"), lowered))
+    return tl.where(lowered_score <= -FINITE, float("-inf"), lowered_score * (scale * LOG2E)), lowered

@@ -51,8 +51,10 @@ def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
     `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
     EDGE reaches, it is 0; past that of the queries it is the last one's.
     """
-    rows = gl.minimum(row + rows, gl.maximum(seq.len_q, 1) - 1).to(gl.int64)
-    pointers = slice_pointer(t, seq) + gl.cast(col, gl.int64) * t.col
+    last = gl.maximum(seq.len_q, 1) - 1
+    row = gl.minimum(row, last)
+    rows = gl.minimum(rows, last - row)
+    pointers = slice_pointer(t, seq) + gl.cast(row, gl.int64) * t.row + gl.cast(col, gl.int64) * t.col
     if rows.shape[1] == 1:  # what is added last differs by register alone, and is part of the instructions that load
         pointers = (pointers + rows * t.row) + cols * t.col
     else:

@@ -10,7 +10,7 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
-from ..base.query_terms import Incoming, delta_of_columns
+from ..base.query_terms import Incoming, terms_of_columns
 from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
 from .bias_grad import Sharing
@@ -43,6 +43,7 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
         _sink_gradients_kernel,
         heads * sharing.splits,
         incoming=incoming.for_sinks(heads),
+        scale=problem.scale,
         sinks=strided_by_head(sinks),
         ends=ends_of(problem),
         parts=strided(parts, heads),
@@ -58,7 +59,7 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
 
 
 @triton.jit
-def _sink_gradients_kernel(incoming, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr, FOLLOWS_LATE: tl.constexpr):
+def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr, FOLLOWS_LATE: tl.constexpr):
     """One program: the sum of its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
@@ -75,11 +76,11 @@ def _sink_gradients_kernel(incoming, sinks, ends, parts, sharing, heads, blocks,
     for member in tl.range(begin, tl.minimum(begin + members_per_part, members)):
         seq = sequence(ends, member // blocks, head, len_q, 0)
         rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), seq.len_q)
-        p = tl.exp2(sink2 - divisor2(load_rows(lse, seq, rows, float("-inf"))))
         if columns is None:
-            total -= p * load_rows(delta, seq, rows, 0.0)
+            total -= tl.exp2(sink2 - divisor2(load_rows(lse, seq, rows, float("-inf")))) * load_rows(delta, seq, rows, 0.0)
         else:
-            total += p * delta_of_columns(columns, seq, rows)
+            lowered_score, lowered = terms_of_columns(columns, seq, rows, scale)
+            total += tl.exp2(sink2 + lowered_score) * lowered
     if FOLLOWS_LATE:  # what is read has come before the kernel that still runs; what is stored may lie where that one reads
         follow()
     one = Span(0, tl.arange(0, 1), None)
