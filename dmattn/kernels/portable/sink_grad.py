@@ -54,6 +54,7 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
         BLOCK=block,
         FOLLOWS_LATE=are_terms_old,
         num_warps=max(1, min(16, block // 128)),
+        enable_fp_fusion=False,  # a sink and the lse that equals it are to be equal times LOG2E, too, however large
     )
     sharing.sum_parts(parts, total)
 
