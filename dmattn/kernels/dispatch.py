@@ -122,9 +122,8 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     # Others read the terms of queries, and one the sums at the ends. What a row borrows is to be free yet.
     chosen.sort(key=lambda choice: (QUERY_TERMS not in choice.makes, not choice.row.borrows, END_SUMS in choice.row.reads))
     if chosen and QUERY_TERMS in chosen[0].makes:
-        forms = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes) - {ANY_FORM} or {
-            DELTA
-        }
+        read = frozenset(_form_read(choice, traits) for choice in chosen if QUERY_TERMS in choice.row.reads - choice.makes)
+        forms = read - {ANY_FORM} or {DELTA}
         if QUERY_TERMS in forms:
             forms -= {DELTA}  # which vectors have
         chosen[0] = chosen[0]._replace(makes=chosen[0].makes - TERMS | forms)

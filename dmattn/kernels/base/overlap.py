@@ -1,7 +1,8 @@
 """Kernels that are launched while the one before them ends (programmatic dependent launch, on Hopper and later).
 
-Every kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. One that reads nothing that the kernel
-before has written may wait later, before it writes. This saves the microsecond or two between kernels, and some passes are a dozen short ones.
+A kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. That of sinks' gradient alone waits later,
+before it writes, where what it reads was written two kernels before or earlier: the kernel between has waited for that. All this saves the
+microsecond or two between kernels, and some passes are a dozen short ones.
 A kernel is launched as the programs of the one before end; to ask for it as they begin was slower (docs/history.md).
 """
 

@@ -37,10 +37,10 @@ _TABLE = {
     # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
     # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. NVIDIA H100, 2026-11-26, by `dmattn tune` and then on the
     # matrix's own rows (docs/history.md): "forward" at 64, "forward by intervals" to 128, "keys with pairs" to 64, "queries by intervals" to
-    # 64, "queries with pairs" and "queries of d_bias" to 64. "with pairs" is with a bias or mask of pairs, whose tiles take registers and
-    # shared memory; "by intervals" with intervals, whose tiles are full of short lives, so that smaller ones waste less. Of "one tile" head
-    # dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row, docs/history.md);
-    # with two stages ptxas serialises the matrix products of "whole rows".
+    # 64, "queries with pairs" and "queries of d_bias" to 64. NVIDIA H200, 2026-11-26, on those rows: the most registers. "with pairs" is with
+    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
+    # lives, so that smaller ones waste less. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and
+    # so of "whole rows" (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "whole rows".
     "sm_90": {
         "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -113,8 +113,10 @@ def pick(kernel: str, problem: Problem, is_frozen: bool = False) -> Tile:
     query, found = problem.query, find_frozen if is_frozen else find
     tile = found(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
-    # a mask takes registers, and so do dropout and a table
+    # a mask takes registers, and so do dropout, a table and a cap on scores
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
+    if crowded or problem.softcap is not None:
+        tile = tile._replace(registers=0)
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
         tile = tile._replace(block_m=64, warps=4)
     return tile

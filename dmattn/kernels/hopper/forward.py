@@ -87,13 +87,13 @@ from .walk import (
     work_of,
 )
 
-# NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload.
+# NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
 # NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
 # under a mask of keys 1.07 and 1.64.
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 # NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
-FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # that a query in the middle sees; of heads of 64, whose registers three consumers share
+FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # of a window, or half of all; of heads of 64, whose registers three consumers share
 
 
 class Sources(NamedTuple):
@@ -181,8 +181,8 @@ def _are_many_at_edges(problem: Problem, dim: int) -> bool:
         return half < 0.9 * whole  # of few keys the last tile holds still fewer
     if pairs and (windowed or dim <= 64):
         return True
-    seen = problem.left + 1 + (len_k if problem.right is None else problem.right) if windowed else len_k // 2
-    return seen <= (FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS)
+    few = FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS
+    return len_k <= 2 * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
 
 
 def stages_of(keys: int, dim: int, dim_v: int) -> int:

@@ -205,7 +205,7 @@ def _shared_gradient_kernel(
         if not any_in_window(rules.left, rules.right, of_slice, rows.start, cols.start, BLOCK_M, BLOCK_N):
             begin = end
         if rules.states is not None or rules.first is not None:  # most tiles may have no pair in any member: they read no bias
-            has_pairs = begin > end
+            has_pairs = begin > end  # not yet
             while (begin < end) & (not has_pairs):
                 has_pairs = _has_pairs(rules, member_of(None, of_slice, begin, sharing_heads, spread), rows, cols, BLOCK_M, BLOCK_N)
                 begin = tl.where(has_pairs, begin, begin + 1)

@@ -127,7 +127,7 @@ def test_tiles_are_read_once(gpus: Callable[..., None]) -> None:
     assert forward_tile("sm_86") != FASTER
 
 
-ONE = {"forward": {"16 bits": {"64": [64, 64, 4, 2, 512]}}}
+ONE = {"forward": {"16 bits": {"64": [64, 64, 4, 2, 512, 128]}}}
 BROKEN: dict[str, tuple[dict[str, Any] | str, str]] = {
     "no-json": ("{", "expected JSON: Expecting property name"),
     "a-list": ("[]", "expected format 1, received list"),
@@ -139,12 +139,13 @@ BROKEN: dict[str, tuple[dict[str, Any] | str, str]] = {
     "an-unknown-kind": ({"tiles": ONE | {"values": {}}}, "tiles: expected some of bias, bias by intervals, "),
     "an-unknown-head-dim": ({"tiles": {"keys": {"16 bits": {"48": []}}}}, "keys, 16 bits: expected some of 128, 256, 32, 64, received 48"),
     "no-power-of-two": (
-        {"tiles": {"keys": {"16 bits": {"64": [48, 64, 4, 2, 512]}}}},
-        "no tile of keys, 16 bits, head dim 64: [48, 64, 4, 2, 512]",
+        {"tiles": {"keys": {"16 bits": {"64": [48, 64, 4, 2, 512, 0]}}}},
+        "no tile of keys, 16 bits, head dim 64: [48, 64, 4, 2, 512, 0]",
     ),
-    "too-short": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, 2]}}}}, "no tile of keys"),
-    "a-word": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, "2", 512]}}}}, "no tile of keys"),
-    "pieces-of-16-bits": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, 2, 32]}}}}, "no tile of keys"),
+    "too-short": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, 2, 512]}}}}, "no tile of keys"),
+    "a-word": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, "2", 512, 0]}}}}, "no tile of keys"),
+    "pieces-of-16-bits": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, 2, 32, 0]}}}}, "no tile of keys"),
+    "registers-of-no-use": ({"tiles": {"keys": {"16 bits": {"64": [64, 64, 4, 2, 512, 100]}}}}, "no tile of keys"),
     "no-object": ({"tiles": {"keys": [1]}}, "keys: expected an object, received list"),
 }
 
