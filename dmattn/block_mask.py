@@ -197,12 +197,14 @@ class BlockMask:
 
         Raises:
             TypeError: `block_mask` is none.
+            ValueError: its lists are not those of its ``seq_lengths``, as of a slice, which keeps the lengths and the rule of the whole.
         """
         if kind(block_mask) != FLEX:
             raise TypeError(f"dmattn: block_mask: expected a {FLEX}, received {kind(block_mask)}")
         _check_device("dmattn: block_mask", block_mask.kv_num_blocks.device)
         len_q, len_k = block_mask.seq_lengths
         block_q, block_k = block_mask.BLOCK_SIZE
+        _check_lists(block_mask)
         rule, named = block_mask.mask_mod, _named(block_mask)
         unit_q, unit_k = math.gcd(block_q, BLOCK), math.gcd(block_k, BLOCK)
         parts = named.repeat_interleave(block_q // unit_q, 2).repeat_interleave(block_k // unit_k, 3)
@@ -293,6 +295,23 @@ def _evaluated(known: Tensor, evaluate: Callable[[Tensor, Tensor, Tensor, Tensor
         queries = ((row * BLOCK)[:, None] + place).clamp(max=len_q - 1)  # of places past the end a rule is not asked
         keys = ((col * BLOCK)[:, None] + place).clamp(max=len_k - 1)
         yield numbers, evaluate(entry // heads, entry % heads, queries, keys)
+
+
+def _check_lists(block_mask: Any) -> None:
+    """Raise unless FlexAttention's mask lists blocks for its lengths: a slice of one keeps those of the whole."""
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)]
+    rows, cols = map(_count, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
+    said = f"as its seq_lengths {tuple(block_mask.seq_lengths)} and BLOCK_SIZE {tuple(block_mask.BLOCK_SIZE)} say"
+    hint = "of a slice set seq_lengths and mask_mod"
+    for counts, indices in lists:
+        if counts is None:
+            continue
+        if counts.shape[-1] != rows:
+            raise ValueError(f"dmattn: block_mask: expected lists for {rows} blocks of queries, {said}, received {counts.shape[-1]}: {hint}")
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]  # a list may have room for more, or less
+        last = int(torch.where(listed, indices, -1).max()) if indices.numel() else -1
+        if last >= cols:
+            raise ValueError(f"dmattn: block_mask: expected lists for {cols} blocks of keys, {said}, received one of block {last}: {hint}")
 
 
 def _named(block_mask: Any) -> Tensor:

@@ -232,6 +232,28 @@ def test_flex_attentions_lists_are_honoured(size: int) -> None:
     assert torch.equal(BlockMask.from_flex(alone).to_dense()[0, 0], rule)
 
 
+@about_masks
+@pytest.mark.parametrize("size", [128, 64])
+def test_a_slice_of_flex_attentions_mask_has_lengths_and_a_rule_of_its_own(size: int) -> None:
+    flex = create_block_mask(RULES["window"], None, None, 4 * size, 4 * size, device="cpu", BLOCK_SIZE=size)
+    part = flex[:, :, 1:3]
+    part.mask_mod = lambda b, h, q, k: RULES["window"](b, h, q + size, k)
+    said = rf"as its seq_lengths \({4 * size}, {4 * size}\) and BLOCK_SIZE \({size}, {size}\) say"
+    with pytest.raises(
+        ValueError,
+        match=rf"^dmattn: block_mask: expected lists for 4 blocks of queries, {said}, received 2: of a slice set seq_lengths and mask_mod$",
+    ):
+        BlockMask.from_flex(part)
+    part.seq_lengths = (2 * size, 4 * size)
+    whole = create_mask(RULES["window"], 1, 1, 4 * size, 4 * size, device="cpu")
+    assert torch.equal(BlockMask.from_flex(part).to_dense(), whole[:, :, size : 3 * size])
+    part.seq_lengths = (2 * size, 2 * size)
+    with pytest.raises(
+        ValueError, match=r"^dmattn: block_mask: expected lists for 2 blocks of keys, as .* say, received one of block 2: of a slice set"
+    ):
+        BlockMask.from_flex(part)
+
+
 CASES = (
     Case("grouped-shared-bias", 140, 70, batch=1, heads=4, kv_heads=2, mask="1gqk", keep="blocks", bias="1hqk", causal=True),
     Case("dense-bias-window", 37, 150, batch=1, mask="b1qk", keep="random-empty-rows", bias="bhqk", window=(60, 90)),
