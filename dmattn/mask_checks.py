@@ -55,7 +55,7 @@ def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
 def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
     """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
     if not is_integer(lengths):
-        raise TypeError(f"{name}: expected an integer tensor, received {what(lengths)}")
+        raise TypeError(f"{name}: expected an integer tensor, received {what(lengths)}{hint_for(name.rpartition(' ')[2], lengths)}")
     if lengths.ndim != 1 or lengths.shape[0] < 2:
         raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
 

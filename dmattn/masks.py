@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from .arguments import kind
+from .arguments import hint_for, kind
 from .mask_checks import check_bool, check_cumulative, check_lengths, check_rows, checked_sides, is_integer, refuse_several, what
 from .own_rows import sequence_of
 from .unions import Interval, expect_none, read, runs_of, united
@@ -206,7 +206,8 @@ class IntervalMask:
                 first ones of each document.
         """
         if not is_integer(segment_ids):
-            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {what(segment_ids)}")
+            hint = hint_for("segment_ids", segment_ids)
+            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {what(segment_ids)}{hint}")
         if segment_ids.ndim not in (1, 2):
             received = tuple(segment_ids.shape)
             raise ValueError(f"IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")

@@ -207,6 +207,10 @@ def _check_lengths(
         raise ValueError(
             f"dmattn: cu_seqlens_k: expected as many sequences as cu_seqlens_q has, {sequences}, received {cu_seqlens_k.shape[0] - 1}"
         )
+    is_read = _is_read(query, cu_seqlens_q, cu_seqlens_k)
+    if is_read:  # first, as lengths in their place would be blamed on the longest
+        _check_places("cu_seqlens_q", cu_seqlens_q, query)
+        _check_places("cu_seqlens_k", cu_seqlens_k, key)
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
         where = name.replace("max_seqlen", "cu_seqlens")
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):
@@ -220,17 +224,23 @@ def _check_lengths(
             raise ValueError(
                 f"dmattn: {name}: expected {expected} ({where} has where each begins, from 0 on, and the total), received {longest}"
             )
-    if query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k)):
-        _check_contents("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
-        _check_contents("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
+    for name, longest, ends in (("max_seqlen_q", max_seqlen_q, cu_seqlens_q), ("max_seqlen_k", max_seqlen_k, cu_seqlens_k)):
+        length = max(end - begin for begin, end in pairwise(ends.tolist())) if is_read else 0
+        if length > longest:
+            raise ValueError(f"dmattn: {name}: expected at least the longest sequence's {length} tokens, received {longest}")
 
 
-def _check_contents(name: str, ends: Tensor, tokens: Tensor, limit: str, longest: int) -> None:
-    """Raise unless the lengths are those of the tokens (total, heads, head dim), none of them longer than the limit says."""
+def _is_read(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+    """Whether places are looked at: on a CPU, where nobody traces or maps them."""
+    return query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k))
+
+
+def _check_places(name: str, ends: Tensor, tokens: Tensor) -> None:
+    """Raise unless sequences that begin there make up the tokens (total, heads, head dim)."""
     places, (total, heads, _) = ends.tolist(), tokens.shape
     if places[0] != 0 or places[-1] != total or places != sorted(places):
         hint = HEADS_FIRST if places[-1] == heads != total else ""
-        raise ValueError(f"dmattn: {name}: expected lengths that rise from 0 to the {total} tokens, received {places}{hint}")
-    length = max(end - begin for begin, end in pairwise(places))
-    if length > longest:
-        raise ValueError(f"dmattn: {limit}: expected at least the longest sequence's {length} tokens, received {longest}")
+        if sum(places) == total and min(places) >= 0:
+            hint = "; of lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+        expected = f"places where sequences begin, that rise from 0, and last the total {total}"
+        raise ValueError(f"dmattn: {name}: expected {expected}, received {places}{hint}")

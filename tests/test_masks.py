@@ -130,6 +130,12 @@ INT = torch.zeros(3, dtype=torch.int32)
             r"left: expected a non-negative integer, or None for off, received -1",
         ),
         (lambda: IntervalMask.documents(INT.bool()), TypeError, r"segment_ids: expected an integer tensor, received torch.bool"),
+        (
+            lambda: IntervalMask.documents([0, 0, 1]),
+            TypeError,
+            r"segment_ids: expected an integer tensor, received list; torch.tensor\(segment_ids\)$",
+        ),
+        (lambda: IntervalMask.packed([0, 3], INT, 3, 3), TypeError, r"packed: cu_seqlens_q: .* received list; torch.tensor\(cu_seqlens_q\)$"),
         (lambda: IntervalMask.documents(INT.float()), TypeError, r"segment_ids: expected an integer tensor, received torch.float32"),
         (lambda: IntervalMask.documents(INT[None, None]), ValueError, r"segment_ids: expected shape \(B, S\) or \(S,\), received \(1, 1, 3\)"),
         (lambda: IntervalMask.packed(INT, [0, 1], 3, 3), TypeError, r"packed: cu_seqlens_k: expected an integer tensor, received list"),

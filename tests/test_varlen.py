@@ -318,9 +318,19 @@ def test_dropout_counts_sequences_as_batch_entries(mask: str | None, bias: str |
 @pytest.mark.parametrize(
     ("lengths", "longest", "message"),
     [
-        ((0, 4, 9), 10, "cu_seqlens_q: expected lengths that rise from 0 to the 10 tokens, received [0, 4, 9]"),
-        ((0, 7, 3, 10), 10, "cu_seqlens_q: expected lengths that rise from 0 to the 10 tokens, received [0, 7, 3, 10]"),
-        ((1, 10), 10, "cu_seqlens_q: expected lengths that rise from 0 to the 10 tokens, received [1, 10]"),
+        ((0, 4, 9), 10, "cu_seqlens_q: expected places where sequences begin, that rise from 0, and last the total 10, received [0, 4, 9]"),
+        (
+            (0, 7, 3, 10),
+            10,
+            "cu_seqlens_q: expected places where sequences begin, that rise from 0, and last the total 10, received [0, 7, 3, 10]",
+        ),
+        ((1, 10), 10, "cu_seqlens_q: expected places where sequences begin, that rise from 0, and last the total 10, received [1, 10]"),
+        (
+            (4, 6),
+            4,
+            "cu_seqlens_q: expected places where sequences begin, that rise from 0, and last the total 10, received [4, 6]; of lengths, "
+            "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
+        ),
         ((0, 6, 10), 5, "max_seqlen_q: expected at least the longest sequence's 6 tokens, received 5"),
     ],
 )
@@ -348,7 +358,7 @@ def test_wrong_contents_touch_no_memory_of_others(
     wrong: tuple[int, ...], bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A GPU is not waited for to check them. An index beyond a tensor raises on a CPU, and ends the process on a GPU."""
-    monkeypatch.setattr(varlen, "_check_contents", lambda *arguments: None)
+    monkeypatch.setattr(varlen, "_is_read", lambda *arguments: False)
     case = Case("wrong", bias=bias, lengths_q=(10, 4, 5), lengths_k=(10, 4, 5), options=CAUSAL)
     given = inputs(case, torch.float32, device)
     learned = [given[name].requires_grad_() for name in ("query", "key", "value")]
@@ -449,7 +459,7 @@ ERRORS = [
     ("query-sparse", dict(query=zeros(5, 4, 8).to_sparse()), TypeError, "query: expected a dense tensor, received layout torch.sparse_coo"),
     ("query-axes", dict(query=zeros(1, 5, 4, 8)), ValueError, r"query: expected 3 axes \(total, heads, head dim\), received shape \(1, 5, 4, 8\)"),
     ("padded-query", dict(query=zeros(1, 5, 4, 8)), ValueError, r"query: expected 3 axes .*, received shape \(1, 5, 4, 8\); a batch of padded rows is for dmattn\.attention$"),
-    ("heads-first", dict(query=zeros(4, 5, 8), key=zeros(2, 7, 8), value=zeros(2, 7, 8)), ValueError, rf"cu_seqlens_q: .* the 4 tokens, received \[0, 1, 5\]{HEADS_FIRST}"),
+    ("heads-first", dict(query=zeros(4, 5, 8), key=zeros(2, 7, 8), value=zeros(2, 7, 8)), ValueError, rf"cu_seqlens_q: .* the total 4, received \[0, 1, 5\]{HEADS_FIRST}"),
     ("heads-first-unread", unread(query=zeros(4, 5, 8), key=zeros(2, 7, 8), value=zeros(2, 7, 8)), ValueError, f"key: .* query's 5, received 7{HEADS_FIRST}"),
     ("key-axes", dict(key=zeros(7, 16)), ValueError, r"key: expected 3 axes \(total, heads, head dim\), received shape \(7, 16\)"),
     ("value-axes", dict(value=zeros(7)), ValueError, r"value: expected 3 axes \(total, heads, head dim\), received shape \(7,\)"),
@@ -461,7 +471,7 @@ ERRORS = [
     ("value-length", dict(value=zeros(6, 2, 8)), ValueError, "value: expected key's length 7, received 6"),
     ("key-dim", dict(key=zeros(7, 2, 9)), ValueError, "key: expected query's head dim 8, received 9"),
     ("value-dim", dict(value=zeros(7, 2, 513)), ValueError, "value: expected a head dim from 1 to 512, received 513"),
-    ("lengths-list", dict(cu_seqlens_q=[0, 2, 5]), TypeError, "cu_seqlens_q: expected an integer tensor, received list"),
+    ("lengths-list", dict(cu_seqlens_q=[0, 2, 5]), TypeError, r"cu_seqlens_q: expected an integer tensor, received list; torch.tensor\(cu_seqlens_q\)$"),
     ("lengths-float", dict(cu_seqlens_k=zeros(3)), TypeError, "cu_seqlens_k: expected an integer tensor, received torch.float32 tensor"),
     ("lengths-bool", dict(cu_seqlens_k=zeros(3).bool()), TypeError, "cu_seqlens_k: expected an integer tensor, received torch.bool tensor"),
     ("lengths-axes", dict(cu_seqlens_q=zeros(1, 3).int()), ValueError, r"cu_seqlens_q: expected shape \(sequences \+ 1,\), received \(1, 3\)"),

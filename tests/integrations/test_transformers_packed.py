@@ -140,7 +140,7 @@ def test_a_compiled_model_takes_them() -> None:
     with integration.using(model), torch.no_grad():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         got = compiled(**batch).logits
-        with pytest.raises(RuntimeError, match="cu_seq_lens_q: expected lengths that rise from 0 to the 13 tokens"):
+        with pytest.raises(RuntimeError, match="cu_seq_lens_q: expected places that rise from 0 to the 13 tokens"):
             compiled(**batch | dict(cu_seq_lens_q=torch.tensor([0, 5, 6, 12], dtype=torch.int32)))
     assert error(got, want) <= TOLERANCE * largest(want)
 
@@ -242,14 +242,14 @@ def test_values_are_read_once_and_nothing_quadratic_is_made(monkeypatch: pytest.
         temporary = lengths + 0
         assert [attend(temporary).count for _ in range(2)] == [2, 2]
     lengths[-1] = length - 1
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected lengths that rise from 0 to the 500 tokens .* received .* 496, 499"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected places that rise from 0 to the 500 tokens .* received .* 496, 499"):
         attend(lengths)
 
 
 def test_the_same_lengths_do_not_fit_another_sequence() -> None:
     lengths = ends(*DOCUMENTS)
     assert_equal_attention(random_qkv(), dict(mask=blocks()), None, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
-    with pytest.raises(ValueError, match=r"cu_seq_lens_k: expected lengths that rise from 0 to the 12 tokens .* \[0, 5, 6, 13\]"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k: expected places that rise from 0 to the 12 tokens .* \[0, 5, 6, 13\]"):
         integration.attend(Layer(), *random_qkv(13, 12), None, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
 
 
@@ -261,12 +261,10 @@ GOOD = ends(*DOCUMENTS)
     [
         pytest.param(GOOD, None, "cu_seq_lens_k: expected the lengths of both .* received None", id="no-keys"),
         pytest.param(None, GOOD, "cu_seq_lens_q: expected the lengths of both .* received None", id="no-queries"),
-        pytest.param(GOOD - 1, GOOD, r"cu_seq_lens_q: expected lengths that rise from 0 .* received \[-1, 4, 5, 12\]", id="begins-before"),
-        pytest.param(
-            GOOD, GOOD[:-1], r"cu_seq_lens_k: expected lengths that rise .* to the 13 tokens .* received \[0, 5, 6\]", id="ends-early"
-        ),
-        pytest.param(GOOD, ends(5, 1, 8), "cu_seq_lens_k: expected lengths that rise .* to the 13 tokens", id="ends-late"),
-        pytest.param(GOOD, ends(8, -2, 7), "cu_seq_lens_k: expected lengths that rise", id="falls"),
+        pytest.param(GOOD - 1, GOOD, r"cu_seq_lens_q: expected places that rise from 0 .* received \[-1, 4, 5, 12\]", id="begins-before"),
+        pytest.param(GOOD, GOOD[:-1], r"cu_seq_lens_k: expected places that rise .* to the 13 tokens .* received \[0, 5, 6\]", id="ends-early"),
+        pytest.param(GOOD, ends(5, 1, 8), "cu_seq_lens_k: expected places that rise .* to the 13 tokens", id="ends-late"),
+        pytest.param(GOOD, ends(8, -2, 7), "cu_seq_lens_k: expected places that rise", id="falls"),
         pytest.param(GOOD, ends(6, 7), "cu_seq_lens_k: expected as many documents as cu_seq_lens_q has, 3, received 2", id="other-count"),
         pytest.param(GOOD[None], GOOD, r"cu_seq_lens_q: expected shape \(documents \+ 1,\), received \(1, 4\)", id="two-axes"),
         pytest.param(GOOD[:1], GOOD, r"cu_seq_lens_q: expected shape \(documents \+ 1,\), received \(1,\)", id="no-document"),
@@ -300,5 +298,5 @@ def test_generation_does_not_go_on_with_the_lengths_of_the_prompt() -> None:
     lengths = {name: batch[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     with integration.using(model), torch.no_grad():
         model(input_ids=batch["input_ids"], past_key_values=cache, **lengths)
-        with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected lengths that rise from 0 to the 1 tokens .* \[0, 5, 6, 13\]"):
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected places that rise from 0 to the 1 tokens .* \[0, 5, 6, 13\]"):
             model(input_ids=batch["input_ids"][:, :1], past_key_values=cache, **lengths)

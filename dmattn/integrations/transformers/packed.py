@@ -77,7 +77,7 @@ def _checked_lengths(name: str, lengths: Tensor | None, states: Tensor) -> Tenso
     read = None if traced or given.is_inference() else (given._version, end)
     if read is None or _checked.get(given) != read:
         right = (lengths[0] == 0) & (lengths[-1] == end) & (lengths.diff() >= 0).all()
-        expected = f"lengths that rise from 0 to the {end} tokens of the sequence"
+        expected = f"places that rise from 0 to the {end} tokens of the sequence"
         if traced:
             torch._assert_async(right, f"dmattn: {name}: expected {expected}")
         elif not right:
