@@ -105,6 +105,9 @@ class FactoredBias:
                 raise ValueError(
                     f"dmattn: bias.cols: expected bias.rows' {own} heads, or a number that divides or is divided by it, received {other}"
                 )
+            if any(size != other and size != 1 and other != 1 for size, other in zip(rows.shape[-4::-1], cols.shape[-4::-1], strict=False)):
+                expected = f"leading axes that broadcast with those of bias.rows, {tuple(rows.shape[:-3])}"
+                raise ValueError(f"dmattn: bias.cols: expected {expected}, received {tuple(cols.shape[:-3])}")
             rows, cols = _same_heads(rows, cols.shape[-3]), _same_heads(cols, rows.shape[-3])
         return (rows @ cols.mT).to(dtype)
 

@@ -194,28 +194,23 @@ def broadcastable(
         if name in ("mask", "attn_mask") and (ways := _of_padding(name, tuple(tensor.shape), full, axes)):
             hint = f"; of padding, {' or '.join(ways)}{', by what its first axis is' if len(ways) > 1 else ''}"
         elif tensor.ndim > len(full):
-            hint = _with_fewer_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
+            hint = hint_of_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
         elif (
             tensor.ndim == 1 - head_axis
             and tensor.shape[0] == math.prod(leading)
             and _sizes_fit((*leading, *tensor.shape[1:]), full, kv_heads, head_axis)
         ):
-            hint = f"; {name}.unflatten(0, {leading}) fits"
+            hint = f"; {name.removeprefix('bias.')}.unflatten(0, {leading}) fits"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
+        elif name == "bias.table" and (ways := _of_table(tuple(tensor.shape), full, kv_heads)):
+            hint = f"; {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
         elif len(full) == 4 and axes == PADDED and (joined := _of_joined_axes(name, tuple(tensor.shape), full, kv_heads)):
             hint = joined
         else:
-            places = range(1, tensor.ndim if tensor.ndim < len(full) else 1)
-            longer = {tuple(tensor.unsqueeze(at).shape): at for at in reversed(places)}  # the first place of each shape
-            fitting = sorted(at for sizes, at in longer.items() if _sizes_fit(sizes, full[-len(sizes) :], kv_heads, head_axis))
-            if fitting:
-                ways = [f"{name}[{':, ' * at}None]" for at in fitting]
-                if name.startswith("mask."):  # a bound of an IntervalMask
-                    ways = [f"{way.removeprefix('mask.')} in IntervalMask(first, last, len_q)" for way in ways]
-                hint = f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
+            hint = hint_of_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 
@@ -232,8 +227,34 @@ def _of_padding(name: str, sizes: tuple[int, ...], full: tuple[int, ...], axes: 
     return [f"{name}[{', '.join([':'] * len(own) + ['None'] * (len(leading) - at - len(own) + 2))}]" for at in places]
 
 
+def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
+    """What a message adds about sizes along more axes than there are, or fewer; empty where that is not what is wrong."""
+    if len(sizes) > len(full):
+        return _with_fewer_axes(name, sizes, full, kv_heads, head_axis)
+    ways = _with_one_axis_more(name.rpartition(".")[2], sizes, full, kv_heads, head_axis)
+    if name.startswith("mask."):  # a bound of an IntervalMask
+        ways = [f"{way} in IntervalMask(first, last, len_q)" for way in ways]
+    return f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}" if ways else ""
+
+
+def _with_one_axis_more(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:
+    """The indices that add an axis to sizes which then broadcast."""
+    places = range(1, len(sizes) if len(sizes) < len(full) else 1)
+    longer = {(*sizes[:at], 1, *sizes[at:]): at for at in reversed(places)}  # the first place of each shape
+    fitting = sorted(at for sizes, at in longer.items() if _sizes_fit(sizes, full[-len(sizes) :], kv_heads, head_axis))
+    return [f"{name}[{':, ' * at}None]" for at in fitting]
+
+
+def _of_table(sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> list[str]:
+    """What makes a table of a RelativeBias that has no axis of heads, or has it last, broadcast to `full`, (..., H, R)."""
+    ways = _with_one_axis_more("table", sizes, full, kv_heads, -2)
+    last = sizes[-1]
+    return [*ways, "table.t()"] if len(sizes) == 2 and last > 1 and (last == full[-2] or last == kv_heads) else ways  # with ==, as in `_fits`
+
+
 def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
     """What a message adds about sizes along more axes than there are."""
+    name = name.removeprefix("bias.")  # a tensor that a bias is made of
     extra = len(sizes) - len(full)
     joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
     fits = _sizes_fit(joined, full, kv_heads, head_axis)

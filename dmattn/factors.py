@@ -6,13 +6,13 @@ With columns of their own for what bfloat16 or float16 does not hold of a factor
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .biases import FactoredBias
-from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale
+from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale, hint_of_axes
 from .graphs import asked_in_tracing
 from .precision import dot_precision
 from .problem import autocast
@@ -96,19 +96,30 @@ def _placed(name: str, factors: Tensor, tokens: Tensor, kv_heads: int, is_packed
         fits = own == heads or own == kv_heads or own == 1  # with ==, which torch.compile can evaluate on symbolic sizes
         fits &= all(size == full or size == 1 for size, full in zip(factors.shape[-4::-1], leading[::-1], strict=False))
     if not fits:
-        allowed = " or ".join(str(count) for count in sorted({heads, kv_heads, 1}, reverse=True))
-        layout = (
-            f"({length}, {allowed} heads, R) or ({length}, R)"
-            if is_packed
-            else f"({', '.join(map(str, leading))}, {allowed} heads, {length}, R)"
-        )
-        whose = "query" if name == "bias.rows" else "key"
-        hint = ""
-        if query_heads > heads and factors.ndim > 2 and factors.shape[-3] == query_heads:
-            hint = "; for factors of each query head repeat key and value to as many heads"
-        expected = f"factors of {whose}, {layout}" if is_packed else f"factors of {whose}, a shape broadcastable to {layout}"
-        raise ValueError(f"dmattn: {name}: expected {expected}, received {given}{hint}")
+        _refuse(name, given, (*leading, heads, length, given[-1] if given else 1), kv_heads, is_packed, query_heads)
     return factors[(None,) * (tokens.ndim - factors.ndim)]
+
+
+def _refuse(
+    name: str, given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool, query_heads: int
+) -> NoReturn:  # fmt: skip
+    """Raise for factors of that shape in the place of `full`, (..., heads, length, R)."""
+    heads, length, count = full[-3:]
+    allowed = f"{' or '.join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))} heads"
+    whose, axis = ("query", "q") if name == "bias.rows" else ("key", "k")
+    own_heads = given[-2 if is_packed else -3] if len(given) > 2 else 1
+    hint = ""
+    if query_heads > heads and own_heads == query_heads:
+        hint = "; for factors of each query head repeat key and value to as many heads"
+    if is_packed:
+        shape = f"shape (total_{axis}, H, R) = {(length, heads, count)} with {allowed}, or (total_{axis}, R) = {(length, count)}"
+    else:
+        shape = f"a shape broadcastable to ({'B' if len(full) == 4 else '...'}, H, S{axis}, R) = {full} with {allowed}"
+        if given[-2:-1] == (length,):
+            hint = hint or hint_of_axes(name, given, full, kv_heads, -3)
+        elif given[-2:-1] == (1,):
+            hint = f"; its axis S{axis} is not broadcast"
+    raise ValueError(f"dmattn: {name}: expected factors of {whose}, {shape}, received {given}{hint}")
 
 
 def _balanced(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

@@ -219,6 +219,16 @@ def test_the_dense_tensor_is_of_heads_that_divide() -> None:
         FactoredBias(torch.randn(0, 5, 2), torch.randn(3, 7, 2)).to_dense()
 
 
+def test_the_dense_tensor_is_of_leading_axes_that_broadcast() -> None:
+    with pytest.raises(
+        ValueError, match=r"^dmattn: bias\.cols: expected leading axes that broadcast with those of bias\.rows, \(3,\), received \(2,\)$"
+    ):
+        FactoredBias(torch.randn(3, 4, 5, 2), torch.randn(2, 2, 7, 2)).to_dense()
+    with pytest.raises(ValueError, match=r"those of bias\.rows, \(3,\), received \(2, 5\)$"):
+        FactoredBias(torch.randn(3, 4, 5, 2), torch.randn(2, 5, 1, 7, 2)).to_dense()
+    assert FactoredBias(torch.randn(3, 1, 4, 5, 2), torch.randn(2, 2, 7, 2)).to_dense().shape == (3, 2, 4, 5, 7)
+
+
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads-first", "sequence-first"])
 def test_columns_join_queries_in_the_order_of_memory(heads_first: bool) -> None:
     sizes = dict(zip("bhsd", (2, 3, 70, 24), strict=True))
@@ -375,13 +385,14 @@ ERRORS = [
     ("cols-device", lambda: FactoredBias(normal(5, 3), normal(7, 3).to("meta")), ValueError, r"bias.cols: expected device cpu as bias.rows has, received meta$"),
 ]  # fmt: skip
 CALLS = [
-    ("rows-length", (6, 3), (7, 3), {}, r"bias.rows: expected factors of query, a shape broadcastable to \(2, 4 or 2 or 1 heads, 5, R\), received \(6, 3\)$"),
-    ("rows-of-length-1", (1, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 3\)$"),
-    ("cols-length", (5, 3), (2, 2, 5, 3), {}, r"bias.cols: expected factors of key, a shape broadcastable to \(2, 2 or 1 heads, 7, R\), received \(2, 2, 5, 3\)$"),
+    ("rows-length", (6, 3), (7, 3), {}, r"bias.rows: expected factors of query, a shape broadcastable to \(B, H, Sq, R\) = \(2, 4, 5, 3\) with 4 or 2 or 1 heads, received \(6, 3\)$"),
+    ("rows-of-length-1", (1, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 3\); its axis Sq is not broadcast$"),
+    ("cols-length", (5, 3), (2, 2, 5, 3), {}, r"bias.cols: expected factors of key, a shape broadcastable to \(B, H, Sk, R\) = \(2, 2, 7, 3\) with 2 or 1 heads, received \(2, 2, 5, 3\)$"),
     ("rows-heads", (3, 5, 3), (7, 3), {}, r"bias.rows: expected .* 4 or 2 or 1 heads.* received \(3, 5, 3\)$"),
     ("cols-of-query-heads", (5, 3), (4, 7, 3), {}, r"bias.cols: .*2 or 1 heads.*\(4, 7, 3\); for factors of each query head repeat key and value to as many heads$"),
     ("rows-batch", (3, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(3, 4, 5, 3\)$"),
-    ("rows-five-axes", (1, 2, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 2, 4, 5, 3\)$"),
+    ("rows-five-axes", (1, 2, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 2, 4, 5, 3\); rows.flatten\(0, 1\) fits$"),
+    ("cols-five-axes", (5, 3), (3, 2, 2, 7, 3), {}, r"bias.cols: expected .* received \(3, 2, 2, 7, 3\); leading axes before the heads are the query's, which has fewer$"),
     ("too-many", (5, 505), (7, 505), {}, r"bias.rows: expected at most 504 factors, a column each beside query's head dim 8 of at most 512, received shape \(5, 505\)$"),
     ("softcap", (5, 3), (7, 3), {"softcap": 2.0}, r"softcap: expected None beside a FactoredBias, which would be capped with the products, received 2.0$"),
     ("scale-small", (5, 3), (7, 3), {"scale": 1e-30}, r"scale: expected 0, or a size from 2\*\*-64 to 2\*\*64 beside a FactoredBias, received 1e-30$"),
@@ -420,9 +431,21 @@ def test_other_errors_of_a_call() -> None:
         scaled_dot_product_attention(KEY, KEY, KEY, attn_mask=bias)
     packed = dict(cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_k=torch.tensor([0, 7]), max_seqlen_q=5, max_seqlen_k=7)
     with pytest.raises(
-        ValueError, match=r"^dmattn: bias.rows: expected factors of query, \(5, 4 or 2 or 1 heads, R\) or \(5, R\), received \(4, 5, 3\)$"
+        ValueError,
+        match=r"^dmattn: bias.rows: expected factors of query, shape \(total_q, H, R\) = \(5, 4, 3\) with 4 or 2 or 1 heads, or \(total_q, R\) = \(5, 3\), "
+        r"received \(4, 5, 3\)$",
     ):
         attention_varlen(*(x[0].transpose(0, 1) for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(4, 5, 3), normal(7, 3)), **packed)
+
+
+def test_points_of_batch_entries_without_heads_are_told_their_axis() -> None:
+    query, key = normal(3, 4, 5, 8), normal(3, 2, 7, 8)
+    points, others = normal(3, 5, 2), normal(3, 7, 2)
+    with pytest.raises(ValueError, match=r"received \(3, 5, 2\); with the axis that is missing rows\[:, None\]$"):
+        attention(query, key, key, bias=FactoredBias(points, others))
+    with pytest.raises(ValueError, match=r"received \(3, 7, 2\); with the axis that is missing cols\[:, None\]$"):
+        attention(query, key, key, bias=FactoredBias(points[:, None], others))
+    attention(query, key, key, bias=FactoredBias(points[:, None], others[:, None]))
 
 
 @pytest.mark.parametrize("graph", [False, True])
