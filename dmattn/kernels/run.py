@@ -262,10 +262,7 @@ def _by_query(call: Call, x: Tensor | None, in_blocks: bool = False) -> Any:
 
 def _sinks(call: Call, made: Made) -> None:
     assert call.sinks is not None
-    # The kernel of dK and dV stands between, if there are keys for it.
-    has_keys = call.problem.key.numel() > 0 and (call.order is None or call.order.shape[2] > 0)
-    is_between = has_keys and not (call.results[D_KEY] is None and call.results[D_VALUE] is None)
-    sink_grad.sink_gradients(call.problem, call.incoming, call.sinks, made[D_SINKS], are_terms_old=is_between)
+    sink_grad.sink_gradients(call.problem, call.incoming, call.sinks, made[D_SINKS])
 
 
 def _query_terms(call: Call, made: Made) -> None:

@@ -398,12 +398,6 @@ def load_rows(t, seq, rows, other):
 
 
 @triton.jit
-def load_rows_anew(t, seq, rows, other):
-    """:func:`load_rows` past the processor's own cache, for a kernel that does not wait for the one before (base/overlap.py)."""
-    return tl.load(row_pointers(t, seq, rows), mask=inside(rows), other=other, cache_modifier=".cg")
-
-
-@triton.jit
 def store_rows(t, seq, rows, x):
     """Write a vector per row of one sequence inside the bounds."""
     if rows.length is None:

@@ -1,9 +1,8 @@
 """Kernels that are launched while the one before them ends (programmatic dependent launch, on Hopper and later).
 
-A kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. That of sinks' gradient alone waits later,
-before it writes, where what it reads was written two kernels before or earlier: the kernel between has waited for that. All this saves the
-microsecond or two between kernels, and some passes are a dozen short ones.
-A kernel is launched as the programs of the one before end; to ask for it as they begin was slower (docs/history.md).
+Every kernel begins with :func:`follow`, which waits until all writes of the kernel before are visible. This saves the microsecond or two
+between kernels, and some passes are a dozen short ones. A kernel is launched as the programs of the one before end; to ask for it as they
+begin was slower (docs/history.md).
 """
 
 from typing import Any
@@ -27,6 +26,6 @@ def overlap_options() -> dict[str, Any]:
 
 @triton.jit
 def follow():
-    """Wait for the kernel before: in every kernel once, before it writes anything."""
+    """Wait for the kernel before: the first thing in every kernel."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_wait()

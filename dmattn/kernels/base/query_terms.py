@@ -234,11 +234,11 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
 def terms_of_columns(t, seq, rows, scale):
     """(-divisor2(lse), -delta) of a block of rows, from the term columns: infinite where these are as large as they can be.
 
-    Rows past the end have no probabilities. What is read may be newer than the processor's own cache (`load_rows_anew`).
+    Rows past the end have no probabilities.
     """
     column = tl.arange(0, STORED_COLUMNS)[None, :]
     pointers = slice_pointer(t, seq) + (rows.start + rows.index)[:, None] * STORED_COLUMNS + column
-    parts = tl.load(pointers, mask=inside(rows)[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    parts = tl.load(pointers, mask=inside(rows)[:, None], other=0.0).to(tl.float32)
     lowered_score = tl.sum(tl.where(column < 3, parts, 0.0), 1)
     lowered = tl.sum(tl.where((column >= 3) & (column < 6), parts, 0.0), 1)
     lowered = tl.where(lowered >= FINITE, float("inf"), tl.where(lowered <= -FINITE, float("-inf"), lowered))

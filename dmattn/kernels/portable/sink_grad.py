@@ -8,7 +8,7 @@ from ...problem import Problem
 from ..base.described import Packed
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, ends_of, load_rows_anew, sequence, store_tile, strided, strided_by_head
+from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
 from ..base.query_terms import Incoming, terms_of_columns
 from ..base.rules import LOG2E
@@ -27,11 +27,8 @@ def gradients_by_query(sinks: Tensor, incoming: Incoming) -> Tensor:
     return ((sinks[:, None].float() * LOG2E.value) - divisor).exp2_().mul_(delta).neg_()
 
 
-def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks: Tensor, are_terms_old: bool) -> None:
-    """Fill `d_sinks` (H,) with the sums of -exp(sink - lse) * delta over all queries of a head.
-
-    Where `are_terms_old`, another kernel was launched since that which made the terms, and has waited for it: they are read while it ends.
-    """
+def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks: Tensor) -> None:
+    """Fill `d_sinks` (H,) with the sums of -exp(sink - lse) * delta over all queries of a head."""
     batch, heads, len_q = incoming.lse.shape
     block = min(QUERIES, triton.next_power_of_2(max(len_q, 16)))
     blocks = triton.cdiv(len_q, block)
@@ -52,7 +49,6 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
         blocks=blocks,
         len_q=len_q,
         BLOCK=block,
-        FOLLOWS_LATE=are_terms_old,
         num_warps=max(1, min(16, block // 128)),
         enable_fp_fusion=False,  # a sink and the lse that equals it are to be equal times LOG2E, too, however large
     )
@@ -60,13 +56,12 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
 
 
 @triton.jit
-def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr, FOLLOWS_LATE: tl.constexpr):
+def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
     """One program: the sum of its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
     """
-    if not FOLLOWS_LATE:
-        follow()
+    follow()
     lse, delta, columns = incoming
     _slices, _sharing_heads, members, members_per_part = sharing
     head = tl.program_id(0) % heads
@@ -78,12 +73,10 @@ def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, 
         seq = sequence(ends, member // blocks, head, len_q, 0)
         rows = Span(member % blocks * BLOCK, tl.arange(0, BLOCK).to(tl.int64), seq.len_q)
         if columns is None:
-            p = tl.exp2(sink2 - divisor2(load_rows_anew(lse, seq, rows, float("-inf"))))
-            total -= p * load_rows_anew(delta, seq, rows, 0.0)
+            p = tl.exp2(sink2 - divisor2(load_rows(lse, seq, rows, float("-inf"))))
+            total -= p * load_rows(delta, seq, rows, 0.0)
         else:
             lowered_score, lowered = terms_of_columns(columns, seq, rows, scale)
             total += tl.exp2(sink2 + lowered_score) * lowered
-    if FOLLOWS_LATE:  # the kernel that still runs has waited for what is read; what is stored may lie where it reads
-        follow()
     one = Span(0, tl.arange(0, 1), None)
     store_tile(parts, Sequence(part, head, len_q, 0), one, one, tl.sum(total, 0) + tl.full([1, 1], 0.0, tl.float32))

@@ -68,7 +68,7 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
     fill_terms(problem, incoming, query, d_lse)
     for form in (incoming, incoming._replace(terms=None)):
         d_sinks = torch.zeros(1)
-        sink_gradients(problem, form, torch.zeros(1), d_sinks, are_terms_old=False)
+        sink_gradients(problem, form, torch.zeros(1), d_sinks)
         assert not d_sinks.isfinite()
     assert not incoming.vectors[0, 0, 1, 7].isfinite()
     lowered = incoming.columns[0, 0, 7, 3:6].float().sum()
@@ -77,12 +77,9 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter")
-@pytest.mark.parametrize("are_terms_old", [False, True])
 @pytest.mark.parametrize("form", ["vectors", "delta", "columns"])
 @pytest.mark.parametrize("lengths", [(330, 330, 330), (330, 0, 5, 64, 300)], ids=["batch", "packed"])
-def test_the_gradient_of_a_sink_is_summed_by_several_programs(
-    lengths: tuple[int, ...], form: str, are_terms_old: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_of_a_sink_is_summed_by_several_programs(lengths: tuple[int, ...], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sink so large that its exponent has no number, too, in whose rows past the end nothing is."""
     heads, total = 2, sum(lengths)
     packed = len(set(lengths)) > 1
@@ -108,7 +105,7 @@ def test_the_gradient_of_a_sink_is_summed_by_several_programs(
         incoming = Incoming.without_terms(flat_d_out, flat_lse, **forms)
     fill_terms(problem, incoming, flat_out, None)
     found = torch.full_like(sinks, float("nan"))
-    sink_gradients(problem, incoming, sinks, found, are_terms_old)
+    sink_gradients(problem, incoming, sinks, found)
     by_query = -torch.exp(sinks.double()[:, None] - lse.double()) * (out.double() * d_out.double()).sum(-1)
     assert parts[0] > 2
     torch.testing.assert_close(found.double(), by_query.sum((0, 2)), rtol=1e-5, atol=1e-4)
