@@ -197,7 +197,7 @@ class BlockMask:
 
         Raises:
             TypeError: `block_mask` is none.
-            ValueError: its lists are not those of its ``seq_lengths``, as of a slice, which keeps the lengths and the rule of the whole.
+            ValueError: it lists fewer blocks of queries than its ``seq_lengths`` have, as a slice, which keeps the lengths of the whole.
         """
         if kind(block_mask) != FLEX:
             raise TypeError(f"dmattn: block_mask: expected a {FLEX}, received {kind(block_mask)}")
@@ -298,20 +298,12 @@ def _evaluated(known: Tensor, evaluate: Callable[[Tensor, Tensor, Tensor, Tensor
 
 
 def _check_lists(block_mask: Any) -> None:
-    """Raise unless FlexAttention's mask lists blocks for its lengths: a slice of one keeps those of the whole."""
-    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)]
-    rows, cols = map(_count, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
-    said = f"as its seq_lengths {tuple(block_mask.seq_lengths)} and BLOCK_SIZE {tuple(block_mask.BLOCK_SIZE)} say"
-    hint = "of a slice set seq_lengths and mask_mod"
-    for counts, indices in lists:
-        if counts is None:
-            continue
-        if counts.shape[-1] != rows:
-            raise ValueError(f"dmattn: block_mask: expected lists for {rows} blocks of queries, {said}, received {counts.shape[-1]}: {hint}")
-        listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]  # a list may have room for more, or less
-        last = int(torch.where(listed, indices, -1).max()) if indices.numel() else -1
-        if last >= cols:
-            raise ValueError(f"dmattn: block_mask: expected lists for {cols} blocks of keys, {said}, received one of block {last}: {hint}")
+    """Raise where FlexAttention's mask lists fewer blocks of queries than its lengths have: a slice of one keeps those of the whole."""
+    rows, received = _count(block_mask.seq_lengths[0], block_mask.BLOCK_SIZE[0]), block_mask.kv_num_blocks.shape[-1]
+    if received < rows:
+        said = f"as its seq_lengths {tuple(block_mask.seq_lengths)} and BLOCK_SIZE {tuple(block_mask.BLOCK_SIZE)} say"
+        hint = "; of a slice set seq_lengths and mask_mod"
+        raise ValueError(f"dmattn: block_mask: expected lists for {rows} blocks of queries, {said}, received {received}{hint}")
 
 
 def _named(block_mask: Any) -> Tensor:
@@ -322,7 +314,7 @@ def _named(block_mask: Any) -> Tensor:
     for counts, indices, what in lists:
         if counts is None:
             continue
-        listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
+        listed = (torch.arange(indices.shape[3], device=indices.device) < counts[..., None]) & (indices < shape[3])  # others hold no pair
         named.scatter_(3, torch.where(listed, indices, shape[3]).long(), what)  # what is not listed goes past the end
     return named[..., : shape[3]]
 

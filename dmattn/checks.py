@@ -204,7 +204,7 @@ def broadcastable(
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         elif name == "bias.table" and (ways := _of_table(tuple(tensor.shape), full, kv_heads)):
-            hint = f"; {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
+            hint = f"; its axes are (..., heads, distances): {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
         elif len(full) == 4 and axes == PADDED and (joined := _of_joined_axes(name, tuple(tensor.shape), full, kv_heads)):

@@ -240,7 +240,7 @@ def _check_places(name: str, ends: Tensor, tokens: Tensor) -> None:
     places, (total, heads, _) = ends.tolist(), tokens.shape
     if places[0] != 0 or places[-1] != total or places != sorted(places):
         hint = HEADS_FIRST if places[-1] == heads != total else ""
-        if sum(places) == total and min(places) >= 0:
+        if sum(places) == total and min(places) >= 0 and (places[0] != 0 or places != sorted(places)):
             hint = "; of lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
         expected = f"places where sequences begin, that rise from 0, and last the total {total}"
         raise ValueError(f"dmattn: {name}: expected {expected}, received {places}{hint}")

@@ -301,8 +301,12 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
             ValueError,
             r"bias.table: expected a shape broadcastable to \(B, H, R\) .* received \(2, 1, 1, 7\); table.flatten\(0, 1\) fits$",
         ),
-        (of(7, 4), ValueError, r"bias.table: expected .* \(B, H, R\) = \(2, 4, 4\) with 4 or 2 or 1 heads, received \(7, 4\); table.t\(\)$"),
-        (of(7, 2), ValueError, r"bias.table: expected .* received \(7, 2\); table.t\(\)$"),
+        (
+            of(7, 4),
+            ValueError,
+            r"bias.table: expected .* \(B, H, R\) = \(2, 4, 4\) with 4 or 2 or 1 heads, received \(7, 4\); its axes are .*: table.t\(\)$",
+        ),
+        (of(7, 2), ValueError, r"bias.table: expected .* received \(7, 2\); its axes are .*: table.t\(\)$"),
         (of(7, device="meta"), ValueError, "bias.table: expected query's device cpu, received meta"),
         (
             RelativeBias.alibi(torch.zeros(4), 5),
@@ -321,9 +325,9 @@ def test_refused_by_attention(bias: Any, error: type[Exception], message: str) -
 def test_a_table_of_batch_entries_without_heads_is_told_its_axis() -> None:
     query, key = torch.zeros(3, 4, 6, 8), torch.zeros(3, 2, 9, 8)
     received = r"bias.table: expected a shape broadcastable to .* with 4 or 2 or 1 heads, received"
-    with pytest.raises(ValueError, match=rf"{received} \(3, 7\); table\[:, None\]$"):
+    with pytest.raises(ValueError, match=rf"{received} \(3, 7\); its axes are .*: table\[:, None\]$"):
         attention(query, key, key, bias=of(3, 7))
-    with pytest.raises(ValueError, match=rf"{received} \(3, 4\); table\[:, None\] or table.t\(\), by what its axes are$"):
+    with pytest.raises(ValueError, match=rf"{received} \(3, 4\); its axes are .*: table\[:, None\] or table.t\(\), by what its axes are$"):
         attention(query, key, key, bias=of(3, 4))
     fitting = of(3, 7).table[:, None]
     assert attention(query, key, key, bias=RelativeBias(fitting)).shape == query.shape

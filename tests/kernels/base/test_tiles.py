@@ -5,6 +5,7 @@ import torch
 
 from dmattn.kernels.base import tiles
 from dmattn.kernels.base.tiles import Tile, find
+from dmattn.problem import Problem
 
 DIMS = (16, 32, 64, 96, 128, 192, 256)
 
@@ -35,3 +36,15 @@ def test_float32_tiles_are_those_of_its_products(asked, kernel, family):
 def test_float32_products_are_not_split_on_amd(asked):
     asked("bf16x6")
     assert find(("keys",), "hip", torch.float32, 64, 64) == Tile(32, 32, 4, 1)
+
+
+def test_programs_that_need_registers_are_not_limited(monkeypatch):
+    monkeypatch.setattr(tiles, "device_family", lambda device: "sm_90")
+    x, mask = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16), torch.ones(1, 1, 300, 300, dtype=torch.bool)
+
+    def picked(mask=None, softcap=None):
+        options = dict(bias=None, causal=True, window=None, scale=None)
+        return tiles.pick("forward", Problem.canonical(x, x, x, mask=mask, softcap=softcap, **options))
+
+    assert picked() == Tile(64, 64, 4, 3, registers=128)
+    assert picked(softcap=20.0).registers == picked(mask=mask).registers == 0
