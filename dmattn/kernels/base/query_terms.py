@@ -234,7 +234,7 @@ def store_terms(stored, seq, start, index, column, lse_rows, delta_rows, end=Non
 def terms_of_columns(t, seq, rows, scale):
     """(-divisor2(lse), -delta) of a block of rows, from the term columns: infinite where these are as large as they can be.
 
-    Rows past the end have no probabilities.
+    Rows past the end have zeros.
     """
     column = tl.arange(0, STORED_COLUMNS)[None, :]
     pointers = slice_pointer(t, seq) + (rows.start + rows.index)[:, None] * STORED_COLUMNS + column
@@ -242,5 +242,4 @@ def terms_of_columns(t, seq, rows, scale):
     lowered_score = tl.sum(tl.where(column < 3, parts, 0.0), 1)
     lowered = tl.sum(tl.where((column >= 3) & (column < 6), parts, 0.0), 1)
     lowered = tl.where(lowered >= FINITE, float("inf"), tl.where(lowered <= -FINITE, float("-inf"), lowered))
-    has_none = (lowered_score <= -FINITE) | ~inside(rows)
-    return tl.where(has_none, float("-inf"), lowered_score * (scale * LOG2E)), lowered
+    return tl.where(lowered_score <= -FINITE, float("-inf"), lowered_score * (scale * LOG2E)), lowered

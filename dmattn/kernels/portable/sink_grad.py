@@ -77,6 +77,7 @@ def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, 
             total -= p * load_rows(delta, seq, rows, 0.0)
         else:
             lowered_score, lowered = terms_of_columns(columns, seq, rows, scale)
-            total += tl.exp2(sink2 + lowered_score) * lowered
+            # Probabilities are 1 at most. What stands for one past the end is made finite, as it meets a 0 there.
+            total += tl.exp2(tl.minimum(sink2 + lowered_score, 127.0)) * lowered
     one = Span(0, tl.arange(0, 1), None)
     store_tile(parts, Sequence(part, head, len_q, 0), one, one, tl.sum(total, 0) + tl.full([1, 1], 0.0, tl.float32))
