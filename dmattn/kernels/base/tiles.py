@@ -37,10 +37,11 @@ _TABLE = {
     # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
     # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. NVIDIA H100, 2026-11-26, by `dmattn tune` and then on the
     # matrix's own rows (docs/history.md): "forward" at 64, "forward by intervals" to 128, "keys with pairs" to 64, "queries by intervals" to
-    # 64, "queries with pairs" and "queries of d_bias" to 64. NVIDIA H200, 2026-11-26, on those rows: the most registers. "with pairs" is with
-    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short
-    # lives, so that smaller ones waste less. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and
-    # so of "whole rows" (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "whole rows".
+    # 64, "queries with pairs" and "queries of d_bias" to 64. NVIDIA H200, 2026-11-26, on those rows: the most registers, and "split keys of
+    # few rows" at 128. "with pairs" is with a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with
+    # intervals, whose tiles are full of short lives, so that smaller ones waste less; "of few rows" with few queries of all heads that share
+    # keys. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row,
+    # docs/history.md); with two stages ptxas serialises the matrix products of "whole rows".
     "sm_90": {
         "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -56,6 +57,7 @@ _TABLE = {
         "bias by intervals": ((64, _THREE_TO_A_PROCESSOR), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
         "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+        "split keys of few rows": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 32, 2, 4)), (256, Tile(64, 32, 4, 3))),
         "whole rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
     },
     "hip": {"whole rows": _NO_WHOLE_ROWS}
@@ -105,6 +107,7 @@ _WIDE_FLOATS = ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(
 _WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # for "one tile", which spills where heads are wider
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_PIECES = dict.fromkeys(_FLOATS_DEFAULT, Tile(32, 32, 4, 1, 64))
+FEW_ROWS = 16  # queries of all heads that share keys: as many as a matrix product takes at least
 _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields of a problem, loaded by places of queries or keys
 
 
@@ -127,6 +130,9 @@ def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
     kinds = [f"{kernel} by intervals"] if problem.first is not None else []
     if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
         kinds.append(f"{kernel} with pairs")
+    heads, len_q = problem.query.shape[1:3]
+    if kernel == "split keys" and triton.next_power_of_2(len_q) * (heads // problem.key.shape[1]) <= FEW_ROWS:
+        kinds.append("split keys of few rows")
     return (*kinds, kernel)
 
 

@@ -19,7 +19,7 @@ from ..base.layout import Sequence, Span, ends_of, load_rows, load_tile, sequenc
 from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
 from ..base.softmax import join_sink, sink2_of, softmax_finish, softmax_start, softmax_step
-from ..base.tiles import Tile, block_dim, launch_options, pick
+from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step, key_steps
 
@@ -56,7 +56,7 @@ def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int
 
     The tile has the fewest rows that hold all queries of a group; else the most, and there are several.
     """
-    rows = min(limits.block_m, max(16, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
+    rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
     queries = 1 << ((rows // group).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
     return rows, queries, triton.cdiv(len_q, queries) * groups
 
