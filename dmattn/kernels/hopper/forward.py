@@ -64,6 +64,8 @@ from .forward_tile import (
     add_tiles,
     divided,
     layouts_of_out,
+    leave_out,
+    own_steps,
     rescaled,
     step_of,
 )
@@ -242,8 +244,8 @@ def _forward_kernel(
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = Barriers(  # made in place: up to Triton 3.6 a helper cannot return a None
-        q_full=allocate_barriers(1, 1),
-        q_free=allocate_barriers(1, CONSUMERS),
+        q_full=allocate_barriers(CONSUMERS, 1),
+        q_free=allocate_barriers(CONSUMERS, 1),
         k_full=allocate_barriers(STAGES, 1),
         k_free=allocate_barriers(STAGES, CONSUMERS),
         v_full=allocate_barriers(STAGES, 1),
@@ -271,7 +273,7 @@ def _forward_kernel(
 def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     """Copy queries, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as there are free stages."""
     BLOCKS: gl.constexpr = config.BLOCKS
-    QUERY_BYTES: gl.constexpr = 2 * config.QUERIES * copied_dims(config.DIM)
+    QUERY_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM)
     KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM)
     VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM_V)
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
@@ -286,12 +288,13 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
-        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
-        mbarrier.expect(barriers.q_full.index(0), QUERY_BYTES)
         entry, first = place_of_queries(seq, row)
-        for i in gl.static_range(config.CONSUMERS):
-            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, barriers.q_full.index(0), tiles.q, i, config.DIM)
+        for i in gl.static_range(config.CONSUMERS):  # a consumer may still read its queries of the block before
+            full = barriers.q_full.index(i)
+            mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
+            mbarrier.expect(full, QUERY_BYTES)
+            copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, full, tiles.q, i, config.DIM)
         kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
             if rules.bits is None:
@@ -345,22 +348,24 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         ends = None if rules.table is None else end_numbers(rules, seq)
         context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
         sums = _no_sums(turn, tiles.v.dtype, config)
-        mbarrier.wait(barriers.q_full.index(0), count & 1)  # without keys too: what is copied must arrive
+        mbarrier.wait(barriers.q_full.index(which), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:
             for i in gl.static_range(len(context.q_pieces)):
                 _multiply(context.q_pieces[i], rules.scale)
-        if walk.begin < walk.full_end:
-            sums = add_tiles(context, sums, which, config)
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
+        begin, end = own_steps(context, which, config)
+        sums = leave_out(context, sums, walk.begin, begin, which, config)
+        if begin < end:
+            sums = add_tiles(context, sums, begin, end, which, config)
+            mbarrier.arrive(barriers.q_free.index(which), count=1)
             sums = add_last_values(context, sums, config)
         else:
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            mbarrier.arrive(barriers.q_free.index(which), count=1)
         out_of_part = results_of(out, number, lengths, config.QUERIES, config.VALUE_DIM)
         lse_of_part = results_of(lse, number, lengths, config.QUERIES, 1)
         _store(context, sums, out_of_part, lse_of_part, which, config)
-        turn = sums.turn
+        turn = leave_out(context, sums, end, walk.full_end, which, config).turn
         count += 1
-        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ from .registers import (
     widened,
     words_of,
 )
-from .walk import bias_columns_of, intervals_of, listed_key
+from .walk import bias_columns_of, intervals_of, listed_key, own_tiles
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
@@ -80,8 +80,8 @@ class Barriers(NamedTuple):
     The barriers of keys stand for the bias, intervals and bias columns of their tile too.
     """
 
-    q_full: Any  # [1, 1]
-    q_free: Any  # [1, 1]
+    q_full: Any  # [CONSUMERS, 1]
+    q_free: Any  # [CONSUMERS, 1]
     k_full: Any  # [STAGES, 1]
     k_free: Any  # [STAGES, 1]
     v_full: Any  # [STAGES, 1]
@@ -134,17 +134,48 @@ def step_of(walk, start, config: gl.constexpr):
 
 
 @gluon.jit
-def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
-    """Sums with all tiles of a walk, which has one: those that hide no pair lie between others that may."""
+def own_steps(context, which: gl.constexpr, config: gl.constexpr):
+    """[begin, end) of the steps of a walk at whose tiles a consumer has a pair (`own_tiles`); without a window all steps."""
     rules, walk = context.rules, context.walk
+    if rules.lists is not None or (rules.left is None and rules.right is None):
+        return walk.begin, walk.full_end  # where few tiles go past the last query: rows of 197 lost a tenth by looking for them
+    else:
+        begin, end = own_tiles(rules, context.seq, context.row + which * BLOCK_M, walk, BLOCK_M, config.BLOCK_N)
+        if config.BACKWARDS:
+            begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
+        return begin, end
+
+
+@gluon.jit
+def leave_out(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """Sums after steps at which a consumer has no pair: it takes its turn, and gives back what comes."""
+    barriers = context.barriers
+    turn = sums.turn
+    for _ in range(begin, end, config.BLOCK_N):
+        stage, phase = stage_of(turn, config.STAGES)
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+        if config.IN_TURN:
+            mbarrier.wait(barriers.turns.index(which), (turn & 1) ^ (1 if which == 0 else 0))
+            mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        mbarrier.arrive(barriers.v_free.index(stage), count=1)
+        turn += 1
+    return Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, turn)
+
+
+@gluon.jit
+def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
+    """Sums with the tiles of [begin, end), which is not empty: those that hide no pair lie between others that may."""
+    rules = context.rules
     LISTS: gl.constexpr = rules.lists is not None
     WINDOW: gl.constexpr = rules.left is not None or rules.right is not None
     FIRST_HIDES: gl.constexpr = WINDOW or not config.EVEN_N or rules.mask is not None or rules.bits is not None or rules.first is not None
     HIDES_BEFORE: gl.constexpr = LISTS or (rules.right if config.BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = not LISTS and (rules.left is not None if config.BACKWARDS else rules.right is not None or not config.EVEN_N)
-    after = walk.begin + config.BLOCK_N
-    sums = _add_tile(context, sums, walk.begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
-    open_begin, open_end = _open_steps(context, after, which, config)
+    after = begin + config.BLOCK_N
+    sums = _add_tile(context, sums, begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
+    open_begin, open_end = _open_steps(context, after, end, which, config)
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
@@ -153,7 +184,7 @@ def add_tiles(context, sums, which: gl.constexpr, config: gl.constexpr):
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
     if HIDES_AFTER:
-        for step in range(open_end, walk.full_end, config.BLOCK_N):
+        for step in range(open_end, end, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
     return sums
 
@@ -168,8 +199,8 @@ def add_last_values(context, sums, config: gl.constexpr):
 
 
 @gluon.jit
-def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
-    """[begin, end) of the steps, from the second one on, whose tiles hide no pair from a consumer."""
+def _open_steps(context, after, until, which: gl.constexpr, config: gl.constexpr):
+    """[begin, end) of the steps within [after, until) whose tiles hide no pair from a consumer."""
     rules, walk = context.rules, context.walk
     if rules.lists is not None:
         return walk.end, walk.full_end
@@ -178,7 +209,7 @@ def _open_steps(context, after, which: gl.constexpr, config: gl.constexpr):
         begin, end = open_keys(rules.left, rules.right, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
         if config.BACKWARDS:
             begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
-        return gl.maximum(begin, after), gl.maximum(end, after)
+        return gl.minimum(gl.maximum(begin, after), until), gl.minimum(gl.maximum(end, after), until)
 
 
 @gluon.jit

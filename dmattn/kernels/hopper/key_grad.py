@@ -29,7 +29,7 @@ from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first, rules_of
-from ..base.window import next_step, open_queries
+from ..base.window import next_step, open_queries, own_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
@@ -329,13 +329,15 @@ def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr)
     """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
     rules, col = context.rules, context.col
     BLOCKS: gl.constexpr = config.BLOCKS
-    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
+    own_begin, own_end = own_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
+    step = _leave_out(context, seq, step, begin, own_begin, config)
+    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, own_begin, own_end, BLOCK_M, BLOCK_N)
     if rules.right is not None or not config.EVEN_N:
-        for start in range(begin, open_begin, BLOCK_M):
+        for start in range(own_begin, open_begin, BLOCK_M):
             sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
             step += 1
     if rules.ends is not None:  # the last rows of a block may be those of the next sequence
-        whole = next_step(begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
+        whole = next_step(own_begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
         open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
     if rules.table is None:
         for start in range(open_begin, open_end, BLOCK_M):
@@ -344,10 +346,26 @@ def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr)
     else:
         sums, step = _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config)
     if rules.left is not None or rules.ends is not None:
-        for start in range(open_end, end, BLOCK_M):
+        for start in range(open_end, own_end, BLOCK_M):
             sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
             step += 1
-    return sums, step
+    return sums, _leave_out(context, seq, step, own_end, end, config)
+
+
+@gluon.jit
+def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
+    """The step after tiles of queries that have no pair of a consumer's keys: it gives back what comes, and their dBias is 0."""
+    barriers = context.barriers
+    if config.BLOCKS > 1:  # else both consumers have the program's keys, whose tiles these are
+        for start in range(begin, end, BLOCK_M):
+            stage, phase = stage_of(step, config.STAGES)
+            mbarrier.wait(barriers.q_full.index(stage), phase)
+            mbarrier.wait(barriers.d_out_full.index(stage), phase)
+            mbarrier.arrive(barriers.free.index(stage), count=1)
+            if context.results.d_bias is not None:
+                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+            step += 1
+    return step
 
 
 @gluon.jit

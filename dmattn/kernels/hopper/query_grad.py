@@ -56,6 +56,7 @@ from .walk import (
     key_walk,
     lengths_of,
     listed_keys,
+    own_tiles,
     results_of,
     tell,
     tell_end,
@@ -114,8 +115,8 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers: full when a copy has come, free when both consumers have used it. And what the producer tells the consumers."""
 
-    q_full: Any  # [1, 1], of queries and dO
-    q_free: Any  # [1, 1]
+    q_full: Any  # [2, 1], of queries and dO
+    q_free: Any  # [2, 1]
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
@@ -211,8 +212,8 @@ def _query_gradients_kernel(
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = Barriers(
-        q_full=allocate_barriers(1, 1),
-        q_free=allocate_barriers(1, 2),
+        q_full=allocate_barriers(2, 1),
+        q_free=allocate_barriers(2, 1),
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
@@ -242,13 +243,12 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     STAGES: gl.constexpr = config.STAGES
     SUB: gl.constexpr = config.SUB
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    QUERY_BYTES: gl.constexpr = 4 * BLOCK_M * (config.DIM + config.DIM_V)
+    QUERY_BYTES: gl.constexpr = 2 * BLOCK_M * (config.DIM + config.DIM_V)
     KEY_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
     VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
-    q_full = barriers.q_full.index(0)
     turn = 0  # tiles so far
     number, count = gl.program_id(0), 0
     visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
@@ -265,10 +265,11 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
             copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
             turn += 1
-        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
-        mbarrier.expect(q_full, QUERY_BYTES)
-        for i in gl.static_range(2):
+        for i in gl.static_range(2):  # a consumer may still read its queries of the block before
+            q_full = barriers.q_full.index(i)
+            mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
+            mbarrier.expect(q_full, QUERY_BYTES)
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
             copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // lengths.group
@@ -309,7 +310,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
-        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        mbarrier.wait(barriers.q_full.index(which), count & 1)
         out_tile = None
         stage, phase = stage_of(turn, STAGES)
         if config.BY_COPY:
@@ -329,12 +330,15 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
         no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
+        begin, end = own_tiles(rules, seq, own_row, walk, BLOCK_M, BLOCK_N)
+        turn = _leave_out(barriers, turn, walk.begin, begin, config)
         sums = Sums(dq, ds, turn, ends=() if end_sums is None else (no_lanes, no_lanes))
-        if walk.begin < walk.full_end:
-            after = walk.begin + BLOCK_N
-            sums = add_tile(context, sums, walk.begin, which, config, EDGE=True, FIRST=True)
+        if begin < end:
+            after = begin + BLOCK_N
+            sums = add_tile(context, sums, begin, which, config, EDGE=True, FIRST=True)
             if rules.lists is None:
                 open_begin, open_end = open_keys(rules.left, rules.right, seq, own_row, after, walk.end, BLOCK_M, BLOCK_N)
+                open_begin, open_end = gl.minimum(open_begin, end), gl.minimum(open_end, end)
                 if rules.left is not None:
                     for step in range(after, open_begin, BLOCK_N):
                         sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
@@ -344,7 +348,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
                 else:
                     sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
                 if rules.right is not None or not config.EVEN_N:
-                    for step in range(open_end, walk.end, BLOCK_N):
+                    for step in range(open_end, end, BLOCK_N):
                         sums = add_tile(context, sums, step, which, config, EDGE=True, FIRST=False)
             else:
                 for step in range(after, walk.end, BLOCK_N):
@@ -352,20 +356,33 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
                 for step in range(walk.end, walk.full_end, BLOCK_N):
                     sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
             turn = sums.turn
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            mbarrier.arrive(barriers.q_free.index(which), count=1)
             last = (turn - 1) % STAGES
             dq = waited(added(sums, tiles, last, config))
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
-            mbarrier.arrive(barriers.q_free.index(0), count=1)
+            mbarrier.arrive(barriers.q_free.index(which), count=1)
         result = results_of(d_q, number, lengths, 2 * BLOCK_M, config.HEAD_DIM)
         for i in gl.static_range(len(dq)):
             store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
         if end_sums is not None:
-            for end in gl.static_range(2):
-                _store_sums(end_sums[end], seq, own_row, sums_of_lanes(sums.ends[end], config.PAIRS))
+            for place in gl.static_range(2):
+                _store_sums(end_sums[place], seq, own_row, sums_of_lanes(sums.ends[place], config.PAIRS))
+        turn = _leave_out(barriers, turn, end, walk.full_end, config)
         count += 1
-        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths)
+        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
+
+
+@gluon.jit
+def _leave_out(barriers, turn, begin, end, config: gl.constexpr):
+    """The turn after tiles of which the consumer has no pair: it gives back what comes."""
+    for _ in range(begin, end, config.BLOCK_N):
+        stage, phase = stage_of(turn, config.STAGES)
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        mbarrier.wait(barriers.v_full.index(stage), phase)
+        mbarrier.arrive(barriers.free.index(stage), count=1)
+        turn += 1
+    return turn
 
 
 @gluon.jit

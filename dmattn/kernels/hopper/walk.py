@@ -19,6 +19,7 @@ from ..base.layout import Span, Strided, copied_entry, sequence
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
+from ..base.window import own_keys
 from ..portable.split_keys import KEYS_PER_ROW, MOST_SPLITS, visible_keys
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
@@ -186,19 +187,21 @@ def tell(number, visited, count, numbers, rules, lengths):
 @gluon.jit
 def tell_end(number, visited, count, barriers, rules, lengths):
     """Tell a number beyond the last block, with the barriers of queries that do not come."""
+    CONSUMERS: gl.constexpr = barriers.q_full.shape[0]
     if lengths.drawn is not None:
-        mbarrier.wait(barriers.q_free.index(0), (count & 1) ^ 1)
         tell(number, visited, count, barriers.numbers, rules, lengths)
-        mbarrier.arrive(barriers.q_full.index(0), count=1)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
+            mbarrier.arrive(barriers.q_full.index(i), count=1)
 
 
 @gluon.jit
-def told(number, visited, count, barriers, rules, lengths):
-    """(the number of a program's `count`-th block, `visits_of` it) as its consumers know them, once it has queries or there is none."""
+def told(number, visited, count, barriers, rules, lengths, which: gl.constexpr):
+    """(the number of a program's `count`-th block, `visits_of` it) as a consumer knows them, once it has queries or there is none."""
     if lengths.drawn is None:
         return number, visited
     else:
-        mbarrier.wait(barriers.q_full.index(0), count & 1)
+        mbarrier.wait(barriers.q_full.index(which), count & 1)
         place = 3 * (count & 1)
         if rules.lists is None:
             return _number_at(barriers.numbers, place), visited
@@ -245,6 +248,15 @@ def tile_range(visited, rules, seq, row, number, lengths, BLOCK_M: gl.constexpr,
         tiles = gl.cdiv(partial + full, BLOCK_N // SUB)
         full_tiles = gl.minimum(full // (BLOCK_N // SUB), gl.maximum(tiles - 1, 0))
         return Walk(0, (tiles - full_tiles) * BLOCK_N, tiles * BLOCK_N, partial, full)
+
+
+@gluon.jit
+def own_tiles(rules, seq, row, walk, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """[begin, end) of the tiles of a walk that BLOCK_M of its queries need (`window.own_keys`); of lists all, unless these are past the end."""
+    if rules.lists is None:
+        return own_keys(rules.left, rules.right, seq, row, walk.begin, walk.full_end, BLOCK_M, BLOCK_N)
+    else:
+        return walk.begin, gl.where(row < seq.len_q, walk.full_end, walk.begin)
 
 
 @gluon.jit

@@ -177,6 +177,43 @@ def test_open_tiles(name: str, sides: tuple) -> None:
 
 
 @interpreted
+@by_sides
+@pytest.mark.parametrize("name", ["own_keys", "own_queries"])
+def test_own_tiles(name: str, sides: tuple) -> None:
+    """Of the tiles from `begin` on that begin before `end`: all with a pair of the block are own, and no more than reach from the first to the
+    last of its keys or queries. A block past the end has none.
+    """
+    of_queries = name == "own_keys"
+
+    def places(len_q: int, len_k: int) -> range:
+        return range((len_q if of_queries else len_k) + 3)
+
+    def ends(len_q: int, len_k: int, *_: int) -> set[int]:
+        return {0, 3, len_k if of_queries else len_q}
+
+    columns = len_q, len_k, own, begin, end = cases(places, lambda *_: (0, 2, 8), ends)
+    owned, others = (len_q, len_k) if of_queries else (len_k, len_q)
+    seen = pairs(sides, len_q, len_k)
+    for sizes in BLOCKS:
+        own_size, step = sizes if of_queries else sizes[::-1]
+        own_begin, own_end = called(getattr(window, name), sides, list(columns), sizes, results=2)
+        mine = (block(own, own_size) & (owned > ROOM))[..., None]
+        needed = ((seen if of_queries else seen.mT) & mine).any(1) & (others > ROOM)  # [CASES, ROOM] of the walked axis
+        tiles = (end - begin + step - 1).clamp(min=0) // step  # of the walk
+        for start in range(12):
+            at = begin + start * step
+            wanted = (needed & block(at, step)).any(1, keepdim=True) & (at < end)
+            assert (~wanted | (own_begin <= at) & (at < own_end)).all(), (sizes, start)
+        assert ((begin <= own_begin) & (own_begin <= own_end)).all()
+        assert ((own_begin - begin) % step == 0).all()
+        assert ((own_end - begin) % step == 0).all()
+        assert ((own_end - begin) // step <= tiles).all()  # a consumer's turns are those of the walk
+        assert (own_begin == own_end)[own >= owned].all()
+        spread = needed.sum(1, keepdim=True)  # a range of keys or queries lies in a row
+        assert ((own_end - own_begin) <= spread + 2 * step - 1).all()
+
+
+@interpreted
 def test_next_step() -> None:
     begin, position = (x.flatten().int()[:, None].contiguous() for x in torch.meshgrid(ROOM - 8, ROOM - 8, indexing="ij"))
     for step in (1, 2, 8):
