@@ -118,6 +118,13 @@ def next_step(begin, position, STEP: tl.constexpr):
 
 
 @triton.jit
+def steps_backwards(begin, end, first, last, STEP: tl.constexpr):
+    """[begin, end) of the steps at which a walk over the tiles of [begin, end) that takes the last first comes to those of [first, last)."""
+    stop = next_step(begin, end, STEP)  # `begin` where there are none
+    return begin + stop - last, begin + stop - first
+
+
+@triton.jit
 def own_keys(left, right, seq, row, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end) of the tiles at a block of queries beyond which it has no pair, in steps of BLOCK_N from the begin of a walk to its end."""
     first, last = keys_in_window(left, right, seq, row, BLOCK_M)

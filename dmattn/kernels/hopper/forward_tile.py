@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from ..base.window import open_keys
+from ..base.window import open_keys, steps_backwards
 from .copies import piece, pieces, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
 from .registers import (
@@ -122,7 +122,8 @@ def layouts_of_out(dim):
 
 @gluon.jit
 def step_of(walk, start, config: gl.constexpr):
-    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same.
+    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same. Of a walk
+    with a tile.
 
     The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
     beside a bias of pairs, where the order of memory was the faster one (docs/history.md).
@@ -142,7 +143,7 @@ def own_steps(context, which: gl.constexpr, config: gl.constexpr):
     else:
         begin, end = own_tiles(rules, context.seq, context.row + which * BLOCK_M, walk, BLOCK_M, config.BLOCK_N)
         if config.BACKWARDS:
-            begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
+            begin, end = steps_backwards(walk.begin, walk.full_end, begin, end, config.BLOCK_N)
         return begin, end
 
 
@@ -208,7 +209,7 @@ def _open_steps(context, after, until, which: gl.constexpr, config: gl.constexpr
         row = context.row + which * BLOCK_M
         begin, end = open_keys(rules.left, rules.right, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
         if config.BACKWARDS:
-            begin, end = step_of(walk, end, config) + config.BLOCK_N, step_of(walk, begin, config) + config.BLOCK_N
+            begin, end = steps_backwards(walk.begin, walk.full_end, begin, end, config.BLOCK_N)
         return gl.minimum(gl.maximum(begin, after), until), gl.minimum(gl.maximum(end, after), until)
 
 

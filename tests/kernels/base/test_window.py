@@ -214,6 +214,36 @@ def test_own_tiles(name: str, sides: tuple) -> None:
 
 
 @interpreted
+def test_steps_backwards() -> None:
+    """Steps of some tiles of a walk that takes the last tile first, of walks with and without a tile."""
+    found: list[tuple[int, ...]] = []
+    for step in (1, 4):
+        for begin, tiles in ((0, 0), (8, 0), (0, 1), (4, 3), (0, 5)):
+            ends = {begin} if tiles == 0 else {begin + step * tiles, begin + step * tiles - step + 1}
+            of_packed = {0} if tiles == 0 else set()  # a block past the end of a packed sequence ends at 0, wherever it begins
+            found += [
+                (step, begin, end, begin + step * first, begin + step * last, tiles)
+                for end in ends | of_packed for first in range(tiles + 1) for last in range(first, tiles + 1)
+            ]  # fmt: skip
+    for step in (1, 4):
+        begin, end, first, last, tiles = torch.tensor([case[1:] for case in found if case[0] == step], dtype=torch.int32).T[..., None]
+        results = torch.full_like(begin, -99), torch.full_like(begin, -99)
+        columns = tuple(x.contiguous() for x in (begin, end, first, last))
+        _steps_backwards_kernel[(1,)](columns, results, len(begin), step, triton.next_power_of_2(len(begin)))
+        assert torch.equal(results[0], begin + step * tiles - (last - begin))
+        assert torch.equal(results[1], begin + step * tiles - (first - begin))
+
+
+@triton.jit
+def _steps_backwards_kernel(columns, found, length, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: the steps of all cases."""
+    index = tl.arange(0, BLOCK)
+    begin, end, first, last = [tl.load(column + index, mask=index < length, other=0) for column in columns]
+    for pointer, result in zip(found, window.steps_backwards(begin, end, first, last, STEP), strict=True):
+        tl.store(pointer + index, result, mask=index < length)
+
+
+@interpreted
 def test_next_step() -> None:
     begin, position = (x.flatten().int()[:, None].contiguous() for x in torch.meshgrid(ROOM - 8, ROOM - 8, indexing="ij"))
     for step in (1, 2, 8):
