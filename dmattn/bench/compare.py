@@ -152,6 +152,7 @@ def _contend(
         extra, found = measuring.peak_extra_bytes(run, device)
         theirs = as_ours(found)
         differences = [_difference(x, y) for x, y in zip(theirs, theirs if expected is None else expected[earlier:], strict=False)]
+        measuring.occupy(run, device)
         measured = measuring.measure(run, device, **timing)
         contender[name] = _record(measured, passes.beyond_vectors(extra), workload.flops(backward=name == "backward"))
         contender.setdefault("difference", []).extend(differences)

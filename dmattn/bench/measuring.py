@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host queues the work, so that its own time is not measured
+BUSY_SECONDS = 0.1
 WARM_UPS, MOST_RUNS, FEWEST_RUNS, RUN_BUDGET_MS = 3, 20, 5, 1500.0
 
 
@@ -149,6 +150,15 @@ def measure(
         end.record()
     torch.cuda.synchronize()
     return _timing([start.elapsed_time(end) for start, end in events])
+
+
+def occupy(function: Callable[[], Any], device: torch.device) -> None:
+    """Call `function` for BUSY_SECONDS on a GPU: one that stood idle runs at a lower clock for a while, and slows what is measured first."""
+    if device.type == "cuda":
+        end = time.monotonic() + BUSY_SECONDS
+        while time.monotonic() < end:
+            function()
+            torch.cuda.synchronize()
 
 
 def peak_extra_bytes(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[int | None, Sequence[Tensor]]:
