@@ -504,7 +504,7 @@ HOPPER = (
     Case("hopper-three-consumers-keys-300x191", 300, 191, heads=4, kv_heads=2, head_dim=64, reason="dK and dV with three consumers, an odd end"),
     Case("hopper-causal-empty-rows-900x300", 900, 300, heads=3, head_dim=128, causal=True, reason="programs without a key"),
     Case("hopper-window-900x1030", 900, 1030, heads=2, head_dim=128, window=(300, 200), reason="last keys first, edges on both sides"),
-    Case("hopper-narrow-window-900x960", 900, 960, batch=4, heads=12, head_dim=64, window=(40, 20), reason="three consumers leave out tiles on both sides, in drawn blocks"),
+    Case("hopper-narrow-window-900x960", 900, 960, batch=4, heads=12, head_dim=40, window=(40, 20), reason="three consumers leave out tiles on both sides, in drawn blocks"),
     Case("hopper-narrow-window-sinks-two-consumers-641x700", 641, 700, batch=2, heads=4, head_dim=96, window=(30, 50), sinks="random", reason="the same of two, and a block with one query"),
     Case("hopper-narrow-window-dense-bias-392x456", 392, 456, heads=3, head_dim=128, bias="bhqk", window=(30, 10), reason="dBias is 0 in tiles that a consumer leaves out"),
     Case("hopper-left-window-dense-bias-520x776", 520, 776, heads=2, head_dim=128, bias="bhqk", window=(150, None), reason="first keys first"),

@@ -7,7 +7,7 @@ One program of the forward pass::
     wait k_free, copy ->  k, bias, intervals [stage]          P = softmax(S + bias), while others multiply
     wait v_free, copy ->  v[stage]                            O += P V, of the tile before
 
-`full` barriers say that a copy has come, `free` barriers that all consumers have used it.
+`full` barriers say that a copy has come, `free` barriers that all consumers have used it, or the one whose queries it holds.
 
 Reading order: `addressing` (what can be copied), `copies` (descriptors, barriers, stages), `registers` (`ruled`: the rules on pairs), `walk`
 (over keys), `bias_columns`, then `forward` with its `forward_tile`, `query_grad` with its `query_tile`, `key_grad` and, under intervals,

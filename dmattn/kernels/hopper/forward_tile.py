@@ -122,8 +122,8 @@ def layouts_of_out(dim):
 
 @gluon.jit
 def step_of(walk, start, config: gl.constexpr):
-    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same. Of a walk
-    with a tile.
+    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same. The walk
+    must have a tile.
 
     The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
     beside a bias of pairs, where the order of memory was the faster one (docs/history.md).

@@ -113,7 +113,9 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers: full when a copy has come, free when both consumers have used it. And what the producer tells the consumers."""
+    """Barriers: full when a copy has come, free when it has been used: a consumer's queries by that one, all else by both. And what the
+    producer tells the consumers.
+    """
 
     q_full: Any  # [2, 1], of queries and dO
     q_free: Any  # [2, 1]
