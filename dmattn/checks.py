@@ -232,8 +232,7 @@ def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_he
     if len(sizes) > len(full):
         return _with_fewer_axes(name, sizes, full, kv_heads, head_axis)
     ways = _with_one_axis_more(name.rpartition(".")[2], sizes, full, kv_heads, head_axis)
-    if name.startswith("mask."):  # a bound of an IntervalMask
-        ways = [f"{way} in IntervalMask(first, last, len_q)" for way in ways]
+    ways = [way + _in_mask(name) for way in ways]
     return f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}" if ways else ""
 
 
@@ -254,11 +253,17 @@ def _of_table(sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> l
 
 def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
     """What a message adds about sizes along more axes than there are."""
-    name = name.removeprefix("bias.")  # a tensor that a bias is made of
     extra = len(sizes) - len(full)
     joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
     fits = _sizes_fit(joined, full, kv_heads, head_axis)
-    return f"; {name}.flatten(0, {extra}) fits" if fits else "; leading axes before the heads are the query's, which has fewer"
+    if not fits:
+        return "; leading axes before the heads are the query's, which has fewer"
+    return f"; {name.rpartition('.')[2]}.flatten(0, {extra}){_in_mask(name)} fits"
+
+
+def _in_mask(name: str) -> str:
+    """Where a changed bound of an IntervalMask belongs; empty for the name of another tensor."""
+    return " in IntervalMask(first, last, len_q)" if name.startswith("mask.") else ""
 
 
 def _of_joined_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> str:

@@ -101,6 +101,7 @@ ERRORS = [
     ("bias-without-heads", OF_THREE | {"bias": zeros(3, 5, 7)}, ValueError, r"bias: expected a shape .* received \(3, 5, 7\); with the axis that is missing bias\[:, None\]$"),
     ("bias-of-keys-without-queries", {"bias": zeros(2, 4, 7)}, ValueError, r"bias: expected a shape .* received \(2, 4, 7\); with the axis that is missing bias\[:, :, None\]$"),
     ("bias-that-lacks-a-leading-axis", NESTED_AXES | {"bias": zeros(2, 4, 5, 7)}, ValueError, r"bias: expected .* received \(2, 4, 5, 7\); with the axis that is missing bias\[:, None\]$"),
+    ("intervals-with-an-axis-too-many", {"mask": IntervalMask(INT.expand(1, 2, 4, 7), INT)}, ValueError, r"mask.first: expected .* received \(1, 2, 4, 7\); first.flatten\(0, 1\) in IntervalMask\(first, last, len_q\) fits$"),
     ("intervals-that-lack-a-leading-axis", NESTED_AXES | {"mask": IntervalMask(INT.expand(2, 1, 7), INT)}, ValueError, r"mask.first: expected .* received \(2, 1, 7\); with the axis that is missing first\[:, None\] in IntervalMask\(first, last, len_q\)$"),
     ("mask-of-rows-as-many-as-heads", dict(query=zeros(2, 4, 4, 5, 8), key=zeros(2, 4, 4, 7, 8), value=zeros(2, 4, 4, 7, 8), mask=zeros(2, 4, 5, 7, dtype=BOOL)), ValueError, r"mask: expected .* with the axis that is missing mask\[:, None\] or mask\[:, :, None\], by what its axes are$"),
     ("bias-integer", {"bias": zeros(5, 7, dtype=torch.int32)}, ValueError, r"bias: expected a dtype of float16.*received torch.int32"),
