@@ -173,7 +173,7 @@ def checked_table(distances: Distances, pairs: tuple[int, ...], kv_heads: int, d
     *front, len_q, len_k = pairs
     for name, length in (("max_seqlen_q", len_q), ("max_seqlen_k", len_k)) if is_packed else (("query", len_q), ("key", len_k)):
         if longest is not None and length > longest:
-            _fail(name, f"a length of at most {longest}, the `length` given to RelativeBias.alibi", length)
+            _fail("bias", f"a `length` given to RelativeBias.alibi of at least {name}'s {length}", longest)
     axes = "(sequences, H, R)" if is_packed else "(B, H, R)" if len(pairs) == 4 else "(..., H, R)"
     view, length = with_axes(table, len(pairs)), table.shape[-1]
     if table.device != device or not _fits(view, (*front, 1, length), kv_heads, -3):

@@ -61,6 +61,8 @@ class IntervalMask:
     also_last: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.len_q, Tensor):
+            raise TypeError("IntervalMask: len_q: expected an integer or None, received Tensor; a second interval is also_first=, also_last=")
         if (self.also_first is None) != (self.also_last is None):
             given, missing = ("also_last", "also_first") if self.also_first is None else ("also_first", "also_last")
             raise TypeError(f"IntervalMask: {missing}: expected an int32 tensor beside {given}, received NoneType")
@@ -133,6 +135,9 @@ class IntervalMask:
         except RuntimeError:
             fit = False
         if not fit:
+            keys, others = self.first.shape[-1], other.first.shape[-1]
+            if keys != others and 1 not in (keys, others):
+                raise ValueError(f"IntervalMask: {sign}: expected masks of as many keys, received {keys} and {others}")
             received = f"{tuple(self._shape)} and {tuple(other._shape)} on {self.first.device} and {other.first.device}"
             raise ValueError(f"IntervalMask: {sign}: expected masks of broadcastable shapes on one device, received {received}")
         return len_q
@@ -242,8 +247,8 @@ class IntervalMask:
             left_padding: integer, (B,): the place at which the first chunk of each batch row begins; the mask then has shape (B, 1, Sk) and
                 lies on its device. Without it the shape is (Sk,).
         """
-        check_lengths("chunked", len_q=len_q, len_k=len_k, size=size)
-        if size == 0:
+        check_lengths("chunked", len_q=len_q, len_k=len_k, size=max(size, 0) if isinstance(size, int) else size)
+        if size < 1:
             raise ValueError(f"IntervalMask.chunked: size: expected a positive integer, received {size}")
         start: Tensor | int = 0
         if left_padding is not None:

@@ -220,14 +220,22 @@ def _check_lengths(
         if longest < 0:
             raise ValueError(f"dmattn: {name}: expected a non-negative integer, received {longest}")
         if sequences * longest < total:
-            expected = f"{-(-total // sequences) if sequences else 0} or more for {total} tokens in {sequences} sequences"
+            least = -(-total // sequences) if sequences else 0
+            if is_read:
+                least = _longest(cu_seqlens_q if name == "max_seqlen_q" else cu_seqlens_k)
+            expected = f"{least} or more for {total} tokens in {sequences} sequences"
             raise ValueError(
                 f"dmattn: {name}: expected {expected} ({where} has where each begins, from 0 on, and the total), received {longest}"
             )
     for name, longest, ends in (("max_seqlen_q", max_seqlen_q, cu_seqlens_q), ("max_seqlen_k", max_seqlen_k, cu_seqlens_k)):
-        length = max(end - begin for begin, end in pairwise(ends.tolist())) if is_read else 0
+        length = _longest(ends) if is_read else 0
         if length > longest:
             raise ValueError(f"dmattn: {name}: expected at least the longest sequence's {length} tokens, received {longest}")
+
+
+def _longest(ends: Tensor) -> int:
+    """The tokens of the longest sequence."""
+    return max((end - begin for begin, end in pairwise(ends.tolist())), default=0)
 
 
 def _is_read(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:

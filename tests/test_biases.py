@@ -311,7 +311,7 @@ def test_refused_where_it_is_made(make: Any, error: type[Exception], message: st
         (
             RelativeBias.alibi(torch.zeros(4), 5),
             ValueError,
-            "query: expected a length of at most 5, the `length` given to RelativeBias.alibi, received 6",
+            "bias: expected a `length` given to RelativeBias.alibi of at least query's 6, received 5",
         ),
         (3.0, TypeError, "bias: expected a float tensor, a FactoredBias, a RelativeBias or None, received float"),
     ],

@@ -186,7 +186,7 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
         (
             lambda: IntervalMask(INT, INT) | IntervalMask(INT[:2], INT[:2]),
             ValueError,
-            r"\|: expected masks of broadcastable shapes on one device, received \(3,\) and \(2,\) on cpu and cpu",
+            r"\|: expected masks of as many keys, received 3 and 2$",
         ),
         (
             lambda: IntervalMask(INT, INT) | IntervalMask(INT.to("meta"), INT.to("meta")),
@@ -244,6 +244,12 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
             r"received torch.int32 tensor; key_padding_mask.bool\(\) if nonzero means a real token",
         ),
         (lambda: IntervalMask.chunked(3, 3, 0), ValueError, "chunked: size: expected a positive integer, received 0"),
+        (lambda: IntervalMask.chunked(3, 3, -3), ValueError, "chunked: size: expected a positive integer, received -3"),
+        (
+            lambda: IntervalMask(*[torch.zeros(3, dtype=torch.int32)] * 4),
+            TypeError,
+            "len_q: expected an integer or None, received Tensor; a second",
+        ),
         (lambda: IntervalMask.chunked(3, 3, 2.0), TypeError, "chunked: size: expected an integer, received float"),
         (lambda: IntervalMask.chunked(3, 3, 2, left_padding=INT.bool()), TypeError, "left_padding: expected an integer tensor"),
         (lambda: IntervalMask.chunked(3, 3, 2, left_padding=INT[None]), ValueError, r"left_padding: expected shape \(B,\), received \(1, 3\)"),
