@@ -38,7 +38,7 @@ class FactoredBias:
     **Precision.** The bias is that of float32 factors (float64 beside float64 queries) whatever the query's dtype: where products are rounded
     to fewer bits, a factor is the sum of several columns. With ``M_r = max_i |rows_ir| * max_j |cols_jr|``, its error is at most
     ``2**-20 * sum_r M_r``, besides the rounding of float32 sums. Float16 adds ``2**-23 * sum_r sqrt(abs(scale) * M_r)``, and overflows from
-    ``M_r / abs(scale) = 2**30`` on. A factor in the query's dtype is exact in one column; rows are where scale is a power of two, too.
+    ``M_r / abs(scale) = 2**30`` on. A factor in the query's dtype is exact in one column: cols always, rows if scale is a power of two.
 
     ============================  =======================================  ====================================
     query                         columns a factor                         with rows, cols or both exact
