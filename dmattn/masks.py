@@ -61,7 +61,7 @@ class IntervalMask:
     also_last: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.len_q, Tensor):
+        if isinstance(self.len_q, Tensor) and self.len_q.ndim > 0:
             raise TypeError("IntervalMask: len_q: expected an integer or None, received Tensor; a second interval is also_first=, also_last=")
         if (self.also_first is None) != (self.also_last is None):
             given, missing = ("also_last", "also_first") if self.also_first is None else ("also_first", "also_last")
