@@ -125,11 +125,17 @@ def steps_backwards(begin, end, first, last, STEP: tl.constexpr):
 
 
 @triton.jit
+def tiles_between(first, last, begin, end, STEP: tl.constexpr):
+    """[begin, end) of the tiles that hold the places [first, last), in steps from the begin of a walk to its end."""
+    first_tile = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // STEP * STEP
+    return first_tile, next_step(first_tile, tl.minimum(last, end), STEP)
+
+
+@triton.jit
 def own_keys(left, right, seq, row, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end) of the tiles at a block of queries beyond which it has no pair, in steps of BLOCK_N from the begin of a walk to its end."""
     first, last = keys_in_window(left, right, seq, row, BLOCK_M)
-    own_begin = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_N * BLOCK_N
-    own_end = next_step(own_begin, tl.minimum(last, end), BLOCK_N)
+    own_begin, own_end = tiles_between(first, last, begin, end, BLOCK_N)
     return own_begin, tl.where(row < seq.len_q, own_end, own_begin)
 
 
@@ -137,8 +143,7 @@ def own_keys(left, right, seq, row, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: 
 def own_queries(left, right, seq, col, begin, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end) of the tiles at a block of keys beyond which it has no pair, in steps of BLOCK_M from the begin of a walk to its end."""
     first, last = queries_in_window(left, right, seq, col, BLOCK_N)
-    own_begin = begin + tl.maximum(tl.minimum(first, end) - begin, 0) // BLOCK_M * BLOCK_M
-    own_end = next_step(own_begin, tl.minimum(last, end), BLOCK_M)
+    own_begin, own_end = tiles_between(first, last, begin, end, BLOCK_M)
     return own_begin, tl.where(col < seq.len_k, own_end, own_begin)
 
 

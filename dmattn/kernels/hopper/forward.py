@@ -53,8 +53,8 @@ from .copies import (
     widths_of,
 )
 from .distances import end_numbers, with_spread_table
+from .forward_steps import BLOCK_M, own_steps, step_of
 from .forward_tile import (
-    BLOCK_M,
     Barriers,
     Config,
     Context,
@@ -65,9 +65,7 @@ from .forward_tile import (
     divided,
     layouts_of_out,
     leave_out,
-    own_steps,
     rescaled,
-    step_of,
 )
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from ..base.window import open_keys, steps_backwards
 from .copies import piece, pieces, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
+from .forward_steps import BLOCK_M, open_steps, step_of
 from .registers import (
     Hiding,
     all_within,
@@ -34,9 +34,8 @@ from .registers import (
     widened,
     words_of,
 )
-from .walk import bias_columns_of, intervals_of, listed_key, own_tiles
+from .walk import bias_columns_of, intervals_of, listed_key
 
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
 RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
 
@@ -121,33 +120,6 @@ def layouts_of_out(dim):
 
 
 @gluon.jit
-def step_of(walk, start, config: gl.constexpr):
-    """The step at which the loops come to the tile from a key on, and the key of a step; where there are lists, they are the same. The walk
-    must have a tile.
-
-    The last keys come first, for theirs is the tile that has to be masked under a causal mask or an odd length, as the first one is here. Not
-    beside a bias of pairs, where the order of memory was the faster one (docs/history.md).
-    """
-    if config.BACKWARDS:
-        return 2 * walk.begin + (walk.full_end - 1 - walk.begin) // config.BLOCK_N * config.BLOCK_N - start
-    else:
-        return start
-
-
-@gluon.jit
-def own_steps(context, which: gl.constexpr, config: gl.constexpr):
-    """[begin, end) of the steps of a walk at whose tiles a consumer has a pair (`own_tiles`); without a window all steps."""
-    rules, walk = context.rules, context.walk
-    if rules.lists is not None or (rules.left is None and rules.right is None):
-        return walk.begin, walk.full_end  # where few tiles go past the last query: rows of 197 lost a tenth by looking for them
-    else:
-        begin, end = own_tiles(rules, context.seq, context.row + which * BLOCK_M, walk, BLOCK_M, config.BLOCK_N)
-        if config.BACKWARDS:
-            begin, end = steps_backwards(walk.begin, walk.full_end, begin, end, config.BLOCK_N)
-        return begin, end
-
-
-@gluon.jit
 def leave_out(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
     """Sums after steps at which a consumer has no pair: it takes its turn, and gives back what comes."""
     barriers = context.barriers
@@ -176,7 +148,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
     HIDES_AFTER: gl.constexpr = not LISTS and (rules.left is not None if config.BACKWARDS else rules.right is not None or not config.EVEN_N)
     after = begin + config.BLOCK_N
     sums = _add_tile(context, sums, begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
-    open_begin, open_end = _open_steps(context, after, end, which, config)
+    open_begin, open_end = open_steps(context, after, end, which, config)
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
@@ -197,20 +169,6 @@ def add_last_values(context, sums, config: gl.constexpr):
     acc = waited(_values_under_way(context, sums, stage, phase, config))
     mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
     return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn)
-
-
-@gluon.jit
-def _open_steps(context, after, until, which: gl.constexpr, config: gl.constexpr):
-    """[begin, end) of the steps within [after, until) whose tiles hide no pair from a consumer."""
-    rules, walk = context.rules, context.walk
-    if rules.lists is not None:
-        return walk.end, walk.full_end
-    else:
-        row = context.row + which * BLOCK_M
-        begin, end = open_keys(rules.left, rules.right, context.seq, row, walk.begin, walk.end, BLOCK_M, config.BLOCK_N)
-        if config.BACKWARDS:
-            begin, end = steps_backwards(walk.begin, walk.full_end, begin, end, config.BLOCK_N)
-        return gl.minimum(gl.maximum(begin, after), until), gl.minimum(gl.maximum(end, after), until)
 
 
 @gluon.jit
