@@ -51,6 +51,7 @@ _ROWS = (
     Workload("mla_192_128", 1, 16, 16, 4096, 4096, 192, value_dim=128, causal=True, like="DeepSeek"),
     Workload("causal_1001", 8, 16, 16, 1001, 1001, 64, causal=True),
     Workload("packed_documents_8k", 1, 32, 8, 8192, 8192, 128, causal=True, documents=12),
+    Workload("varlen_causal_8k", 1, 32, 8, 8192, 8192, 128, causal=True, documents=12, packed=True),
     Workload("sinks_causal_4k", 1, 64, 8, 4096, 4096, 64, causal=True, sinks=True),
     Workload("prefix_chunk_2k_of_32k", 1, 32, 8, 2048, 32768, 128, causal=True),
     # encoders, vision, images
@@ -58,6 +59,8 @@ _ROWS = (
     Workload("bert_128_pad", 64, 12, 12, 128, 128, 64, padded=True, like="BERT"),
     Workload("modernbert_8k_window", 1, 12, 12, 8192, 8192, 64, window=128, like="ModernBERT"),
     Workload("modernbert_8k_documents", 1, 12, 12, 8192, 8192, 64, documents=16, like="ModernBERT"),
+    Workload("modernbert_8k_varlen", 1, 12, 12, 8192, 8192, 64, documents=16, packed=True, like="ModernBERT"),
+    Workload("bert_16k_varlen_128", 1, 12, 12, 16384, 16384, 64, documents=128, packed=True, like="BERT"),
     Workload("vit_197", 128, 12, 12, 197, 197, 64, like="ViT"),
     Workload("siglip_729_d72", 32, 16, 16, 729, 729, 72, like="SigLIP"),
     Workload("vit_huge_257_d80", 64, 16, 16, 257, 257, 80, like="ViT-Huge"),

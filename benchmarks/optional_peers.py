@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmattn import IntervalMask
-from dmattn.bench.contenders import OwnLayout
+from dmattn.bench.contenders import OwnLayout, cu_seqlens
 from dmattn.bench.workload import Workload
 
 
@@ -35,13 +35,14 @@ def _flash4(deterministic: bool) -> Callable[..., Any]:
         options |= {} if workload.softcap is None else dict(softcap=workload.softcap)
         options |= {} if workload.window is None else dict(window_size=workload.options["window"])
         if packed:
-            starts = mask.first.flatten().unique().to(torch.int32)
-            ends = torch.cat((starts, starts.new_tensor([workload.len_k])))
+            ends = cu_seqlens(mask, workload.len_k)
             longest = int(ends.diff().max())
             lengths = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
-            return lambda query, key, value, bias: _out(
-                flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in (query, key, value)), **lengths, **options)
-            ).transpose(0, 1)[None]
+            return lambda query, key, value, bias: (
+                _out(flash_attn_varlen_func(*(x.squeeze(0).transpose(0, 1) for x in (query, key, value)), **lengths, **options))
+                .transpose(0, 1)
+                .unsqueeze(0)
+            )
 
         def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
             sinks = {} if bias is None else dict(learnable_sink=bias)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .. import BlockMask, IntervalMask, RelativeBias, attention
+from .. import BlockMask, IntervalMask, RelativeBias, attention, attention_varlen
 from . import peers
 from .workload import Workload
 
@@ -77,6 +78,8 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any], form: F
     if name == OURS:
         if workload.prepared:
             options["mask"] = BlockMask.from_mask(tensors["mask"])
+        if workload.packed:
+            return _packed(workload, options.pop("mask"), options)
         return lambda query, key, value, bias: attention(query, key, value, **form.ours(bias), **options)
     if name in ("flex", "flex_max"):  # with max-autotune, minutes of compilation a workload
         problem = form.flex(tensors["query"], tensors["key"], bias=tensors["bias"], **options)
@@ -88,6 +91,24 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any], form: F
     options["mask"] = as_pairs(options["mask"], tensors["query"].shape[2])
     backend = peers.SDPA_BACKENDS.get(name)
     return lambda query, key, value, bias: peers.sdpa(query, key, value, **form.plain(bias, query, key), backend=backend, **options)
+
+
+def _packed(workload: Workload, documents: IntervalMask, options: dict[str, Any]) -> Attention:
+    ends = cu_seqlens(documents, workload.len_k)
+    longest = int(ends.diff().max())
+    lengths: dict[str, Any] = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
+
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return attention_varlen(query, key, value, **lengths, **options).transpose(0, 1).unsqueeze(0)
+
+    return function
+
+
+def cu_seqlens(documents: IntervalMask, len_k: int) -> Tensor:
+    """Where the documents of one row begin, and the end: those of packed sequences."""
+    starts = documents.first.flatten().unique().to(torch.int32)
+    return torch.cat((starts, starts.new_tensor([len_k])))
 
 
 def as_pairs(mask: Tensor | IntervalMask | None, len_q: int) -> Tensor | None:

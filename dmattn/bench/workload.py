@@ -29,9 +29,10 @@ class Workload:
     A query sees `window` keys, its own the last, or without `causal` half of them on either side; None is all. With `sinks` there are scores
     (H,) in the place of a bias. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as
     a BlockMask. `longformer` is (keys that a query sees on either side, global tokens, with which a row begins). `padded` is a bool mask
-    (B, 1, 1, Sk) of rows whose lengths lie between half of the keys and all; `documents` is how many a row of the batch is packed of. A bias
-    requires grad, and so do points and sinks in its place, but not in `inference`, which has a forward pass alone.
+    (B, 1, 1, Sk) of rows whose lengths lie between half of the keys and all; `documents` is how many a row of the batch is packed of. Ours gets
+    them as intervals, or where they are `packed`, in a batch of 1, as the sequences of `attention_varlen`.
 
+    A bias requires grad, and so do points and sinks in its place, but not in `inference`, which has a forward pass alone.
     `value_dim` is the head dim where None. With `sequence_first` the tensors lie in memory as (B, S, H, D), as models' projections leave them.
     `dtype` is that of the tensors where a row has its own, and `distribution` a name of ``distributions.py``. `like` is a model that readers
     know, whose attention is such a problem.
@@ -59,6 +60,7 @@ class Workload:
     softcap: float | None = None
     padded: bool = False
     documents: int | None = None
+    packed: bool = False
     value_dim: int | None = None
     sequence_first: bool = False
     dtype: str | None = None
@@ -123,7 +125,7 @@ class Workload:
             near, tokens = self.longformer
             said.append(f"{near} keys on either side, {tokens} global tokens")
         said += ["padding"] if self.padded else []
-        return said if self.documents is None else [*said, f"{self.documents} documents"]
+        return said if self.documents is None else [*said, f"{self.documents} {'packed sequences' if self.packed else 'documents'}"]
 
     @property
     def passes(self) -> tuple[str, ...]:
