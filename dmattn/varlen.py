@@ -188,9 +188,10 @@ def attention_varlen(
         sinks=sinks,
         packed=(cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k),
     )
-    ends_q, ends_k = cu_seqlens_q.long().contiguous(), cu_seqlens_k.long().contiguous()
+    ends_q = cu_seqlens_q.long().contiguous()
+    ends_k = ends_q if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.long().contiguous()
     out, lse = call(problem._replace(ends_q=ends_q, ends_k=ends_k, longest_q=max_seqlen_q, longest_k=max_seqlen_k))
-    out, lse = out[0].transpose(0, 1), lse[0]
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # the gradient of an index is a copy
     return (out, lse) if return_lse else out
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import copied_entry, slice_pointer, strided
+from ..base.layout import copied_entry, slice_pointer, strided, totals_of
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
@@ -94,6 +94,7 @@ KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared mem
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 # NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
 FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # of a window, or half of all; of heads of 64, whose registers three consumers share
+FEW_QUERIES = 256  # of packed sequences in the mean, twice as many under a causal mask or beside a bias: two consumers are faster
 
 
 class Sources(NamedTuple):
@@ -118,7 +119,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
-    consumers = 2 if loaded else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
+    consumers = 2 if loaded or _are_short(problem) else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
     keys = keys_of(problem, dim, dim_v) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
@@ -170,19 +171,35 @@ def _are_many_at_edges(problem: Problem, dim: int) -> bool:
 
     Of heads of 64 beside a bias of pairs any such tile is enough: three consumers have no registers for one.
     """
-    len_k = problem.key.shape[2]
-    pairs, windowed = problem.pair_bias is not None, problem.left is not None
+    len_k = _typical_length(problem, of_keys=True)
+    packed, pairs, windowed = problem.ends_q is not None, problem.pair_bias is not None, problem.left is not None
+    few = FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS
     if problem.first is not None:
         return problem.key_bias is None
-    if problem.pair_mask is not None or problem.bits is not None or len_k <= KEYS:
+    if problem.pair_mask is not None or problem.bits is not None or (len_k <= KEYS and not packed):
         return False
     if not (windowed or problem.right is not None or problem.is_masked):
-        half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
-        return half < 0.9 * whole  # of few keys the last tile holds still fewer
+        if not packed:
+            half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
+            return half < 0.9 * whole  # of few keys the last tile holds still fewer
+        if not pairs:
+            return len_k <= few // 2  # each sequence has its last tile
     if pairs and (windowed or dim <= 64):
         return True
-    few = FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS
     return len_k <= 2 * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
+
+
+def _are_short(problem: Problem) -> bool:
+    """Whether sequences are packed of which three consumers would leave more rows idle than they gain."""
+    few = FEW_QUERIES if problem.right is None and problem.pair_bias is None else 2 * FEW_QUERIES
+    return problem.ends_q is not None and _typical_length(problem, of_keys=False) <= few
+
+
+def _typical_length(problem: Problem, of_keys: bool) -> int:
+    """Of packed sequences the mean length, as the host does not know how long each is."""
+    if problem.ends_q is not None:
+        return totals_of(problem)[of_keys] // problem.query.shape[0]
+    return (problem.key if of_keys else problem.query).shape[2]
 
 
 def stages_of(keys: int, dim: int, dim_v: int) -> int:
