@@ -296,7 +296,8 @@ def check_sinks(sinks: Any, query: Tensor) -> None:
     check_tensor("sinks", sinks, "a torch.Tensor or None")
     heads = query.shape[-3]
     if sinks.ndim != 1 or sinks.shape[0] != heads:
-        _fail("sinks", f"shape (H,) = ({heads},), a score for each query head", f"{tuple(sinks.shape)}")
+        hint = "; sinks.flatten() fits" if sinks.ndim and sinks.shape.numel() == heads in sinks.shape else ""
+        _fail("sinks", f"shape (H,) = ({heads},), a score for each query head", f"{tuple(sinks.shape)}{hint}")
     if sinks.dtype not in FLOATS:
         _fail("sinks", "a dtype of float16, bfloat16, float32 or float64", sinks.dtype)
     if sinks.device != query.device:

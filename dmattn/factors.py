@@ -107,14 +107,15 @@ def _refuse(
     heads, length, count = full[-3:]
     allowed = f"{' or '.join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))} heads"
     whose, axis = ("query", "q") if name == "bias.rows" else ("key", "k")
+    of_heads = "Hk" if heads < query_heads else "H"
     own_heads = given[-2 if is_packed else -3] if len(given) > 2 else 1
     hint = ""
     if query_heads > heads and own_heads == query_heads:
         hint = "; for factors of each query head repeat key and value to as many heads"
     if is_packed:
-        shape = f"shape (total_{axis}, H, R) = {(length, heads, count)} with {allowed}, or (total_{axis}, R) = {(length, count)}"
+        shape = f"shape (total_{axis}, {of_heads}, R) = {(length, heads, count)} with {allowed}, or (total_{axis}, R) = {(length, count)}"
     else:
-        shape = f"a shape broadcastable to ({'B' if len(full) == 4 else '...'}, H, S{axis}, R) = {full} with {allowed}"
+        shape = f"a shape broadcastable to ({'B' if len(full) == 4 else '...'}, {of_heads}, S{axis}, R) = {full} with {allowed}"
         if given[-2:-1] == (length,):
             hint = hint or hint_of_axes(name, given, full, kv_heads, -3)
         elif given[-2:-1] == (1,):

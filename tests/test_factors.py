@@ -387,7 +387,7 @@ ERRORS = [
 CALLS = [
     ("rows-length", (6, 3), (7, 3), {}, r"bias.rows: expected factors of query, a shape broadcastable to \(B, H, Sq, R\) = \(2, 4, 5, 3\) with 4 or 2 or 1 heads, received \(6, 3\)$"),
     ("rows-of-length-1", (1, 3), (7, 3), {}, r"bias.rows: expected .* received \(1, 3\); its axis Sq is not broadcast$"),
-    ("cols-length", (5, 3), (2, 2, 5, 3), {}, r"bias.cols: expected factors of key, a shape broadcastable to \(B, H, Sk, R\) = \(2, 2, 7, 3\) with 2 or 1 heads, received \(2, 2, 5, 3\)$"),
+    ("cols-length", (5, 3), (2, 2, 5, 3), {}, r"bias.cols: expected factors of key, a shape broadcastable to \(B, Hk, Sk, R\) = \(2, 2, 7, 3\) with 2 or 1 heads, received \(2, 2, 5, 3\)$"),
     ("rows-heads", (3, 5, 3), (7, 3), {}, r"bias.rows: expected .* 4 or 2 or 1 heads.* received \(3, 5, 3\)$"),
     ("cols-of-query-heads", (5, 3), (4, 7, 3), {}, r"bias.cols: .*2 or 1 heads.*\(4, 7, 3\); for factors of each query head repeat key and value to as many heads$"),
     ("rows-batch", (3, 4, 5, 3), (7, 3), {}, r"bias.rows: expected .* received \(3, 4, 5, 3\)$"),

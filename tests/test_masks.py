@@ -161,7 +161,11 @@ INT = torch.zeros(3, dtype=torch.int32)
         (lambda: IntervalMask.padding(INT, 3), TypeError, r"int32 tensor; of lengths: torch.arange\(Sk\) < lengths\[:, None\]$"),
         (lambda: IntervalMask.padding([[True]], 3), TypeError, r"received list; torch.tensor\(key_padding_mask\)$"),
         (lambda: IntervalMask.prefix_lm([1], 3, 3), TypeError, r"received list; torch.tensor\(prefix_lengths\)$"),
-        (lambda: IntervalMask.padding(INT.bool(), 3), ValueError, r"key_padding_mask: expected shape \(B, Sk\), received \(3,\)"),
+        (
+            lambda: IntervalMask.padding(INT.bool(), 3),
+            ValueError,
+            r"key_padding_mask: expected shape \(B, Sk\), received \(3,\); for a batch of one, .* key_padding_mask\[None\]$",
+        ),
     ],
 )
 def test_errors(make, error: type[Exception], message: str) -> None:

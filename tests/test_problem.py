@@ -138,7 +138,7 @@ ERRORS = [
     ("sinks-not-a-tensor", {"sinks": [0.0] * 4}, TypeError, r"sinks: expected a torch.Tensor or None, received list"),
     ("sinks-of-key-heads", {"sinks": zeros(2)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), a score for each query head, received \(2,\)$"),
     ("sinks-of-one", {"sinks": zeros(1)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(1,\)$"),
-    ("sinks-rank", {"sinks": zeros(4, 1)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(4, 1\)$"),
+    ("sinks-rank", {"sinks": zeros(4, 1)}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(4, 1\); sinks.flatten\(\) fits$"),
     ("sinks-of-no-axis", {"sinks": zeros()}, ValueError, r"sinks: expected shape \(H,\) = \(4,\), .* received \(\)$"),
     ("sinks-integer", {"sinks": zeros(4, dtype=torch.int64)}, ValueError, r"sinks: expected a dtype of float16, bfloat16, float32 or float64, received torch.int64$"),
     ("sinks-device", {"sinks": zeros(4, device="meta")}, ValueError, r"sinks: expected query's device cpu, received meta$"),

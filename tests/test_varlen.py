@@ -522,3 +522,16 @@ def test_forward_mode_reaches_packed_biases(shape: tuple[int, ...]) -> None:
     for argument in (0, 1):
         forward, reverse = (transform(call, argnums=argument)(query, bias) for transform in (torch.func.jacfwd, torch.func.jacrev))
         torch.testing.assert_close(forward, reverse)
+
+
+def test_the_gradient_of_out_is_no_copy() -> None:
+    query = torch.randn(7, 2, 4, requires_grad=True)
+    ends = torch.tensor([0, 3, 7])
+    results = attention_varlen(query, query, query, ends, ends, max_seqlen_q=4, max_seqlen_k=4, return_lse=True)
+    for result in results:
+        step, names = result.grad_fn, []
+        while step is not None and step.name() in ("TransposeBackward0", "SqueezeBackward1", "SelectBackward0", "UnsqueezeBackward0"):
+            names.append(step.name())
+            step = step.next_functions[0][0]
+        assert "SqueezeBackward1" in names
+        assert "SelectBackward0" not in names  # zeros of the whole tensor, and a copy
