@@ -153,7 +153,7 @@ def measure(
 
 
 def occupy(function: Callable[[], Any], device: torch.device) -> None:
-    """Call `function` for BUSY_SECONDS on a GPU: one that stood idle runs at a lower clock for a while, and slows what is measured first."""
+    """Call `function` for BUSY_SECONDS on a GPU: what is measured first would take longer than the same later (docs/performance.md)."""
     if device.type == "cuda":
         end = time.monotonic() + BUSY_SECONDS
         while time.monotonic() < end:
