@@ -211,6 +211,8 @@ def broadcastable(
             hint = joined
         else:
             hint = hint_of_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
+        if axes == PACKED and not hint and (view.shape[-1] > full[-1] or view.shape[-2] > full[-2]):
+            hint = "; pairs are told by their places in their own sequence, not among all tokens"
         _fail(name, f"a shape broadcastable to {axes} = {tuple(full)} with {choices} heads", f"{tuple(tensor.shape)}{hint}")
     return view
 

@@ -106,8 +106,7 @@ def _refuse(
     """Raise for factors of that shape in the place of `full`, (..., heads, length, R)."""
     heads, length, count = full[-3:]
     allowed = f"{' or '.join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))} heads"
-    whose, axis = ("query", "q") if name == "bias.rows" else ("key", "k")
-    of_heads = "Hk" if heads < query_heads else "H"
+    whose, axis, of_heads = ("query", "q", "H") if name == "bias.rows" else ("key", "k", "Hk")
     own_heads = given[-2 if is_packed else -3] if len(given) > 2 else 1
     hint = ""
     if query_heads > heads and own_heads == query_heads:

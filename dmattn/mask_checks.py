@@ -55,9 +55,13 @@ def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
 def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
     """Raise unless `lengths` is an integer tensor (sequences + 1,) of one sequence at least; `of` is what messages call them."""
     if not is_integer(lengths):
-        raise TypeError(f"{name}: expected an integer tensor, received {what(lengths)}{hint_for(name.rpartition(' ')[2], lengths)}")
+        hint = hint_for(name.rpartition(" ")[2], lengths)
+        if lengths is None and name.endswith("cu_seqlens_k"):
+            hint = "; cu_seqlens_q again where a sequence's queries and keys are of the same tokens"
+        raise TypeError(f"{name}: expected an integer tensor, received {what(lengths)}{hint}")
     if lengths.ndim != 1 or lengths.shape[0] < 2:
-        raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}")
+        least = "; there is at least one" if lengths.ndim == 1 else ""
+        raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}{least}")
 
 
 def refuse_several(several: Tensor, message: str) -> None:

@@ -342,8 +342,8 @@ class IntervalMask:
         check_bool("padding: key_padding_mask", key_padding_mask, "a real token", "torch.arange(Sk) < lengths[:, None]")
         if key_padding_mask.ndim != 2:
             received = tuple(key_padding_mask.shape)
-            further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else ""
-            further = "; for a batch of one, or one padding for all, key_padding_mask[None]" if key_padding_mask.ndim == 1 else further
+            of_one = "; for a batch of one, or one padding for all, key_padding_mask[None]" if key_padding_mask.ndim == 1 else ""
+            further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else of_one
             raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}{further}")
         check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q

@@ -152,6 +152,9 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
 )
 PACKED = (  # as many sequences as the batch has entries, none longer than the lengths
     (Case("packed-causal-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, causal=True), BF16),
+    (Case("packed-d64", 512, batch=16, heads=12, head_dim=64), BF16),
+    (Case("packed-short-d64", 200, batch=40, heads=12, head_dim=64), BF16),
+    (Case("packed-short-shared-bias-d64", 200, batch=40, heads=12, head_dim=64, bias="1hqk"), BF16),
     (Case("packed-causal-d64", 2048, batch=8, heads=16, head_dim=64, causal=True, sinks="random"), BF16),
     (Case("packed-key-mask-bias-window-d64", 1000, batch=8, heads=16, head_dim=64, mask="b11k", bias="bh1k", window=(512, 64)), BF16),
     (Case("packed-decoding-gqa-sinks-d128", 2, 8192, batch=4, heads=32, kv_heads=8, head_dim=128, causal=True, sinks="random"), BF16),

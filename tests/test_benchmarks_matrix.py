@@ -100,7 +100,7 @@ def test_rows_are_many_and_of_every_kind(scripts):
 
 
 @pytest.mark.parametrize(
-    "name", ["alibi_causal", "factors_d64", "packed_documents_8k", "gemma2_softcap", "mla_192_128", "modernbert_8k_window"]
+    "name", ["alibi_causal", "factors_d64", "packed_documents_8k", "varlen_causal_8k", "gemma2_softcap", "mla_192_128", "modernbert_8k_window"]
 )
 def test_contenders_of_a_row_compute_the_same(name, scripts):
     """Eager, which has every form, is the same to a rounding, on tensors whose memory is (B, S, H, D)."""

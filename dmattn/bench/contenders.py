@@ -79,6 +79,8 @@ def attention_of(name: str, workload: Workload, tensors: dict[str, Any], form: F
         if workload.prepared:
             options["mask"] = BlockMask.from_mask(tensors["mask"])
         if workload.packed:
+            if workload.biased or workload.sinks:
+                raise ValueError("refused: packed sequences have neither bias nor sinks here")
             return _packed(workload, options.pop("mask"), options)
         return lambda query, key, value, bias: attention(query, key, value, **form.ours(bias), **options)
     if name in ("flex", "flex_max"):  # with max-autotune, minutes of compilation a workload

@@ -94,7 +94,9 @@ KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared mem
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 # NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
 FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # of a window, or half of all; of heads of 64, whose registers three consumers share
-FEW_QUERIES = 256  # of packed sequences in the mean, twice as many under a causal mask or beside a bias: two consumers are faster
+# NVIDIA H200, 2026-11-26, by packed sequences of 8192 tokens: 64 keys are faster to 3/4 of these lengths, under a window, causal or not, and
+# beside a bias of pairs to 3 times. Two consumers are faster than three to this length, there to twice.
+FEW_QUERIES = 384
 
 
 class Sources(NamedTuple):
@@ -113,13 +115,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
     A bias of pairs that the copy engine cannot address is loaded by the consumers.
     """
-    heads, len_q = problem.query.shape[1:3]
+    heads = problem.query.shape[1]
     len_k, value_dim = problem.value.shape[2:]
     block_m, (dim, dim_v) = BLOCK_M.value, cut_dims(problem)
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
-    consumers = 2 if loaded or _are_short(problem) else consumers_of(len_q, max(dim, dim_v))  # three have no registers for what they load
+    consumers = 2 if loaded else consumers_for(problem, max(dim, dim_v))  # three have no registers for what they load
     keys = keys_of(problem, dim, dim_v) if dim <= 64 or not loaded else KEYS // 2
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
@@ -183,23 +185,28 @@ def _are_many_at_edges(problem: Problem, dim: int) -> bool:
             half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
             return half < 0.9 * whole  # of few keys the last tile holds still fewer
         if not pairs:
-            return len_k <= few // 2  # each sequence has its last tile
+            return len_k <= 3 * few // 4
     if pairs and (windowed or dim <= 64):
         return True
-    return len_k <= 2 * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
+    return len_k <= (3 if packed else 2) * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
 
 
-def _are_short(problem: Problem) -> bool:
-    """Whether sequences are packed of which three consumers would leave more rows idle than they gain."""
-    few = FEW_QUERIES if problem.right is None and problem.pair_bias is None else 2 * FEW_QUERIES
-    return problem.ends_q is not None and _typical_length(problem, of_keys=False) <= few
+def consumers_for(problem: Problem, dim: int) -> int:
+    """`consumers_of` its queries, but two of short packed sequences, of which each has last rows that leave consumers idle."""
+    few = FEW_QUERIES if problem.left is None and problem.right is None and problem.pair_bias is None else 2 * FEW_QUERIES
+    if problem.ends_q is not None and _typical_length(problem, of_keys=False) <= few:
+        return 2
+    return consumers_of(problem.query.shape[2], dim)
 
 
 def _typical_length(problem: Problem, of_keys: bool) -> int:
-    """Of packed sequences the mean length, as the host does not know how long each is."""
-    if problem.ends_q is not None:
-        return totals_of(problem)[of_keys] // problem.query.shape[0]
-    return (problem.key if of_keys else problem.query).shape[2]
+    """The length, or that of the packed sequence in which a token lies in the mean, if one is the longest and all others are alike."""
+    length = (problem.key if of_keys else problem.query).shape[2]
+    if problem.ends_q is None:
+        return length
+    total, others = totals_of(problem)[of_keys], max(1, problem.query.shape[0] - 1)
+    longest = min(length, total)
+    return (longest**2 + (total - longest) ** 2 // others) // max(1, total)
 
 
 def stages_of(keys: int, dim: int, dim_v: int) -> int:

@@ -18,6 +18,7 @@ from dmattn.problem import Gradients, Problem
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import dispatch
+from dmattn.kernels.base import leading
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper import forward as hopper_forward
@@ -275,6 +276,34 @@ def test_a_scale_that_turns_products_round_or_away_is_left(scale: float) -> None
 def test_queries_are_scaled_where_that_leaves_all_digits(scale: float, dtype: torch.dtype, exactly: bool) -> None:
     query = tensor(1, 2, 128, 64, dtype=dtype)
     assert hopper_forward.scales_exactly(problem(query=query, key=query, value=query, scale=scale)) == exactly
+
+
+@pytest.mark.parametrize(
+    ("longest", "sequences", "total", "head_dim", "options", "tiles"),
+    [
+        (1114, 16, 8192, 64, {}, (3, 64)),
+        (512, 16, 8192, 64, {"causal": True}, (2, 64)),
+        (512, 16, 8192, 64, {"bias": (1, 4, 512, 512)}, (2, 64)),
+        (128, 64, 8192, 64, {}, (2, 64)),
+        (4096, 4, 16384, 64, {}, (3, 128)),
+        (512, 16, 8192, 128, {}, (2, 128)),
+        (512, 16, 8192, 128, {"causal": True}, (2, 64)),
+        (4096, 4, 16384, 128, {"causal": True}, (2, 128)),
+        # one sequence has almost all tokens: tiles are those of its length
+        (8192, 64, 8192, 64, {}, (3, 128)),
+        (8192, 301, 20192, 64, {"causal": True}, (3, 128)),
+    ],
+)
+def test_tiles_of_packed_sequences_follow_their_lengths(
+    longest: int, sequences: int, total: int, head_dim: int, options: dict, tiles: tuple[int, int]
+) -> None:
+    query = tensor(1, 4, total, head_dim)
+    bias = None if "bias" not in options else tensor(*options["bias"])
+    one = problem(query=query, key=query, value=query, packed=(sequences, longest, longest), **{**options, "bias": bias})
+    ends = torch.zeros(sequences + 1, dtype=torch.int64)
+    one = leading.flattened(one._replace(ends_q=ends, ends_k=ends, longest_q=longest, longest_k=longest))[0]
+    consumers = hopper_forward.consumers_for(one, head_dim)
+    assert (consumers, hopper_forward.keys_of(one, head_dim, head_dim)) == tiles
 
 
 @pytest.mark.parametrize(("length", "head_dim", "consumers"), [(4096, 64, 3), (190, 64, 3), (400, 64, 2), (4096, 128, 2)])
