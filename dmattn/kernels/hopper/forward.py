@@ -14,7 +14,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.launch import launch
-from ..base.layout import copied_entry, slice_pointer, strided, totals_of
+from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
@@ -38,7 +37,6 @@ from .copies import (
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
-    consumers_of,
     copied_dims,
     copy,
     copy_tile,
@@ -53,6 +51,7 @@ from .copies import (
     widths_of,
 )
 from .distances import end_numbers, with_spread_table
+from .forward_sizes import sizes_of
 from .forward_steps import BLOCK_M, own_steps, step_of
 from .forward_tile import (
     Barriers,
@@ -87,17 +86,6 @@ from .walk import (
     work_of,
 )
 
-# NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
-KEYS, STAGES = 128, 2  # of a tile; tiles of keys, values and bias in shared memory
-# NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
-# under a mask of keys 1.07 and 1.64.
-NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
-# NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
-FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # of a window, or half of all; of heads of 64, whose registers three consumers share
-# NVIDIA H200, 2026-11-26, by packed sequences of 8192 tokens: 64 keys are faster to 3/4 of these lengths, under a window, causal or not, and
-# beside a bias of pairs to 3 times. Two consumers are faster than three to this length, there to twice.
-FEW_QUERIES = 384
-
 
 class Sources(NamedTuple):
     """Tensor descriptors of tensors that the producer copies, with their blocks; None where a problem has no such tensor."""
@@ -121,8 +109,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
-    consumers = 2 if loaded else consumers_for(problem, max(dim, dim_v))  # three have no registers for what they load
-    keys = keys_of(problem, dim, dim_v) if dim <= 64 or not loaded else KEYS // 2
+    consumers, keys, stages = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out)
@@ -145,7 +132,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         lse=strided(lse if parts is None else lse_parts[0], heads),
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
-        STAGES=stages_of(keys, dim, dim_v),
+        STAGES=stages,
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
@@ -157,63 +144,6 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     )
     if parts is not None:
         merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
-
-
-def keys_of(problem: Problem, dim: int, dim_v: int) -> int:
-    """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, and where
-    many tiles of more would be at an edge.
-    """
-    if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim != 192 or dim_v != 128 or problem.pair_bias is not None)):
-        return KEYS // 2
-    return KEYS // 2 if max(dim, dim_v) <= 128 and _are_many_at_edges(problem, dim) else KEYS
-
-
-def _are_many_at_edges(problem: Problem, dim: int) -> bool:
-    """Whether so many tiles of KEYS may hide pairs that half of the keys are faster (docs/history.md).
-
-    Of heads of 64 beside a bias of pairs any such tile is enough: three consumers have no registers for one.
-    """
-    len_k = _typical_length(problem, of_keys=True)
-    packed, pairs, windowed = problem.ends_q is not None, problem.pair_bias is not None, problem.left is not None
-    few = FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS
-    if problem.first is not None:
-        return problem.key_bias is None
-    if problem.pair_mask is not None or problem.bits is not None or (len_k <= KEYS and not packed):
-        return False
-    if not (windowed or problem.right is not None or problem.is_masked):
-        if not packed:
-            half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
-            return half < 0.9 * whole  # of few keys the last tile holds still fewer
-        if not pairs:
-            return len_k <= 3 * few // 4
-    if pairs and (windowed or dim <= 64):
-        return True
-    return len_k <= (3 if packed else 2) * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
-
-
-def consumers_for(problem: Problem, dim: int) -> int:
-    """`consumers_of` its queries, but two of short packed sequences, of which each has last rows that leave consumers idle."""
-    few = FEW_QUERIES if problem.left is None and problem.right is None and problem.pair_bias is None else 2 * FEW_QUERIES
-    if problem.ends_q is not None and _typical_length(problem, of_keys=False) <= few:
-        return 2
-    return consumers_of(problem.query.shape[2], dim)
-
-
-def _typical_length(problem: Problem, of_keys: bool) -> int:
-    """The length, or that of the packed sequence in which a token lies in the mean, if one is the longest and all others are alike."""
-    length = (problem.key if of_keys else problem.query).shape[2]
-    if problem.ends_q is None:
-        return length
-    total, others = totals_of(problem)[of_keys], max(1, problem.query.shape[0] - 1)
-    longest = min(length, total)
-    return (longest**2 + (total - longest) ** 2 // others) // max(1, total)
-
-
-def stages_of(keys: int, dim: int, dim_v: int) -> int:
-    """Tiles in shared memory, which has room for more of fewer keys."""
-    if max(dim, dim_v) < PANEL.value:
-        return NARROW_STAGES
-    return STAGES if keys == KEYS or max(dim, dim_v) > 128 else STAGES + 1
 
 
 def scales_exactly(problem: Problem) -> bool:
