@@ -170,7 +170,7 @@ FORWARD = (
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
     HOPPER_FORWARD,
     _loading(HOPPER_FORWARD),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY | {"mask of keys"}, plans.resident_forward, targets=HOPPER),
+    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, plans.resident_forward, targets=HOPPER),
     Row("portable", frozenset({OUT}), ALL, plans.portable),
 )
 

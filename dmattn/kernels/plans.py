@@ -28,12 +28,11 @@ P = ParamSpec("P")
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
-_MANY_KEYS = 2048  # from which Hopper's kernel for d_query is the faster one for narrow heads under a causal mask
-_WIDE_WINDOW = 1024  # keys from which Hopper's forward kernel is the faster one for narrow heads
+_MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys up to which the portable forward kernel is the faster one of the narrowest heads beside a mask of keys
+_SHORT = 128  # queries and keys up to which the portable forward kernel is the faster one of the narrowest heads, if no bias is kept on chip
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
-_PAIRWISE = frozenset({"mask of pairs", "block mask", "intervals"})
+_PAIRWISE = frozenset({"mask of pairs", "block mask"})
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:
@@ -108,11 +107,6 @@ def _window(traits: Traits) -> int:
     """How many keys a query in the middle sees."""
     left, right = (traits.len_k if side is None else side for side in (traits.left, traits.right))
     return min(left + 1 + right, traits.len_k)
-
-
-def _sees_all_before(traits: Traits) -> bool:
-    """Queries see all keys before them, as under a causal mask."""
-    return traits.left is None and traits.right is not None
 
 
 @joined
@@ -234,15 +228,12 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     yield _without_distances(traits, MASKS, INTERVALS)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
-        yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk), a BlockMask or an IntervalMask to the portable kernel, which is faster"
-    if _are_narrow(traits) and traits.left is not None and _window(traits) < _WIDE_WINDOW:
-        yield f"{_OF_NARROW} leaves windows of fewer than {_WIDE_WINDOW} keys, here {_window(traits)}, to the portable kernel, which is faster"
+        yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
+    if _are_narrow(traits) and {"intervals", "bias of keys"} <= traits.features:
+        yield f"{_OF_NARROW} leaves an IntervalMask beside a bias (..., 1, Sk) to the portable kernel, which is faster"
     if _are_narrowest(traits):
-        beside_mask = "mask of keys" in traits.features
-        yield _narrowest(traits, loads_pairs, _SHORT if beside_mask else hopper_resident.MOST_KEYS, own=True)
-        if beside_mask and traits.features >= PAIR_BIAS and resident_forward(traits) is None:
-            most = hopper_resident.MOST_KEYS
-            yield f"{_OF_NARROWEST} leaves up to {most} keys of many rows to the kernel that keeps their bias on chip, which is faster"
+        on_chip = traits.features >= PAIR_BIAS and "mask of keys" not in traits.features
+        yield _narrowest(traits, loads_pairs, hopper_resident.MOST_KEYS if on_chip else _SHORT, own=True)
     yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
@@ -349,14 +340,17 @@ def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """Narrow heads only beside a bias of pairs, or causal ones with many keys, as the portable kernel is faster without pairs to load."""
+    """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     yield _without_distances(traits, MASKS, INTERVALS)
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
         yield "makes sums for the gradient of a RelativeBias beside d_query, which is not wanted"
-    if _are_narrow(traits) and not (traits.features >= PAIR_BIAS or (_sees_all_before(traits) and traits.len_k >= _MANY_KEYS)):
-        yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or causal calls of {_MANY_KEYS} keys, as others are faster in the portable kernel"
+    if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
+        if _window(traits) < _MANY_KEYS:
+            yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
+        if not traits.features.isdisjoint(_PAIRWISE):
+            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
     if _are_narrowest(traits):
         if traits.features >= PAIR_BIAS and "mask of keys" not in traits.features:
             yield f"{_OF_NARROWEST} is beside a bias for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...problem import Problem
 
 
 class Described:
@@ -72,3 +75,19 @@ class Packed(Described):
 
     def stride(self) -> tuple[int, ...]:
         return self.unit, *self.tensor.stride()[1:]
+
+
+def totals_of(problem: Problem) -> tuple[int, int]:
+    """How many queries and keys all packed sequences have."""
+    total_q, total_k = (x.tensor.shape[2] if isinstance(x, Packed) else x.shape[2] for x in (problem.query, problem.key))
+    return total_q, total_k
+
+
+def typical_length(problem: Problem, of_keys: bool) -> int:
+    """The length, or that of the packed sequence in which a token lies in the mean, if one is the longest and all others are alike."""
+    length = (problem.key if of_keys else problem.query).shape[2]
+    if problem.ends_q is None:
+        return length
+    total, others = totals_of(problem)[of_keys], max(1, problem.query.shape[0] - 1)
+    longest = min(length, total)
+    return (longest**2 + (total - longest) ** 2 // others) // max(1, total)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ...problem import Problem
-from .described import Packed
+from .described import Packed, totals_of
 from .leading import Nested
 
 
@@ -203,12 +203,6 @@ def ends_of(problem: Problem) -> Ends | None:
     if problem.ends_q is None:
         return None
     return Ends(problem.ends_q, problem.ends_k, *totals_of(problem))
-
-
-def totals_of(problem: Problem) -> tuple[int, int]:
-    """How many queries and keys all packed sequences have."""
-    total_q, total_k = (x.tensor.shape[2] if isinstance(x, Packed) else x.shape[2] for x in (problem.query, problem.key))
-    return total_q, total_k
 
 
 @triton.jit

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from .described import totals_of
 from .launch import launch
-from .layout import begin_and_length, totals_of
+from .layout import begin_and_length
 from .overlap import follow
 
 OWN, OTHERS, STEPS = 32, 128, 32  # sequences of a program, those that it compares with them together, blocks of each that it writes together

@@ -19,10 +19,7 @@ from ..base.layout import ALONE, first_row_in_blocks
 from ..base.leading import by_entry
 from ..base.tiles import block_dim
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-CONSUMER_REGISTERS_OF_THREE = gl.constexpr(160)
-LAUNCH_REGISTERS = {2: 168, 3: 128}  # by consumers, of each warp before the consumers take those that the producer leaves
-ROOM = 232448 - 1536  # bytes of shared memory that tiles may take; barriers and what warps exchange take the others
+PRODUCER_REGISTERS = gl.constexpr(24)
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
 NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a panel's columns
 
@@ -31,6 +28,26 @@ GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # from Triton 3.9 on, and before
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.7 on, and before
+
+
+def launch_registers(consumers: int, programs: int = 1) -> int:
+    """Registers of a thread, of so many programs on a processor, before consumers take those that the producer leaves."""
+    threads = 128 * (consumers + 1)  # Triton rounds the producer up to four warps
+    return 65536 // (programs * threads) // 8 * 8
+
+
+def consumer_registers(consumers: int, programs: int = 1) -> int:
+    """Those of a consumer's thread then."""
+    return ((consumers + 1) * launch_registers(consumers, programs) - PRODUCER_REGISTERS.value) // consumers // 8 * 8
+
+
+def room(programs: int = 1) -> int:
+    """Bytes of shared memory for tiles of each program. The system, and barriers and what warps exchange, take the others."""
+    return 233472 // programs - 1024 - 1536
+
+
+LAUNCH_REGISTERS = {consumers: launch_registers(consumers) for consumers in (2, 3)}  # of one program a processor, as the next
+CONSUMER_REGISTERS, CONSUMER_REGISTERS_OF_THREE = gl.constexpr(consumer_registers(2)), gl.constexpr(consumer_registers(3))
 
 
 def consumers_of(length: int, dim: int) -> int:

@@ -30,17 +30,16 @@ from ..portable.split_keys import merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
-    CONSUMER_REGISTERS,
-    CONSUMER_REGISTERS_OF_THREE,
-    LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
+    consumer_registers,
     copied_dims,
     copy,
     copy_tile,
     cut_dims,
+    launch_registers,
     panel_of,
     piece_of,
     pieces,
@@ -109,10 +108,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
-    consumers, keys, stages = sizes_of(problem, dim, dim_v, loaded)
+    consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
     parts, out_parts, lse_parts = lengths.parts, out, lse
     if parts is not None:
         out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
@@ -139,8 +138,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         IN_TURN=consumers == 3 and not pairs,
         EVEN_N=problem.ends_q is None and len_k % keys == 0,
         BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
+        REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[consumers],
+        maxnreg=launch_registers(consumers, programs_each),
     )
     if parts is not None:
         merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
@@ -159,7 +159,7 @@ def scales_exactly(problem: Problem) -> bool:
 def _forward_kernel(
     q, k, v, bias, intervals, bias_columns, rules, lengths, out, lse,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
-    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
@@ -208,8 +208,7 @@ def _forward_kernel(
     )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns)
-    REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
-    gl.warp_specialize(  # one list for two and three consumers: lists cannot be added where a None is among the arguments
+    gl.warp_specialize(  # one list for all numbers of consumers: lists cannot be added where a None is among the arguments
         [
             (_consume, (tiles, barriers, rules, lengths, out, lse, which, config))
             if which < CONSUMERS

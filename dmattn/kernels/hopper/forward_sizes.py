@@ -1,14 +1,13 @@
-"""Sizes of a program of the forward pass on Hopper: its consumers, the keys of a tile, and how many tiles shared memory holds.
+"""Sizes of a program of the forward pass on Hopper: its consumers, the keys of a tile, how many tiles shared memory holds, and how many
+programs share a processor.
 
 They follow from what the host knows of a call, and from times: docs/history.md.
 """
 
 from typing import NamedTuple
 
-import triton
-
 from ...problem import Problem
-from ..base.layout import totals_of
+from ..base.described import typical_length
 from .copies import PANEL, consumers_of
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
@@ -16,11 +15,11 @@ KEYS, STAGES = 128, 2
 # NVIDIA H200, 2026-11-24: 768 rows of 768 of head dim 32 beside a shared bias 1.04 ms with tiles of 64 keys in 4 stages, 1.10 with 128 in 2;
 # under a mask of keys 1.07 and 1.64.
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
-# NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the lengths to which 64 are faster.
-FEW_KEYS, FEW_KEYS_OF_NARROW = 512, 1024  # of a window, or half of all; of heads of 64, whose registers three consumers share
-# NVIDIA H200, 2026-11-26, by packed sequences of 8192 tokens: 64 keys are faster to 3/4 of these lengths, under a window, causal or not, and
-# beside a bias of pairs to 3 times. Two consumers are faster than three to this length, there to twice.
-FEW_QUERIES = 384
+# NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the length to which 64 are faster.
+FEW_KEYS = 1024
+# NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
+# of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
+KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
 
 
 class Sizes(NamedTuple):
@@ -29,6 +28,7 @@ class Sizes(NamedTuple):
     consumers: int  # of 64 queries each
     keys: int  # of a tile
     stages: int  # tiles of keys, values and bias in shared memory
+    programs: int  # that share a processor
 
 
 def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
@@ -36,8 +36,36 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 
     Three consumers have no registers for what they load, and head dims over 64 none for 128 keys of it.
     """
-    keys = KEYS // 2 if loaded and dim > 64 else _keys_of(problem, dim, dim_v)
-    return Sizes(2 if loaded else _consumers_for(problem, max(dim, dim_v)), keys, _stages_of(keys, dim, dim_v))
+    width = max(dim, dim_v)
+    if _are_of_one(problem, width):
+        return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
+    keys = KEYS // 2 if loaded and width > 64 else _keys_of(problem, dim, dim_v)
+    return Sizes(2 if loaded else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, dim, dim_v), 1)
+
+
+def _are_of_one(problem: Problem, width: int) -> bool:
+    """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 beside a bias of pairs or under intervals."""
+    if width > 128:
+        return False
+    pairs = problem.pair_bias is not None
+    if width <= 64:
+        two = consumers_of(typical_length(problem, of_keys=False), width) == 2
+        return pairs or problem.first is not None or _mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
+    return problem.first is None and _mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
+
+
+def _programs_of(width: int) -> int:
+    """Programs of one consumer that have registers for such head dims on a processor."""
+    return 4 if width < PANEL.value else 3 if width == PANEL.value else 2
+
+
+def _mean_keys(problem: Problem) -> int:
+    """The keys that a query in the middle sees, of a packed sequence of typical length."""
+    len_q, len_k = typical_length(problem, of_keys=False), typical_length(problem, of_keys=True)
+    middle = len_k - 1 - len_q // 2  # the place of that query among the keys
+    begin = 0 if problem.left is None else max(0, middle - problem.left)
+    end = len_k if problem.right is None else min(len_k, middle + 1 + problem.right)
+    return end - begin
 
 
 def _keys_of(problem: Problem, dim: int, dim_v: int) -> int:
@@ -46,48 +74,18 @@ def _keys_of(problem: Problem, dim: int, dim_v: int) -> int:
     """
     if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim != 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    return KEYS // 2 if max(dim, dim_v) <= 128 and _are_many_at_edges(problem, dim) else KEYS
+    return KEYS // 2 if PANEL.value < max(dim, dim_v) <= 128 and _are_many_at_edges(problem) else KEYS
 
 
-def _are_many_at_edges(problem: Problem, dim: int) -> bool:
-    """Whether so many tiles of KEYS may hide pairs that half of the keys are faster (docs/history.md).
-
-    Of heads of 64 beside a bias of pairs any such tile is enough: three consumers have no registers for one.
-    """
-    len_k = _typical_length(problem, of_keys=True)
-    packed, pairs, windowed = problem.ends_q is not None, problem.pair_bias is not None, problem.left is not None
-    few = FEW_KEYS_OF_NARROW if dim <= 64 else FEW_KEYS
+def _are_many_at_edges(problem: Problem) -> bool:
+    """Whether so many tiles of KEYS may hide pairs that half of the keys are faster (docs/history.md)."""
     if problem.first is not None:
         return problem.key_bias is None
-    if problem.pair_mask is not None or problem.bits is not None or (len_k <= KEYS and not packed):
+    windowed = problem.left is not None
+    if problem.pair_mask is not None or problem.bits is not None or not (windowed or problem.right is not None or problem.is_masked):
         return False
-    if not (windowed or problem.right is not None or problem.is_masked):
-        if not packed:
-            half, whole = (triton.cdiv(len_k, keys) * keys for keys in (KEYS // 2, KEYS))
-            return half < 0.9 * whole  # of few keys the last tile holds still fewer
-        if not pairs:
-            return len_k <= 3 * few // 4
-    if pairs and (windowed or dim <= 64):
-        return True
-    return len_k <= (3 if packed else 2) * few or (windowed and problem.left + 1 + (len_k if problem.right is None else problem.right) <= few)
-
-
-def _consumers_for(problem: Problem, dim: int) -> int:
-    """`consumers_of` its queries, but two of short packed sequences, of which each has last rows that leave consumers idle."""
-    few = FEW_QUERIES if problem.left is None and problem.right is None and problem.pair_bias is None else 2 * FEW_QUERIES
-    if problem.ends_q is not None and _typical_length(problem, of_keys=False) <= few:
-        return 2
-    return consumers_of(problem.query.shape[2], dim)
-
-
-def _typical_length(problem: Problem, of_keys: bool) -> int:
-    """The length, or that of the packed sequence in which a token lies in the mean, if one is the longest and all others are alike."""
-    length = (problem.key if of_keys else problem.query).shape[2]
-    if problem.ends_q is None:
-        return length
-    total, others = totals_of(problem)[of_keys], max(1, problem.query.shape[0] - 1)
-    longest = min(length, total)
-    return (longest**2 + (total - longest) ** 2 // others) // max(1, total)
+    few = FEW_KEYS if problem.ends_q is None else 3 * FEW_KEYS // 2
+    return (windowed and problem.pair_bias is not None) or typical_length(problem, of_keys=True) <= few
 
 
 def _stages_of(keys: int, dim: int, dim_v: int) -> int:

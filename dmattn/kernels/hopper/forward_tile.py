@@ -43,7 +43,7 @@ RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose sco
 class Config(NamedTuple):
     """Options of the kernel, and constants that follow from them."""
 
-    CONSUMERS: Any  # 2 or 3
+    CONSUMERS: Any  # 1, 2 or 3
     QUERIES: Any  # of a program's block: BLOCK_M for each consumer
     BLOCK_N: Any  # keys of a tile
     SUB: Any  # keys of a block, by which a tile is copied
@@ -273,7 +273,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
         p = weights_at(s, sums.row_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)
     added = lane_sums(p)  # [BLOCK_M, 4]
     # The order that the H200 was faster with. Three consumers have no registers for the other.
-    AT_ONCE: gl.constexpr = config.CONSUMERS == 2 and not config.OF_PAIRS
+    AT_ONCE: gl.constexpr = config.CONSUMERS < 3 and not config.OF_PAIRS
     near = 1
     if AT_ONCE:
         near = all_within(added, votes, context.tiles.v.dtype)

@@ -1,8 +1,8 @@
 """dK and dV on Hopper (sm_90) for head dims from 17 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
-The parts of a program run side by side: two or three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
-shared memory ahead of them. While one consumer makes probabilities, the others multiply. Within one consumer no product outlives a tile,
-because ptxas would serialise all products here.
+The parts of a program run side by side: one to three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
+shared memory ahead of them. While one consumer makes probabilities, the others multiply, or that of another program on the processor. Within
+one consumer no product outlives a tile, because ptxas would serialise all products here.
 
 Of head dims over 128 a program has registers for 64 keys: one consumer makes scores and dV, the other dP, dS and dK. Probabilities pass from
 one to the other by shared memory, so that each product is made once.
@@ -10,6 +10,7 @@ one to the other by shared memory, so that each product is made once.
 
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.described import typical_length
+from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
@@ -34,31 +37,29 @@ from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
-    CONSUMER_REGISTERS,
-    CONSUMER_REGISTERS_OF_THREE,
-    LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_pairs,
     allocate_tiles,
+    consumer_registers,
     consumers_of,
     copy,
     copy_tile,
+    launch_registers,
     padded_dims,
     piece_of,
     pieces,
     place_of_keys,
     place_of_queries,
+    room,
     stage_of,
     tiled,
     tiled_mask,
 )
 from .distances import end_numbers, with_spread_table
 from .key_tile import (
-    BLOCK_M,
     BLOCK_N,
-    PAIRS,
     PROBABILITIES,
     Barriers,
     Context,
@@ -72,10 +73,12 @@ from .key_tile import (
     add_tile,
     allocate_terms,
     are_columns,
+    bytes_of,
     copy_pairs,
     copy_terms,
     no_lane_sums,
     no_sums,
+    pairs_of,
     stages_of,
     store_d_bias,
     tiled_terms,
@@ -84,7 +87,20 @@ from .key_tile import (
 )
 from .registers import store_tile, sums_of_lanes
 
+BLOCK_M = 64  # queries of a tile, or half as many
 STAGES = 2  # tiles of queries, dO and bias in shared memory
+REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
+# NVIDIA H200, 2026-11-26: to these lengths programs of one consumer, of which a processor has several, are faster than those of three consumers
+# and of two; and to the last of heads of 64 half of the queries a tile, as three programs have registers for them (docs/history.md).
+QUERIES_OF_ONE, QUERIES_OF_ONE_BESIDE, QUERIES_OF_HALF = 512, 2048, 256
+
+
+class Sizes(NamedTuple):
+    """Those of a launch."""
+
+    consumers: int  # of BLOCK_N keys each
+    queries: int  # of a tile
+    programs: int  # that share a processor
 
 
 class Config(NamedTuple):
@@ -95,6 +111,7 @@ class Config(NamedTuple):
     DIM: Any  # padded
     DIM_V: Any  # padded
     CONSUMERS: Any
+    BLOCK_M: Any  # queries of a tile
     BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
     STAGES: Any  # tiles of queries, dO and bias in shared memory
     EVEN_N: Any  # no program has keys past the end
@@ -116,9 +133,8 @@ def key_gradients(
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
-    open_walk = not problem.is_masked and problem.left is None and problem.right is None
-    consumers = consumers_of(len_k, max(dim, dim_v)) if (problem.bias is None or problem.zero is not None) and open_walk else 2
+    block_n, (dim, dim_v) = BLOCK_N.value, padded_dims(problem)
+    consumers, block_m, programs_each = sizes_of(problem, d_bias)
     blocks = blocks_of(consumers, dim, dim_v)
     packed = packed_blocks(problem, blocks * block_n, by_key=True)
     lists = query_lists(problem, block_m, blocks * block_n, packed)
@@ -137,7 +153,7 @@ def key_gradients(
         d_out=tiled(incoming.d_out, block_m, dim_v),
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
-        terms=tiled_terms(incoming),
+        terms=tiled_terms(incoming, block_m),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         key_sums=strided(vectors_of(key_sums), heads),
@@ -147,13 +163,37 @@ def key_gradients(
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
-        STAGES=STAGES if blocks > 1 else stages_of(problem, d_bias),
+        BLOCK_M=block_m,
+        STAGES=STAGES if blocks == consumers else stages_of(problem, d_bias, block_m),
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
         COPIES_D_BIAS=copies_d_bias,
         BY_GROUP=by_group(problem, key_sums),
+        REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[consumers],
+        maxnreg=launch_registers(consumers, programs_each),
     )
+
+
+def sizes_of(problem: Problem, d_bias: Tensor | None) -> Sizes:
+    """Those of a problem.
+
+    Consumers of their own programs wait for each other in nothing, but no two read one copy of the queries: a gain of short sequences, and of
+    few. Three consumers have registers for a plain walk alone.
+    """
+    batch, kv_heads, len_k, _ = problem.key.shape
+    width, shortest = max(padded_dims(problem)), min(typical_length(problem, of_keys) for of_keys in (False, True))
+    windowed = problem.is_masked or problem.left is not None or problem.right is not None
+    plain = (problem.bias is None or problem.zero is not None) and not windowed
+    consumers = consumers_of(len_k, width) if plain else 2
+    beside, stage = bytes_of(problem, d_bias, BLOCK_M)
+    most = QUERIES_OF_ONE if consumers == 3 else QUERIES_OF_ONE_BESIDE * PANEL.value // max(width, PANEL.value)
+    are_short = shortest <= most and beside + STAGES * stage <= room(2)
+    are_few = triton.cdiv(len_k, 2 * BLOCK_N.value) * kv_heads * batch <= processors(problem.query.device)
+    if width > 128 or not (are_short or are_few):
+        return Sizes(consumers, BLOCK_M, 1)
+    if width < PANEL.value:
+        return Sizes(1, BLOCK_M // 2, 4)
+    return Sizes(1, BLOCK_M // 2, 3) if width == PANEL.value and shortest <= QUERIES_OF_HALF else Sizes(1, BLOCK_M, 2)
 
 
 @gluon.constexpr_function
@@ -166,7 +206,8 @@ def blocks_of(consumers, dim, dim_v):
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
@@ -178,12 +219,12 @@ def _key_gradients_kernel(
     block, kv_head, batch = place_keys(rules, extents.len_k, extents.heads // extents.group, BLOCKS * BLOCK_N)
     seq = sequence(rules.ends, batch, kv_head * extents.group, extents.len_q, extents.len_k)
     col = block * (BLOCKS * BLOCK_N)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
     v_tiles = allocate_tiles(v, BLOCKS, BLOCK_N, DIM_V)
     q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
     d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
-    terms_tiles = allocate_terms(terms, STAGES)
+    terms_tiles = allocate_terms(terms, STAGES, BLOCK_M)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
     mask_tiles = None if mask is None else allocate_tiles(mask, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
     d_bias_tiles = None
@@ -193,7 +234,7 @@ def _key_gradients_kernel(
         else:
             d_bias_tiles = allocate_pairs(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
     p_tile, p_barriers = None, None
-    if BLOCKS == 1:
+    if BLOCKS < CONSUMERS:
         p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
         p_barriers = allocate_barriers(2, 1)
     bias_columns, key_ones = (None, None, None), None
@@ -201,7 +242,7 @@ def _key_gradients_kernel(
         bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
         key_ones = ones_for_columns(BLOCK_M)
     score_ones, d_p_ones = None, None
-    if CONSUMERS == 3 and are_columns(terms.dtype):  # two have registers for these ones
+    if are_columns(terms.dtype) and REGISTERS < REGISTERS_WITH_ONES:  # else there are registers for these ones
         score_ones = ones_for_columns(BLOCK_N)
         d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
     barriers = Barriers(
@@ -221,7 +262,6 @@ def _key_gradients_kernel(
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
     tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias_tiles, mask_tiles, d_bias_tiles, p_tile)
     ones = Ones(key_ones, score_ones, d_p_ones)
-    REGISTERS: gl.constexpr = CONSUMER_REGISTERS if CONSUMERS == 2 else CONSUMER_REGISTERS_OF_THREE
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
             (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, extents.group, col, which, config))
@@ -237,6 +277,7 @@ def _key_gradients_kernel(
 @gluon.jit
 def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.constexpr):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCKS: gl.constexpr = config.BLOCKS
     STAGES: gl.constexpr = config.STAGES
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
@@ -272,12 +313,13 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
 def _consume(
     tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
-    """The gradients of BLOCK_N of the program's keys, in place `which`; of one block the first consumer makes dV, the second all else."""
+    """The gradients of BLOCK_N of the program's keys, in place `which`; of one block for two the first makes dV, the second all else."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCKS: gl.constexpr = config.BLOCKS
     STAGES: gl.constexpr = config.STAGES
-    OF_SCORES: gl.constexpr = BLOCKS > 1 or which == 0
-    OF_D_SCORES: gl.constexpr = BLOCKS > 1 or which == 1
-    own: gl.constexpr = which if BLOCKS > 1 else 0
+    OF_SCORES: gl.constexpr = BLOCKS == config.CONSUMERS or which == 0
+    OF_D_SCORES: gl.constexpr = BLOCKS == config.CONSUMERS or which == 1
+    own: gl.constexpr = which if BLOCKS == config.CONSUMERS else 0
     if not OF_SCORES:
         d_v = None
     if not OF_D_SCORES:
@@ -287,17 +329,17 @@ def _consume(
     col += own * BLOCK_N
     k_tile = pieces(tiles.k, own, config.DIM)
     v_tile = tiles.v.index(own).reshape([BLOCK_N, config.DIM_V])
-    if config.CONSUMERS == 2 and are_columns(tiles.terms.dtype):
-        FACTOR: gl.constexpr = gl.DotOperandLayout(0, PAIRS, 2)
+    if ones.scores is None and are_columns(tiles.terms.dtype):
+        FACTOR: gl.constexpr = gl.DotOperandLayout(0, pairs_of(config.BLOCK_M), 2)
         ones = Ones(ones.keys, ones_in_registers(BLOCK_N, 0, FACTOR), ones_in_registers(BLOCK_N, 3, FACTOR))
     context = Context(k_tile, v_tile, tiles.bias_columns[own], ones, tiles, barriers, rules, results, col, own)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    sums = no_sums(config.DIM, config.DIM_V, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
+    sums = no_sums(config.DIM, config.DIM_V, config.BLOCK_M, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = under_head(seq, head)
         if not config.BY_GROUP:
-            sums = Sums(sums.dk, sums.dv, no_lane_sums())
+            sums = Sums(sums.dk, sums.dv, no_lane_sums(BLOCK_M))
         keys = Keys(uniform_bias_of(rules, this))
         if OF_SCORES and rules.bias_by_key is not None:
             store_bias_columns(context.bias_columns, rules, this, col)
@@ -314,19 +356,20 @@ def _consume(
                 sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                 step += 1
         if d_bias is not None and rules.lists is None and rules.ends is None:
-            zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
+            zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M))
             for start in range(0, begin, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
         if key_sums is not None and not config.BY_GROUP:
-            _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, PAIRS))
+            _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, pairs_of(config.BLOCK_M)))
     _store_results(results, sums, rules, seq, col, config)
 
 
 @gluon.jit
 def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
     """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
     rules, col = context.rules, context.col
     BLOCKS: gl.constexpr = config.BLOCKS
     own_begin, own_end = own_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
@@ -355,15 +398,16 @@ def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr)
 @gluon.jit
 def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
     """The step after tiles of queries that have no pair of a consumer's keys: it gives back what comes, and their dBias is 0."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
     barriers = context.barriers
-    if config.BLOCKS > 1:  # else both consumers have the program's keys, whose tiles these are
+    if config.BLOCKS == config.CONSUMERS:  # else both consumers have the program's keys, whose tiles these are
         for start in range(begin, end, BLOCK_M):
             stage, phase = stage_of(step, config.STAGES)
             mbarrier.wait(barriers.q_full.index(stage), phase)
             mbarrier.wait(barriers.d_out_full.index(stage), phase)
             mbarrier.arrive(barriers.free.index(stage), count=1)
             if context.results.d_bias is not None:
-                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))
             step += 1
     return step
 
@@ -373,6 +417,7 @@ def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_en
     """The same of open tiles beside a table of distances: outer ones of queries before the keys, which take the last number, inner ones, and
     outer ones after, which take the first.
     """
+    BLOCK_M: gl.constexpr = config.BLOCK_M
     rules = context.rules
     BLOCKS: gl.constexpr = config.BLOCKS
     first, last = end_numbers(rules, seq)
@@ -396,7 +441,7 @@ def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_en
 def _store_results(results, sums, rules, seq, col, config: gl.constexpr):
     """Write the sums of all heads of the group."""
     if results.key_sums is not None and config.BY_GROUP:
-        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, PAIRS))
+        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, pairs_of(config.BLOCK_M)))
     if results.d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
     if results.d_k is not None:
@@ -409,5 +454,5 @@ def _store_results(results, sums, rules, seq, col, config: gl.constexpr):
 @gluon.jit
 def _store_sums(key_sums, seq, col, sums):
     """The sums over the queries for a block of keys."""
-    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+    cols = col + gl.arange(0, BLOCK_N, sums.type.layout)
     gl.store(slice_pointer(key_sums, seq) + cols.to(gl.int64) * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)

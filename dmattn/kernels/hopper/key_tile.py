@@ -17,13 +17,11 @@ from ..base.layout import copied_entry, slice_pointer
 from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
 from .bias_columns import tiled_columns
-from .copies import ROOM, copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, stage_of, store, tiled_vectors, waited
+from .copies import copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, room, stage_of, store, tiled_vectors, waited
 from .distances import numbers_of_pairs
 from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 
-BLOCK_M = gl.constexpr(64)  # queries of a tile
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
-PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M.value, 16]))  # of [BLOCK_N, BLOCK_M] in registers: keys down
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
 
 
@@ -132,22 +130,28 @@ class Turn(NamedTuple):
     number: Any
 
 
-def tiled_terms(incoming: Incoming) -> TensorDescriptor:
-    """The terms of tiles of queries as the copy engine takes them: as columns, if there are some."""
+def tiled_terms(incoming: Incoming, block_m: int) -> TensorDescriptor:
+    """The terms of tiles of so many queries as the copy engine takes them: as columns, if there are some."""
     if incoming.term_columns is None:
-        return tiled_vectors(incoming.vectors, 2, BLOCK_M.value)
-    return tiled_columns(incoming.term_columns, BLOCK_M.value)
+        return tiled_vectors(incoming.vectors, 2, block_m)
+    return tiled_columns(incoming.term_columns, block_m)
 
 
-def stages_of(problem: Problem, d_bias: Tensor | None) -> int:
-    """How many stages there is room for where consumers share their keys."""
-    block_m, block_n, dims = BLOCK_M.value, BLOCK_N.value, sum(padded_dims(problem))
-    beside = 2 * block_n * (dims + block_m) + (0 if d_bias is None else block_m * block_n * d_bias.element_size())
+def stages_of(problem: Problem, d_bias: Tensor | None, block_m: int) -> int:
+    """How many stages of so many queries there is room for where consumers share their keys."""
+    beside, stage = bytes_of(problem, d_bias, block_m)
+    return min((room() - beside - 2 * BLOCK_N.value * block_m) // stage, 3)  # beside probabilities that pass between them
+
+
+def bytes_of(problem: Problem, d_bias: Tensor | None, block_m: int) -> tuple[int, int]:
+    """(bytes of shared memory that one block of keys takes, of each stage of tiles of queries beside it)."""
+    block_n, dims = BLOCK_N.value, sum(padded_dims(problem))
+    beside = 2 * block_n * dims + (0 if d_bias is None else block_m * block_n * d_bias.element_size())
     beside += 6 * block_n * COLUMNS.value if problem.key_bias is not None else 0
     stage = 2 * block_m * dims + 8 * block_m
     stage += 2 * block_m * block_n if problem.pair_bias is not None else 0
     stage += block_m * block_n if problem.pair_mask is not None else 0
-    return min((ROOM - beside) // stage, 3)
+    return beside, stage
 
 
 @gluon.constexpr_function
@@ -156,9 +160,15 @@ def are_columns(dtype):
     return dtype == gl.bfloat16
 
 
+@gluon.constexpr_function
+def pairs_of(block_m):
+    """The layout of [BLOCK_N, block_m] in registers: keys down."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 16])
+
+
 @gluon.jit
-def allocate_terms(terms, STAGES: gl.constexpr):
-    """Shared memory for the terms of STAGES tiles of queries."""
+def allocate_terms(terms, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Shared memory for the terms of STAGES tiles of BLOCK_M queries."""
     if are_columns(terms.dtype):
         return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, BLOCK_M, COLUMNS], terms.layout)
     else:
@@ -191,14 +201,14 @@ def sums_layout(dim):
 
 
 @gluon.jit
-def no_lane_sums():
-    """Sums by lane of nothing."""
-    return lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))
+def no_lane_sums(BLOCK_M: gl.constexpr):
+    """Sums by lane of no tile of BLOCK_M queries."""
+    return lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))
 
 
 @gluon.jit
-def no_sums(DIM: gl.constexpr, DIM_V: gl.constexpr, OF_KEYS: gl.constexpr = True, OF_VALUES: gl.constexpr = True):
-    """:class:`Sums` of nothing."""
+def no_sums(DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, OF_KEYS: gl.constexpr = True, OF_VALUES: gl.constexpr = True):
+    """:class:`Sums` of no tile of BLOCK_M queries."""
     PIECES: gl.constexpr = pieces_of(DIM)
     dk, dv = (), ()
     if OF_KEYS:
@@ -206,7 +216,7 @@ def no_sums(DIM: gl.constexpr, DIM_V: gl.constexpr, OF_KEYS: gl.constexpr = True
             dk += (gl.full([BLOCK_N, DIM // PIECES], 0.0, gl.float32, sums_layout(DIM // PIECES)),)
     if OF_VALUES:
         dv += (gl.full([BLOCK_N, DIM_V], 0.0, gl.float32, sums_layout(DIM_V)),)
-    return Sums(dk, dv, no_lane_sums())
+    return Sums(dk, dv, no_lane_sums(BLOCK_M))
 
 
 @gluon.jit
@@ -215,8 +225,9 @@ def _term_of(terms_tiles, number):
     if are_columns(terms_tiles.dtype):
         return 0.0
     else:
+        BLOCK_M: gl.constexpr = terms_tiles.shape[4]
         vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        return vectors.index(number).load(gl.SliceLayout(0, PAIRS))[None, :]
+        return vectors.index(number).load(gl.SliceLayout(0, pairs_of(BLOCK_M)))[None, :]
 
 
 @gluon.jit
@@ -233,6 +244,8 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
     A `number` of a table of distances is that of all pairs; without it, each loads its own.
     """
     tiles, ones, barriers, rules = context.tiles, context.ones, context.barriers, context.rules
+    BLOCK_M: gl.constexpr = tiles.q.shape[3]
+    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
     DIM: gl.constexpr = context.k[0].shape[1] * len(context.k)
@@ -282,12 +295,19 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
 
 
 @gluon.jit
+def _keys_down(tiles, turn):
+    """A turn's tile of pairs in shared memory, [BLOCK_M, BLOCK_N], in registers, keys down."""
+    BLOCK_M: gl.constexpr = tiles.shape[3]
+    return tiles.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(pairs_of(BLOCK_M))
+
+
+@gluon.jit
 def _mask_of_pairs(context, seq, turn, rows, cols, start):
     """The mask of one tile at an edge, keys down, [BLOCK_N, BLOCK_M]."""
     if context.tiles.mask is None:
         return load_pairs(context.rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
     else:
-        return context.tiles.mask.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
+        return _keys_down(context.tiles.mask, turn)
 
 
 @gluon.jit
@@ -301,7 +321,7 @@ def _handed_over(context, turn, p, OF_SCORES: gl.constexpr):
         mbarrier.arrive(barriers.p.index(1), count=1)
     else:
         mbarrier.wait(barriers.p.index(1), phase)
-        p = tiles.p.load(PAIRS).to(gl.float32)
+        p = tiles.p.load(pairs_of(tiles.q.shape[3])).to(gl.float32)
     return p
 
 
@@ -350,6 +370,8 @@ def _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p):
 def _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE: gl.constexpr):
     """The probabilities of a tile's products, [BLOCK_N, BLOCK_M], of which `kept` and `words` hide some at an EDGE."""
     rules = context.rules
+    BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
+    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
     rows2, middle2 = 0, keys.middle2
@@ -372,6 +394,7 @@ def _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows
 def store_d_bias(context, seq, start, ds):
     """dS of a tile, keys down, to its place in dBias by way of shared memory."""
     d_bias, d_bias_tile = context.results.d_bias, context.tiles.d_bias.index(context.which)
+    BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
     rows_down = d_bias_tile.reshape([BLOCK_M, BLOCK_N])
     if context.results.by_pointers is None:
         tma.store_wait(0)  # the copy engine has read what the tile held
@@ -401,6 +424,8 @@ def uniform_bias_of(rules, seq):
 def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     rules = context.rules
+    BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
+    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
     if rules.bias is None or rules.bias_rows is None:
         return keys.bias
     elif rules.bias_cols is not None and context.tiles.bias is None:
@@ -408,7 +433,7 @@ def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
         cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
         return load_pairs(rules.bias, seq, rows, cols, start, context.col, EDGE)
     elif rules.bias_cols is not None:
-        return context.tiles.bias.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(PAIRS)
+        return _keys_down(context.tiles.bias, turn)
     else:
         bias = load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN=False)[None, :]
         return bias.to(gl.float32) * LOG2E

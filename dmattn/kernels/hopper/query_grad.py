@@ -1,8 +1,9 @@
 """dQ on Hopper (sm_90) for head dims from 17 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
-A program has three parts that run side by side: two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias
-to shared memory ahead of them. A consumer makes dS of one tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a
-program may take several blocks of queries, or a part of the keys of one.
+The parts of a program run side by side: one or two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
+shared memory ahead of them. Of head dims to 64 there is one consumer, and two or three programs share a processor. A consumer makes dS of one
+tile while dS K of the tile before is still multiplied. As in hopper/forward.py, a program may take several blocks of queries, or a part of the
+keys of one.
 """
 
 from typing import Any, NamedTuple
@@ -25,20 +26,21 @@ from ..base.window import open_keys
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
-    CONSUMER_REGISTERS,
-    LAUNCH_REGISTERS,
+    PANEL,
     PRODUCER_REGISTERS,
-    ROOM,
     allocate_barriers,
     allocate_tiles,
+    consumer_registers,
     copy,
     copy_tile,
+    launch_registers,
     padded_dims,
     panel_of,
     piece_of,
     pieces,
     pieces_of,
     place_of_queries,
+    room,
     stage_of,
     tiled,
     waited,
@@ -77,6 +79,7 @@ class Config(NamedTuple):
     VALUE_DIM: Any
     DIM: Any  # padded
     DIM_V: Any  # padded
+    CONSUMERS: Any  # of BLOCK_M queries each
     BLOCK_N: Any  # keys of a tile
     STAGES: Any  # tiles of keys, values and bias in shared memory
     SUB: Any  # keys of a block that a tile is made of
@@ -102,23 +105,23 @@ class Sources(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    q: Any  # [2, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2, as keys
-    d_out: Any  # [2, 1, 1, BLOCK_M, DIM_V]
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2, as keys
+    d_out: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
-    bias: Any  # [2 STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
+    bias: Any  # [CONSUMERS STAGES, 1, 1, BLOCK_M, BLOCK_N], of pairs, unless consumers load it
     intervals: Any  # [STAGES BLOCK_N / SUB, 1, 1, 1, 2 SUB]
     bias_columns: Any  # [STAGES BLOCK_N / SUB, 1, 1, SUB, COLUMNS]
     ones: Any  # [BLOCK_M, COLUMNS], which bias columns meet in products
 
 
 class Barriers(NamedTuple):
-    """Barriers: full when a copy has come, free when it has been used: a consumer's queries by that one, all else by both. And what the
+    """Barriers: full when a copy has come, free when it has been used: a consumer's queries by that one, all else by each. And what the
     producer tells the consumers.
     """
 
-    q_full: Any  # [2, 1], of queries and dO
-    q_free: Any  # [2, 1]
+    q_full: Any  # [CONSUMERS, 1], of queries and dO
+    q_free: Any  # [CONSUMERS, 1]
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
@@ -135,10 +138,11 @@ def query_gradients(
     """
     heads, head_dim, len_k = problem.query.shape[1], problem.query.shape[3], problem.key.shape[2]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
-    block_n, stages = tile_of(problem)
-    rules, intervals, bias_columns, sub = key_walk(problem, 2 * block_m, block_n)
+    consumers, programs_each = sizes_of(max(dim, dim_v))
+    block_n, stages = tile_of(problem, consumers, programs_each)
+    rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
     rules = with_spread_table(problem, rules)
-    lengths, programs = lengths_of(problem, 2 * block_m, rules.packed_blocks, d_query)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each)
     parts, d_q = lengths.parts, d_query
     if parts is not None:
         d_q = torch.empty((parts, *d_query.shape), dtype=torch.float32, device=d_query.device)
@@ -167,29 +171,38 @@ def query_gradients(
         BLOCK_N=block_n,
         STAGES=stages,
         EVEN_N=problem.ends_q is None and len_k % block_n == 0,
+        CONSUMERS=consumers,
+        REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[2],
+        maxnreg=launch_registers(consumers, programs_each),
     )
     if parts is not None:
         d_query.copy_(d_q.sum(0))
 
 
-def tile_of(problem: Problem) -> tuple[int, int]:
+def sizes_of(width: int) -> tuple[int, int]:
+    """(consumers, programs that share a processor) of such head dims."""
+    if width > PANEL.value:
+        return 2, 1
+    return 1, 2 if width == PANEL.value else 3
+
+
+def tile_of(problem: Problem, consumers: int, programs_each: int) -> tuple[int, int]:
     """The first of TILES for which there is room."""
     dims, pairs = sum(padded_dims(problem)), problem.pair_bias is not None
     described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
-    beside = 4 * BLOCK_M.value * dims + (2 * BLOCK_M.value * COLUMNS.value if problem.key_bias is not None else 0)
-    of_key = 2 * dims + described + (4 * BLOCK_M.value if pairs else 0)
-    return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= ROOM)
+    beside = 2 * consumers * BLOCK_M.value * dims + (2 * BLOCK_M.value * COLUMNS.value if problem.key_bias is not None else 0)
+    of_key = 2 * dims + described + (2 * consumers * BLOCK_M.value if pairs else 0)
+    return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= room(programs_each))
 
 
 @gluon.jit
 def _query_gradients_kernel(
     q, k, v, bias, intervals, bias_columns, d_out, out, rules, lengths, lse, d_lse, stored, d_q, end_sums,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, EVEN_N: gl.constexpr,
+    STAGES: gl.constexpr, EVEN_N: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: dQ and terms of some of the works, 2 BLOCK_M queries of one (batch, head) each, from a grid of one axis.
+    """One program: dQ and terms of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     Of a table of distances it writes the sums at its ends, too, if they are wanted.
 
@@ -201,24 +214,24 @@ def _query_gradients_kernel(
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // pieces_of(DIM), 16])
     config: gl.constexpr = Config(
-        HEAD_DIM, VALUE_DIM, DIM, DIM_V, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS, SUMS=SUMS
+        HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS, SUMS=SUMS
     )
     tiles = Tiles(
-        q=allocate_tiles(q, 2, BLOCK_M, DIM),
-        d_out=allocate_tiles(d_out, 2, BLOCK_M, DIM_V),
+        q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
+        d_out=allocate_tiles(d_out, CONSUMERS, BLOCK_M, DIM_V),
         k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
         v=allocate_tiles(v, STAGES, BLOCK_N, DIM_V),
-        bias=None if bias is None else allocate_tiles(bias, STAGES * 2, BLOCK_M, BLOCK_N),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * CONSUMERS, BLOCK_M, BLOCK_N),
         intervals=None if intervals is None else allocate_tiles(intervals, STAGES * (BLOCK_N // SUB), 1, 2 * SUB),
         bias_columns=None if bias_columns is None else allocate_tiles(bias_columns, STAGES * (BLOCK_N // SUB), SUB, COLUMNS),
         ones=None if bias_columns is None else ones_for_columns(BLOCK_M),
     )
     barriers = Barriers(
-        q_full=allocate_barriers(2, 1),
-        q_free=allocate_barriers(2, 1),
+        q_full=allocate_barriers(CONSUMERS, 1),
+        q_free=allocate_barriers(CONSUMERS, 1),
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
-        free=allocate_barriers(STAGES, 2),
+        free=allocate_barriers(STAGES, CONSUMERS),
         numbers=allocate_numbers(),
     )
     fence_async_shared()
@@ -226,12 +239,13 @@ def _query_gradients_kernel(
     vectors = Vectors(None if config.BY_COPY else out, lse, d_lse, stored)
     gl.warp_specialize(
         [
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 0, config)),
-            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, 1, config)),
-            (_produce, (sources, tiles, barriers, rules, lengths, config)),
+            (_consume, (tiles, barriers, rules, lengths, vectors, d_q, end_sums, which, config))
+            if which < CONSUMERS
+            else (_produce, (sources, tiles, barriers, rules, lengths, config))
+            for which in (0, 1, 2)[: CONSUMERS + 1]
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4] * (CONSUMERS - 1) + [1],
+        [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
     )
 
 
@@ -239,7 +253,7 @@ def _query_gradients_kernel(
 def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     """Copy queries, dO and O, and tiles of keys, values, bias, intervals and bias columns to shared memory, as far ahead as stages are free.
 
-    O comes, BY_COPY, as if it were the first tile: that of one consumer in the place of keys, that of the other in the place of values.
+    O comes, BY_COPY, as if it were the first tile: that of one consumer in the place of keys, that of another in the place of values.
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
@@ -250,25 +264,26 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
-    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else 2 * sources.bias.block_type.nbytes
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else config.CONSUMERS * sources.bias.block_type.nbytes
     turn = 0  # tiles so far
     number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    visited = visits_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
     while number < lengths.works:
-        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, number, lengths, 2 * BLOCK_M, BLOCK_N, SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
+        seq, row = work_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, number, lengths, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.CONSUMERS * BLOCK_M)
         entry, first = place_of_queries(seq, row)
         if config.BY_COPY:
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.k_full.index(stage), sources.out.block_type.nbytes)
             copy(sources.out, [entry, seq.head, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
-            mbarrier.expect(barriers.v_full.index(stage), sources.out.block_type.nbytes)
-            copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+            mbarrier.expect(barriers.v_full.index(stage), (config.CONSUMERS - 1) * sources.out.block_type.nbytes)
+            if config.CONSUMERS == 2:
+                copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
             turn += 1
         tell(number, visited, count, barriers.numbers, rules, lengths)
-        for i in gl.static_range(2):  # a consumer may still read its queries of the block before
+        for i in gl.static_range(config.CONSUMERS):  # a consumer may still read its queries of the block before
             q_full = barriers.q_full.index(i)
             mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
             mbarrier.expect(q_full, QUERY_BYTES)
@@ -276,7 +291,7 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
         kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, step, walk, 2 * BLOCK_M, BLOCK_N, SUB)
+            starts = listed_keys(rules, seq, row, step, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             upcoming = draw(upcoming, step + BLOCK_N >= walk.full_end, lengths)
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
@@ -287,29 +302,29 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             if sources.bias is not None:  # whose columns are one block
                 entry = copied_entry(rules.bias, seq.batch)
                 head = seq.head // rules.bias.group
-                for i in gl.static_range(2):
-                    copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(2 * stage + i))
+                for i in gl.static_range(config.CONSUMERS):
+                    copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(config.CONSUMERS * stage + i))
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
-        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, 2 * BLOCK_M)
+        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.CONSUMERS * BLOCK_M)
         number, count = upcoming, count + 1
     tell_end(number, visited, count, barriers, rules, lengths)
 
 
 @gluon.jit
 def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.constexpr, config: gl.constexpr):
-    """dQ and terms of BLOCK_M queries of each of the program's blocks, the first or the second."""
+    """dQ and terms of BLOCK_M queries of each of the program's blocks, in place `which`."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
     turn = 0  # tiles so far
     number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, 2 * BLOCK_M)
+    visited = visits_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
     while number < lengths.works:
-        seq, row = work_of(number, rules, lengths, 2 * BLOCK_M)
-        walk = tile_range(visited, rules, seq, row, number, lengths, 2 * BLOCK_M, BLOCK_N, config.SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, 2 * BLOCK_M)
+        seq, row = work_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
+        walk = tile_range(visited, rules, seq, row, number, lengths, config.CONSUMERS * BLOCK_M, BLOCK_N, config.SUB)
+        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.CONSUMERS * BLOCK_M)
         own_row = row + which * BLOCK_M
         d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
         mbarrier.wait(barriers.q_full.index(which), count & 1)
@@ -364,7 +379,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             mbarrier.arrive(barriers.free.index(last), count=1)
         else:
             mbarrier.arrive(barriers.q_free.index(which), count=1)
-        result = results_of(d_q, number, lengths, 2 * BLOCK_M, config.HEAD_DIM)
+        result = results_of(d_q, number, lengths, config.CONSUMERS * BLOCK_M, config.HEAD_DIM)
         for i in gl.static_range(len(dq)):
             store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
         if end_sums is not None:

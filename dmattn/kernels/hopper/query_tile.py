@@ -46,7 +46,7 @@ class Context(NamedTuple):
     barriers: Any
     rules: Any
     seq: Any
-    row: Any  # the first query of both consumers
+    row: Any  # the first query of the block
     walk: Any
     q_pieces: Any  # of [BLOCK_M, DIM], as the next in shared memory, of one consumer
     d_out_tile: Any  # [BLOCK_M, DIM_V]
@@ -114,7 +114,7 @@ def add_tile(
     PAIRS: gl.constexpr = config.PAIRS
     start = 0  # where there are intervals, nothing needs it
     if rules.first is None:
-        start = listed_key(rules, seq, context.row, step, 0, context.walk, 2 * BLOCK_M, config.SUB)
+        start = listed_key(rules, seq, context.row, step, 0, context.walk, config.CONSUMERS * BLOCK_M, config.SUB)
     row = context.row + which * BLOCK_M
     stage, phase = stage_of(sums.turn, STAGES)
     last = (sums.turn - 1) % STAGES
@@ -142,7 +142,7 @@ def add_tile(
     if not FIRST:
         dq = added(sums, tiles, last, config)
     if rules.bias_rows is not None and rules.bias_cols is not None and tiles.bias is not None:
-        bias = tiles.bias.index(2 * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
+        bias = tiles.bias.index(config.CONSUMERS * stage + which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     elif rules.bias_rows is None or rules.bias_cols is None:
         bias = bias_vector(rules, seq, row, BLOCK_M, PAIRS)
     if EDGE and rules.first is not None:

@@ -100,7 +100,7 @@ def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr
         return 0
     else:
         WORDS: gl.constexpr = LENGTH // WORD
-        LAYOUT: gl.constexpr = gl.SliceLayout(2, by_bits(WORDS))
+        LAYOUT: gl.constexpr = gl.SliceLayout(2, _by_bits(WORDS))
         down = (col if KEYS_DOWN else row) % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         across = (row if KEYS_DOWN else col) % BLOCK // LENGTH * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
         words = gl.full([64, WORDS], -1, gl.int32, LAYOUT)
@@ -110,13 +110,13 @@ def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr
 
 
 @gluon.jit
-def kept_by_bits(s, words):
+def _kept_by_bits(s, words):
     """Scores of a tile, -inf where a bit is 0. In PTX for the reason of :func:`_in_interval`.
 
     What differs by lane is shifted out of the words, so that the bits of a lane have constants in its registers' places.
     """
     PAIRS: gl.constexpr = s.type.layout
-    LAYOUT: gl.constexpr = by_bits(words.shape[1])
+    LAYOUT: gl.constexpr = _by_bits(words.shape[1])
     CODE: gl.constexpr = """{
         .reg .b32 bit;
         .reg .pred kept;
@@ -133,7 +133,7 @@ def kept_by_bits(s, words):
 
 
 @gluon.constexpr_function
-def by_bits(words):
+def _by_bits(words):
     """The layout in registers of a consumer's products of 64 rows, [64, words, WORD]."""
     side_by_side = [[0, 1 << bit, 0] for bit in range(4) if 1 << bit < words]  # words of a row are loaded at once
     registers = [[0, 0, 1], *side_by_side, [8, 0, 0], [0, 0, 8], [0, 0, 16]]
@@ -197,7 +197,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         if rules.mask is not None:
             s = gl.where(hiding.kept != 0, s, float("-inf"))
         if rules.bits is not None:
-            s = kept_by_bits(s, hiding.words)
+            s = _kept_by_bits(s, hiding.words)
         if rules.first is not None:
             s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.

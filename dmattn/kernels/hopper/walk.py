@@ -73,13 +73,13 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any) -> tuple[Lengths, int]:
+def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int = 1) -> tuple[Lengths, int]:
     """(lengths, programs that take the blocks of queries) of a pass that writes `result`.
 
-    `packed` is the list of blocks of packed sequences.
+    `packed` is the list of blocks of packed sequences, and a processor has room for `programs_each`.
     """
     (heads, len_q), (kv_heads, len_k) = problem.query.shape[1:3], problem.key.shape[1:3]
-    works, most = count_blocks(problem, packed, block_m) * heads, processors(problem.query.device)
+    works, most = count_blocks(problem, packed, block_m) * heads, programs_each * processors(problem.query.device)
     draws = works > most and not even_work(problem)
     drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
     parts = parts_of_keys(problem, works, result)

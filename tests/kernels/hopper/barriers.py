@@ -90,9 +90,9 @@ class Barrier:
 class Several(Anything):
     """Tiles in shared memory, or barriers."""
 
-    def __init__(self, make: Callable[..., Any], count: int, *given: Any) -> None:
+    def __init__(self, make: Callable[..., Any], count: int, *given: Any, shape: list[Any] | None = None) -> None:
         self.each = [make(*given) for _ in range(count)]
-        self.shape = [count, 1]
+        self.shape = shape or [count, 1]
 
     def index(self, number: int) -> Any:
         assert number >= 0

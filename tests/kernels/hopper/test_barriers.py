@@ -133,7 +133,7 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
         visits=lambda lists, seq, rows, size: case.visits[seq.head],
         visited_block=lambda lists, seq, rows, visit, *more: visit,
         allocate_barriers=partial(Several, Barrier),
-        allocate_tiles=lambda descriptor, count, rows, cols: Several(Place, count),
+        allocate_tiles=lambda descriptor, count, rows, cols: Several(Place, count, shape=[count, 1, 1, rows, cols]),
         allocate_numbers=lambda: Several(Place, 6),
         copy=lambda source, at, full, place: full.copies.append((place, at)),
         copy_tile=lambda source, entry, head, row, full, tiles, number, dim: full.copies.append((tiles.index(number), (head, row))),
@@ -152,7 +152,7 @@ def check_barriers(language: Language, pairs: dict[str, str]) -> None:
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """The forward pass or dQ; returned is how many tiles the consumers add, as of the next."""
-    case, consumers = drawn(kind, False, chance), chance.choice((2, 3)) if forward else 2
+    case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward else (1, 2))
     rules, queries = case.rules, consumers * case.block_m
     if kind == "lists":
         described = chance.choice(("mask", "bits", "first"))
@@ -191,9 +191,10 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     given = dict(
         q=Anything(), k=blocks_of_keys, v=Anything(), bias=Anything() if of_pairs else None, intervals=None, bias_columns=None, rules=rules,
         lengths=lengths, out=Anything(), lse=Anything(), BLOCK_N=case.block_n, STAGES=case.stages, DIM_V=64, VALUE_DIM=64, EVEN_N=even,
+        CONSUMERS=consumers, REGISTERS=240,
     )  # fmt: skip
     if forward:
-        given |= dict(DIM=64, CONSUMERS=consumers, IN_TURN=consumers == 3 and not of_pairs, BIAS_FIRST=of_pairs and chance.random() < 0.5)
+        given |= dict(DIM=64, IN_TURN=consumers == 3 and not of_pairs, BIAS_FIRST=of_pairs and chance.random() < 0.5)
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
     else:
@@ -245,8 +246,8 @@ def watch_query_grad(names: dict[str, Any], case: Case, tile_of: Callable[..., T
 
 def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """dK and dV, with a dBias or without."""
-    case, consumers = drawn(kind, True, chance), chance.choice((2, 2, 3))
-    blocks = consumers if consumers == 3 or chance.random() < 0.7 else 1  # of keys: those of two consumers may be the same
+    case, consumers = drawn(kind, True, chance), chance.choice((1, 2, 2, 3))
+    blocks = consumers if consumers != 2 or chance.random() < 0.7 else 1  # of keys: those of two consumers may be the same
     keys, heads = blocks * case.block_n, range(len(case.lengths))
     if consumers == 3:
         case.left = case.right = None
@@ -278,8 +279,8 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(), d_bias=d_bias,
         rules=case.rules, terms=Anything(), d_k=Anything(), d_v=Anything(), key_sums=None, extents=names["Extents"](len(heads), len(heads), 30, 30),
-        HEAD_DIM=64, VALUE_DIM=64, DIM=64 if blocks > 1 else 256, DIM_V=64, CONSUMERS=consumers, STAGES=case.stages, EVEN_N=even,
-        COPIES_D_BIAS=True, BY_GROUP=False,
+        HEAD_DIM=64, VALUE_DIM=64, DIM=64 if blocks == consumers else 256, DIM_V=64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
+        COPIES_D_BIAS=True, BY_GROUP=False, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
@@ -304,7 +305,7 @@ def test_every_tile_is_added_once(name: str, kind: str) -> None:
 
 
 WAITS = "all that is left waits"
-NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS))"
+NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))"
 STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step of a walk that has no tile, as -1 // STEP is 0 on a GPU
 
 

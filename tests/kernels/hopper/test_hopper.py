@@ -175,17 +175,14 @@ def test_a_bias_whose_keys_lie_far_apart_is_left() -> None:
 
 def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     one = problem(head_dim=64)
-    assert serves("Hopper", one)
-    assert not serves("Hopper: d_query", one)
     long = problem(head_dim=64, length=2048)
-    assert serves("Hopper", long)
-    assert serves("Hopper", long._replace(right=0))
-    assert serves("Hopper", long._replace(right=0, left=1023))
-    assert not serves("Hopper", long._replace(right=0, left=1022))
+    for other in (one, long, long._replace(right=0), long._replace(right=0, left=100)):
+        assert serves("Hopper", other)
     assert not serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
-    assert not serves("Hopper: d_query", long)
-    assert serves("Hopper: d_query", long._replace(right=0))
-    assert not serves("Hopper: d_query", one._replace(right=0))
+    assert not serves("Hopper: d_query", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+    for length, window, served in ((256, None, False), (257, None, True), (2048, 255, False), (2048, 256, True)):
+        other = problem(head_dim=64, length=length)
+        assert serves("Hopper: d_query", other if window is None else other._replace(right=0, left=window)) == served
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(2, 1, 1, 2048)))
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
@@ -282,13 +279,13 @@ def test_queries_are_scaled_where_that_leaves_all_digits(scale: float, dtype: to
 @pytest.mark.parametrize(
     ("longest", "sequences", "total", "head_dim", "options", "tiles"),
     [
-        (1114, 16, 8192, 64, {}, (3, 64)),
-        (512, 16, 8192, 64, {"causal": True}, (2, 64)),
-        (512, 16, 8192, 64, {"bias": (1, 4, 512, 512)}, (2, 64)),
-        (128, 64, 8192, 64, {}, (2, 64)),
+        (1114, 16, 8192, 64, {}, (1, 64)),
+        (512, 16, 8192, 64, {"causal": True}, (1, 64)),
+        (4096, 4, 16384, 64, {"bias": (1, 4, 4096, 4096)}, (1, 64)),
         (4096, 4, 16384, 64, {}, (3, 128)),
-        (512, 16, 8192, 128, {}, (2, 128)),
-        (512, 16, 8192, 128, {"causal": True}, (2, 64)),
+        (512, 16, 8192, 128, {}, (1, 64)),
+        (1024, 8, 8192, 128, {}, (2, 128)),
+        (1024, 8, 8192, 128, {"causal": True}, (1, 64)),
         (4096, 4, 16384, 128, {"causal": True}, (2, 128)),
         # one sequence has almost all tokens: tiles are those of its length
         (8192, 64, 8192, 64, {}, (3, 128)),

@@ -44,9 +44,8 @@ SMALL = (
     Case("odd-79x136", 79, 136, batch=9, heads=3, head_dim=24, bias="1hqk", reason="odd lengths and head dims"),
     Case("padded-200x251", 200, 251, batch=9, heads=3, head_dim=32, bias="1hqk", padded=True, reason="rows of dBias beside padding"),
     Case("one-tile-128x64", 128, 64, batch=9, heads=2, head_dim=32, bias="1hqk", reason="one tile of keys, half filled"),
-    Case("mask-384x384", 384, batch=7, heads=3, head_dim=32, bias="1hqk", mask="b11k", keep="padding", reason="the forward pass alone"),
     Case(
-        "mask-by-head-197x321",
+        "sinks-197x321",
         197,
         321,
         batch=9,
@@ -55,7 +54,6 @@ SMALL = (
         head_dim=24,
         bias="1gqk",
         padded=True,
-        mask="bh1k",
         sinks="far",
         reason="the forward pass alone",
     ),
@@ -84,17 +82,7 @@ def problem(**given) -> Problem:
     """A canonical problem without storage."""
     options = (
         dict(
-            batch=256,
-            heads=4,
-            kv_heads=4,
-            len_q=384,
-            len_k=384,
-            dim=32,
-            bias=(1, 4, 384, 384),
-            dtype=torch.bfloat16,
-            scale=None,
-            causal=False,
-            mask=None,
+            batch=256, heads=4, kv_heads=4, len_q=384, len_k=384, dim=32, bias=(1, 4, 384, 384), dtype=torch.bfloat16, scale=None, causal=False
         )
         | given
     )
@@ -104,9 +92,8 @@ def problem(**given) -> Problem:
     shapes = (batch, heads, len_q, dim), (batch, kv_heads, len_k, dim), (batch, kv_heads, len_k, dim), options["bias"]
     query, key, value, bias = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     bias = bias.to(given.get("bias_dtype", dtype))
-    mask = None if options["mask"] is None else torch.empty(options["mask"], dtype=torch.bool, device="meta")
     return Problem.canonical(
-        query, key, value, mask=mask, bias=bias, causal=options["causal"], window=None, scale=options["scale"], softcap=None
+        query, key, value, mask=None, bias=bias, causal=options["causal"], window=None, scale=options["scale"], softcap=None
     )
 
 
@@ -137,10 +124,8 @@ def served(what: str, one: Problem, out: Tensor, d_out: Tensor | None = None, d_
         (dict(len_q=360, bias=(1, 4, 360, 384)), True, True),
         (dict(len_k=328, bias=(1, 4, 384, 328)), True, True),
         (dict(bias_dtype=torch.float16), False, False),
-        (dict(mask=(256, 1, 1, 384)), True, False),
-        (dict(mask=(256, 1, 384, 384)), False, False),
     ],
-    ids=["rows", "shared-by-heads", "grouped", "long-queries", "long-keys", "few", "own-bias", "by-key", "wide", "float32", "causal", "negative-scale", "float16", "odd-dims", "odd-queries", "odd-keys", "bias-of-another-type", "mask-of-keys", "mask-of-pairs"],
+    ids=["rows", "shared-by-heads", "grouped", "long-queries", "long-keys", "few", "own-bias", "by-key", "wide", "float32", "causal", "negative-scale", "float16", "odd-dims", "odd-queries", "odd-keys", "bias-of-another-type"],
 )  # fmt: skip
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)
@@ -237,36 +222,3 @@ def test_biases_of_the_lowest_number_hide(reached: list[str], monkeypatch: pytes
     torch.testing.assert_close(out[:, :, 80], value[:, :, 5])  # its weight is rounded, its sum is not
     assert all(x.grad.isfinite().all() for x in (query, key, value, bias))
     assert reached == ["forward", "query_gradients", "key_gradients"]
-
-
-@needs_cuda
-def test_what_a_mask_of_keys_hides_changes_nothing(reached: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be it in tiles that are left out, also the first ones, or beside other keys; members without a key have nothing."""
-    monkeypatch.setattr(hopper_resident, "FEWEST_MEMBERS", 0)
-    query, key, value = (torch.randn(133, 2, length, 32, device="cuda").bfloat16() for length in (129, 320, 320))
-    bias = torch.randn(1, 2, 129, 320, device="cuda").bfloat16()
-    places = torch.arange(320, device="cuda")
-    first, last = (torch.randint(-100, 420, (133, 1, 1, 1), device="cuda") for _ in range(2))
-    mask = (first <= places) & (places < last) & (places % 7 != 3)
-    mask[5::4] = places % 7 != 3
-    hidden = bias.masked_fill(places % 7 == 3, float("nan"))
-    hidden[..., 17] = float("inf")
-    out, lse = attention(query, key, value, mask=mask, bias=hidden, return_lse=True)
-    hidden[..., places % 7 == 3] = 0
-    again, lse_again = attention(query, key, value, mask=mask, bias=hidden, return_lse=True)
-    assert torch.equal(out, again)
-    assert torch.equal(lse, lse_again)
-    empty = ~mask[:, 0, 0].any(1)
-    assert 20 < empty.sum() < 110
-    assert (out[empty] == 0).all()
-    assert (lse[empty] == float("-inf")).all()
-    assert set(reached) == {"forward"}
-    _agree(query, key, value, mask, bias)
-
-
-def _agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor) -> None:
-    """Out and lse are those of float64."""
-    out, lse = attention(query, key, value, mask=mask, bias=bias, return_lse=True)
-    scores = (query.double() @ key.double().mT * query.shape[3] ** -0.5 + bias.double()).masked_fill(~mask, float("-inf"))
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out.double(), scores.softmax(-1).nan_to_num(0) @ value.double(), rtol=1e-2, atol=1e-2)

@@ -1,4 +1,1 @@
-"""Narrow heads that share a bias, which stays on chip.
-
-`bias` (who works on what), `forward` with its `mask`, `query_grad` with its `line`, `key_grad`.
-"""
+"""Narrow heads that share a bias, which stays on chip: `bias` (who works on what), `forward`, `query_grad` with its `line`, `key_grad`."""
