@@ -306,7 +306,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper, pairs loaded", dict(uncopyable=(("key", "rows of key"), *UNCOPYABLE["uncopyable"])), "rows of key"),
     ("forward: Hopper, pairs loaded", dict(features=INTERVALS | SHARED["features"]), "does not serve an IntervalMask"),
     ("forward: Hopper, bias on chip", dict(features=frozenset(), bias=None), "is for a bias (..., Sq, Sk), and there is none"),
-    ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of pairs"})), "does not serve a mask (..., Sq, Sk)"),
+    ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("forward: Hopper, bias on chip", dict(bias=Bias(BF16, 300, 1)), "is for a bias that batch entries share"),

@@ -303,6 +303,113 @@ def test_tiles_of_packed_sequences_follow_their_lengths(
     assert forward_sizes.sizes_of(one, head_dim, head_dim, loaded=False)[:2] == tiles
 
 
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "sizes"),
+    [
+        (1024, 64, {}, (1, 64, 3, 3)),
+        (2048, 64, {}, (3, 128, 2, 1)),
+        (2048, 64, {"causal": True}, (1, 64, 3, 3)),
+        (4096, 64, {"causal": True}, (3, 128, 2, 1)),
+        (4096, 64, {"causal": True, "window": (1023, 0)}, (1, 64, 3, 3)),
+        (4096, 64, {"bias": (1, 4, 4096, 4096)}, (1, 64, 2, 3)),
+        (1024, 32, {"bias": (1, 4, 1024, 1024)}, (1, 64, 3, 4)),
+        (4096, 32, {}, (3, 64, 4, 1)),
+        (512, 128, {}, (1, 64, 2, 2)),
+        (1024, 128, {}, (2, 128, 2, 1)),
+        (1024, 128, {"bias": (1, 4, 1024, 1024)}, (1, 64, 2, 2)),
+        (512, 80, {}, (2, 128, 2, 1)),
+        (512, 256, {}, (2, 64, 2, 1)),
+    ],
+)
+def test_programs_have_one_consumer_where_queries_meet_few_keys(
+    length: int, head_dim: int, options: dict, sizes: tuple[int, int, int, int]
+) -> None:
+    bias = {"bias": tensor(*options["bias"])} if "bias" in options else {}
+    one = leading.flattened(problem(head_dim, length, **options | bias))[0]
+    assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False) == sizes
+
+
+def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
+    key = tensor(2, 2, 1500, 64)
+    for len_q, consumers in ((448, 1), (384, 3)):  # of 448 three would leave rows idle
+        one = problem(query=tensor(2, 4, len_q, 64), key=key, value=key)
+        assert forward_sizes.sizes_of(one, 64, 64, loaded=False).consumers == consumers
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "batch", "options", "sizes"),
+    [
+        (256, 64, 99, {}, (1, 32, 3)),
+        (512, 64, 99, {}, (1, 64, 2)),
+        (2048, 64, 99, {}, (3, 64, 1)),
+        (1152, 64, 99, {}, (3, 64, 1)),
+        (1024, 64, 99, {}, (1, 64, 2)),  # of which 192 waste rows
+        (2048, 64, 99, {"causal": True}, (1, 64, 2)),
+        (2112, 64, 99, {"causal": True}, (2, 64, 1)),
+        (2112, 64, 2, {"causal": True}, (1, 64, 2)),  # few programs
+        (1024, 32, 99, {}, (1, 32, 4)),
+        (1024, 128, 99, {"causal": True}, (1, 64, 2)),
+        (1088, 128, 99, {"causal": True}, (2, 64, 1)),
+        (256, 256, 99, {}, (2, 64, 1)),
+    ],
+)
+def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
+    length: int, head_dim: int, batch: int, options: dict, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_key_grad, "processors", lambda device: 132)
+    query, key = (tensor(1, heads, 1, head_dim).expand(batch, heads, length, head_dim) for heads in (4, 2))
+    one = problem(query=query, key=key, value=key, **options)
+    assert hopper_key_grad.sizes_of(one, None) == sizes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "d_bias", "sizes"),
+    [(64, {}, False, (1, 2)), (128, {}, False, (1, 2)), (128, {"bias": (2, 4, LENGTH, LENGTH)}, True, (2, 1)), (256, {}, False, (2, 1))],
+)
+def test_two_consumers_under_intervals_where_they_share_long_lives(head_dim: int, options: dict, d_bias: bool, sizes: tuple[int, int]) -> None:
+    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
+    mask = IntervalMask(first, first + LENGTH)
+    bias = tensor(*options["bias"]) if "bias" in options else None
+    one = problem(head_dim, mask=mask, bias=bias)
+    assert hopper_key_grad_intervals.sizes_of(one, bias if d_bias else None) == sizes
+    dynamic = problem(head_dim, mask=mask, bias=tensor(2, 2, 1, LENGTH))
+    assert hopper_key_grad_intervals.sizes_of(dynamic, None) == (2, 1)
+
+
+@pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
+def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int) -> None:
+    launched, own = hopper.launch_registers(consumers, programs), hopper.consumer_registers(consumers, programs)
+    assert launched % 8 == own % 8 == 0
+    assert programs * 128 * (consumers + 1) * launched <= 65536
+    assert consumers * own + hopper.PRODUCER_REGISTERS.value <= (consumers + 1) * launched
+    assert own <= 240
+
+
+@needs_cuda
+def test_a_bias_that_a_mask_of_keys_hides_changes_nothing() -> None:
+    """Be it in tiles that are left out, also the first ones, or beside other keys; members without a key have nothing."""
+    query, key, value = (tensor(133, 2, length, 32, device="cuda") for length in (129, 320, 320))
+    bias = tensor(1, 2, 129, 320, device="cuda")
+    places = torch.arange(320, device="cuda")
+    first, last = (torch.randint(-100, 420, (133, 1, 1, 1), device="cuda") for _ in range(2))
+    mask = (first <= places) & (places < last) & (places % 7 != 3)
+    mask[5::4] = places % 7 != 3
+    hidden = bias.masked_fill(places % 7 == 3, float("nan"))
+    hidden[..., 17] = float("inf")
+    out, lse = attention(query, key, value, mask=mask, bias=hidden, return_lse=True)
+    hidden[..., places % 7 == 3] = 0
+    again, lse_again = attention(query, key, value, mask=mask, bias=hidden, return_lse=True)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    empty = ~mask[:, 0, 0].any(1)
+    assert 20 < empty.sum() < 110
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == float("-inf")).all()
+    scores = (query.double() @ key.double().mT * 32**-0.5 + hidden.double()).masked_fill(~mask, float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), scores.softmax(-1).nan_to_num(0) @ value.double(), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("length", "head_dim", "consumers"), [(4096, 64, 3), (190, 64, 3), (400, 64, 2), (4096, 128, 2)])
 def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim: int, consumers: int) -> None:
     assert hopper.consumers_of(length, head_dim) == consumers
