@@ -229,8 +229,6 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     yield _without_distances(traits, MASKS, INTERVALS)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-    if _are_narrow(traits) and {"intervals", "bias of keys"} <= traits.features:
-        yield f"{_OF_NARROW} leaves an IntervalMask beside a bias (..., 1, Sk) to the portable kernel, which is faster"
     if _are_narrowest(traits):
         on_chip = traits.features >= PAIR_BIAS and "mask of keys" not in traits.features
         yield _narrowest(traits, loads_pairs, hopper_resident.MOST_KEYS if on_chip else _SHORT, own=True)

@@ -2,7 +2,7 @@
 
 One program of the forward pass::
 
-    producer, 1 warp      shared memory                       consumer, 4 warps and 64 queries, one of two or three
+    producer, 1 warp      shared memory                       consumer, 4 warps and 64 queries, one of up to three
     wait q_free, copy ->  q[consumer]                         S = Q K^T, of the next tile
     wait k_free, copy ->  k, bias, intervals [stage]          P = softmax(S + bias), while others multiply
     wait v_free, copy ->  v[stage]                            O += P V, of the tile before

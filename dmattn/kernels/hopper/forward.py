@@ -1,13 +1,13 @@
 """The forward pass on Hopper (sm_90) for head dims from 17 to 256, in Gluon: copies, matrix products and softmax overlap.
 
-The parts of a program run side by side: two or three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
+The parts of a program run side by side: one to three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
-softmax the others multiply. Three consumers do so in turn, except beside a bias of pairs (as FlashAttention-3 does: Shah et al., 2024,
-https://arxiv.org/abs/2407.08608).
+softmax the others multiply, or those of other programs on the processor. Three consumers do so in turn (as FlashAttention-3 does: Shah et al.,
+2024, https://arxiv.org/abs/2407.08608).
 
-Where there are more blocks of queries than processors, there is one program for each processor. Its producer begins the next block while the
-consumers end theirs. Where there are so few that they would leave processors idle, and keys enough, each block's keys are split over programs,
-whose results are merged as in portable/split_keys.py. Rules on pairs are those of base/rules.py, spelled for Gluon.
+Where there are more blocks of queries than programs have room, there are as many programs as have room. A producer begins the next block while
+the consumers end theirs. Where blocks are so few that they would leave processors idle, and keys enough, each block's keys are split over
+programs, whose results are merged as in portable/split_keys.py. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
 import math
@@ -135,7 +135,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
-        IN_TURN=consumers == 3 and not pairs,
+        IN_TURN=consumers == 3,
         EVEN_N=problem.ends_q is None and len_k % keys == 0,
         BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
         REGISTERS=consumer_registers(consumers, programs_each),

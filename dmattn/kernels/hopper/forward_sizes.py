@@ -34,13 +34,13 @@ class Sizes(NamedTuple):
 def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
     """Those of a problem with head dims as they are multiplied (`cut_dims`), whose consumers may have a bias of pairs that is `loaded`.
 
-    Three consumers have no registers for what they load, and head dims over 64 none for 128 keys of it.
+    Of head dims over 64 consumers have no registers for 128 keys of it.
     """
     width = max(dim, dim_v)
     if _are_of_one(problem, width):
         return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
-    keys = KEYS // 2 if loaded and width > 64 else _keys_of(problem, dim, dim_v)
-    return Sizes(2 if loaded else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, dim, dim_v), 1)
+    keys = KEYS // 2 if loaded else _keys_of(problem, dim, dim_v)
+    return Sizes(consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, dim, dim_v), 1)
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
@@ -60,9 +60,9 @@ def _programs_of(width: int) -> int:
 
 
 def _mean_keys(problem: Problem) -> int:
-    """The keys that a query in the middle sees, of a packed sequence of typical length."""
+    """The keys that a query in the middle of the last ones sees, of a packed sequence of typical length."""
     len_q, len_k = typical_length(problem, of_keys=False), typical_length(problem, of_keys=True)
-    middle = len_k - 1 - len_q // 2  # the place of that query among the keys
+    middle = len_k - 1 - min(len_q, len_k) // 2  # the place of that query among the keys
     begin = 0 if problem.left is None else max(0, middle - problem.left)
     end = len_k if problem.right is None else min(len_k, middle + 1 + problem.right)
     return end - begin

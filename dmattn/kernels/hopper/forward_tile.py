@@ -191,13 +191,10 @@ def _add_tile(
         new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
     else:
         new_max = gl.maximum(sums.row_max, gl.max(s, 1) + number)
-    # The stage may hold a bias or intervals, which have to be here before it is given back. Three consumers lose by waiting for that at once.
-    LOADED: gl.constexpr = (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None)
-    LATE: gl.constexpr = LOADED and config.CONSUMERS == 3
-    if not LATE:
-        if LOADED:
-            new_max = looked_at(new_max)
-        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+    # The stage may hold a bias or intervals, which have to be here before it is given back.
+    if (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None):
+        new_max = looked_at(new_max)
+    mbarrier.arrive(barriers.k_free.index(stage), count=1)
     if number is None:
         p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=FAR)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
     else:
@@ -209,9 +206,6 @@ def _add_tile(
     if not FIRST:
         acc = rescaled(acc, alpha)
     row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
-    if LATE:
-        row_sum = looked_at(row_sum)
-        mbarrier.arrive(barriers.k_free.index(stage), count=1)
     return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1)
 
 

@@ -178,7 +178,7 @@ def sizes_of(problem: Problem, d_bias: Tensor | None) -> Sizes:
     """Those of a problem.
 
     Consumers of their own programs wait for each other in nothing, but no two read one copy of the queries: a gain of short sequences, and of
-    few. Three consumers have registers for a plain walk alone.
+    few, where a processor has room for two programs, or where their walks differ. Three consumers have registers for a plain walk alone.
     """
     batch, kv_heads, len_k, _ = problem.key.shape
     width, shortest = max(padded_dims(problem)), min(typical_length(problem, of_keys) for of_keys in (False, True))
@@ -187,9 +187,9 @@ def sizes_of(problem: Problem, d_bias: Tensor | None) -> Sizes:
     consumers = consumers_of(len_k, width) if plain else 2
     beside, stage = bytes_of(problem, d_bias, BLOCK_M)
     most = QUERIES_OF_ONE if consumers == 3 else QUERIES_OF_ONE_BESIDE * PANEL.value // max(width, PANEL.value)
-    are_short = shortest <= most and beside + STAGES * stage <= room(2)
-    are_few = triton.cdiv(len_k, 2 * BLOCK_N.value) * kv_heads * batch <= processors(problem.query.device)
-    if width > 128 or not (are_short or are_few):
+    fit, pairs_of_blocks = beside + STAGES * stage <= room(2), triton.cdiv(len_k, 2 * BLOCK_N.value) * kv_heads * batch
+    are_few = pairs_of_blocks <= processors(problem.query.device) // (1 if fit or windowed else 2)
+    if width > 128 or not ((shortest <= most and fit) or are_few):
         return Sizes(consumers, BLOCK_M, 1)
     if width < PANEL.value:
         return Sizes(1, BLOCK_M // 2, 4)

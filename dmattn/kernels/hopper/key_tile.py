@@ -148,7 +148,7 @@ def bytes_of(problem: Problem, d_bias: Tensor | None, block_m: int) -> tuple[int
     block_n, dims = BLOCK_N.value, sum(padded_dims(problem))
     beside = 2 * block_n * dims + (0 if d_bias is None else block_m * block_n * d_bias.element_size())
     beside += 6 * block_n * COLUMNS.value if problem.key_bias is not None else 0
-    stage = 2 * block_m * dims + 8 * block_m
+    stage = 2 * block_m * dims + (2 * COLUMNS.value if max(padded_dims(problem)) <= 128 else 8) * block_m  # terms, as columns
     stage += 2 * block_m * block_n if problem.pair_bias is not None else 0
     stage += block_m * block_n if problem.pair_mask is not None else 0
     return beside, stage

@@ -152,7 +152,7 @@ def check_barriers(language: Language, pairs: dict[str, str]) -> None:
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """The forward pass or dQ; returned is how many tiles the consumers add, as of the next."""
-    case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward else (1, 2))
+    case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward and kind != "bias of pairs" else (1, 2))
     rules, queries = case.rules, consumers * case.block_m
     if kind == "lists":
         described = chance.choice(("mask", "bits", "first"))
@@ -194,7 +194,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         CONSUMERS=consumers, REGISTERS=240,
     )  # fmt: skip
     if forward:
-        given |= dict(DIM=64, IN_TURN=consumers == 3 and not of_pairs, BIAS_FIRST=of_pairs and chance.random() < 0.5)
+        given |= dict(DIM=64, IN_TURN=consumers == 3, BIAS_FIRST=of_pairs and chance.random() < 0.5)
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
     else:

@@ -11,7 +11,8 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, RelativeBias, attention
+from dmattn import IntervalMask, RelativeBias, attention, attention_varlen
+from dmattn.equivalence import Case, check
 from dmattn.execution import replay
 from dmattn.problem import Gradients, Problem
 
@@ -383,6 +384,62 @@ def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int
     assert programs * 128 * (consumers + 1) * launched <= 65536
     assert consumers * own + hopper.PRODUCER_REGISTERS.value <= (consumers + 1) * launched
     assert own <= 240
+
+
+FORMS = (
+    Case("mask-dense-bias-causal", 200, 264, heads=4, kv_heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True),
+    Case("loaded-dense-bias-window", 201, 263, heads=2, head_dim=128, bias="bhqk", window=(90, 20)),
+    Case("key-bias-gqa-sinks", 387, 523, heads=4, kv_heads=2, head_dim=72, bias="bg1k", causal=True, sinks="random"),
+    Case("padding-shared-bias", 260, 391, batch=3, heads=2, head_dim=128, mask="b11k", keep="padding", bias="1hqk"),
+    Case("window-dense-bias", 393, 528, heads=2, head_dim=64, bias="bhqk", window=(100, 30)),
+    Case("window-gqa", 460, 520, heads=4, kv_heads=2, head_dim=40, window=(40, 20)),
+    Case("block-mask", 393, 523, head_dim=128, mask="1hqk", keep="random", blocked=True),
+    Case("distances-causal", 400, 700, heads=2, head_dim=64, bias="1hr", distances=129, causal=True),
+    Case("causal-d32", 500, 700, batch=12, heads=12, kv_heads=4, head_dim=24, causal=True),
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("forward", "keys"),
+    [((2, 128, 2, 1), (2, 64, 1)), ((3, 128, 2, 1), (3, 64, 1)), ((2, 64, 2, 1), (1, 64, 2)), ((1, 64, 2, 2), (1, 32, 2))],
+    ids=["two", "three", "two-and-one", "one"],
+)
+@pytest.mark.parametrize("case", FORMS, ids=lambda case: case.name)
+def test_all_numbers_of_consumers_are_exact(
+    case: Case, forward: tuple[int, ...], keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small problems have them here that only large ones have else."""
+    if forward[0] == 3 and (case.head_dim > 64 or (case.bias or "")[-2:] == "qk"):
+        pytest.skip("three consumers have no registers for it")
+    fewer = forward[1] // 2 if case.head_dim <= 32 or (forward[1] == 128 and "loaded" in case.name) else forward[1]
+    sizes = forward_sizes.Sizes(forward[0], fewer, *forward[2:])
+    monkeypatch.setattr(hopper_forward, "sizes_of", lambda *given, **named: sizes)
+    monkeypatch.setattr(hopper_key_grad, "sizes_of", lambda *given: hopper_key_grad.Sizes(*keys))
+    replay.forget()
+    wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
+    replay.forget()
+    assert not wrong, wrong
+
+
+@needs_cuda
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_packed_sequences_by_all_numbers_of_consumers(consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = torch.tensor((0, 300, 300, 1, 190, 64, 521))
+    ends = lengths.cumsum(0).int().cuda()
+    query, key, value = (tensor(int(ends[-1]), 4, 64, device="cuda").requires_grad_() for _ in range(3))
+
+    def results() -> list[Tensor]:
+        replay.forget()
+        out = attention_varlen(query, key, value, ends, ends, max_seqlen_q=521, max_seqlen_k=521, causal=True)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (query, key, value))]
+
+    expected = results()
+    monkeypatch.setattr(hopper_forward, "sizes_of", lambda *given, **named: forward_sizes.Sizes(consumers, 128, 2, 1))
+    monkeypatch.setattr(hopper_key_grad, "sizes_of", lambda *given: hopper_key_grad.Sizes(consumers, 64, 1))
+    for own, other in zip(results(), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
+    replay.forget()
 
 
 @needs_cuda
