@@ -261,12 +261,13 @@ def types(signature: Any, *path: Any) -> Iterator[tuple]:
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums and early starts of one compiled kernel.
+    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts and barriers made twice.
 
     Atomics on shared memory are how tl.histogram counts, and relaxed sums of integers how programs draw numbers: neither is a sum of rounded
     numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
     then hold different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global
-    memory, or starts early.
+    memory, or starts early. A barrier that is made twice shares its memory with another: nobody uses one of them, or it would be there longer.
+    What lies there later may be overwritten, as a barrier is made by another unit of the processor than stores.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -283,7 +284,9 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
     touches = re.search(r"(?:ld|st|red|atom)\.global|cp\.async", code)
     early = getattr(compiled.metadata, "launch_pdl", False) != (len(waits) == 1) or bool(waits and touches and touches.start() < waits[0])
-    counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early)}
+    barriers = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%\w+)\]", code)
+    twice = len(barriers) - len(set(barriers))
+    counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early), "twice": twice}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
 
 

@@ -363,20 +363,6 @@ def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
     assert hopper_key_grad.sizes_of(one, None) == sizes
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "options", "d_bias", "sizes"),
-    [(64, {}, False, (1, 2)), (128, {}, False, (1, 2)), (128, {"bias": (2, 4, LENGTH, LENGTH)}, True, (2, 1)), (256, {}, False, (2, 1))],
-)
-def test_two_consumers_under_intervals_where_they_share_long_lives(head_dim: int, options: dict, d_bias: bool, sizes: tuple[int, int]) -> None:
-    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
-    mask = IntervalMask(first, first + LENGTH)
-    bias = tensor(*options["bias"]) if "bias" in options else None
-    one = problem(head_dim, mask=mask, bias=bias)
-    assert hopper_key_grad_intervals.sizes_of(one, bias if d_bias else None) == sizes
-    dynamic = problem(head_dim, mask=mask, bias=tensor(2, 2, 1, LENGTH))
-    assert hopper_key_grad_intervals.sizes_of(dynamic, None) == (2, 1)
-
-
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
 def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int) -> None:
     launched, own = hopper.launch_registers(consumers, programs), hopper.consumer_registers(consumers, programs)
