@@ -50,8 +50,8 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     pairs = problem.pair_bias is not None
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
-        return pairs or problem.first is not None or _mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
-    return problem.first is None and _mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
+        return pairs or problem.first is not None or mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
+    return problem.first is None and mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
 
 
 def _programs_of(width: int) -> int:
@@ -59,7 +59,7 @@ def _programs_of(width: int) -> int:
     return 4 if width < PANEL.value else 3 if width == PANEL.value else 2
 
 
-def _mean_keys(problem: Problem) -> int:
+def mean_keys(problem: Problem) -> int:
     """The keys that a query in the middle of the last ones sees, of a packed sequence of typical length."""
     len_q, len_k = typical_length(problem, of_keys=False), typical_length(problem, of_keys=True)
     middle = len_k - 1 - min(len_q, len_k) // 2  # the place of that query among the keys

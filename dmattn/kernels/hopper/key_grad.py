@@ -90,9 +90,10 @@ from .registers import store_tile, sums_of_lanes
 BLOCK_M = 64  # queries of a tile, or half as many
 STAGES = 2  # tiles of queries, dO and bias in shared memory
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
-# NVIDIA H200, 2026-11-26: to these lengths programs of one consumer, of which a processor has several, are faster than those of three consumers
-# and of two; and to the last of heads of 64 half of the queries a tile, as three programs have registers for them (docs/history.md).
-QUERIES_OF_ONE, QUERIES_OF_ONE_BESIDE, QUERIES_OF_HALF = 512, 2048, 256
+# NVIDIA H200, 2026-11-26: programs of one consumer, of which a processor has several, are faster to so many keys than those of three consumers,
+# or of two over head dim 64; and than those of two up to there, where queries or keys are so many; and to the last of heads of 64 with half of
+# the queries a tile, as three programs have registers for them (docs/history.md).
+KEYS_OF_ONE, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
 
 
 class Sizes(NamedTuple):
@@ -181,19 +182,24 @@ def sizes_of(problem: Problem, d_bias: Tensor | None) -> Sizes:
     few, where a processor has room for two programs, or where their walks differ. Three consumers have registers for a plain walk alone.
     """
     batch, kv_heads, len_k, _ = problem.key.shape
-    width, shortest = max(padded_dims(problem)), min(typical_length(problem, of_keys) for of_keys in (False, True))
+    width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
     windowed = problem.is_masked or problem.left is not None or problem.right is not None
     plain = (problem.bias is None or problem.zero is not None) and not windowed
     consumers = consumers_of(len_k, width) if plain else 2
     beside, stage = bytes_of(problem, d_bias, BLOCK_M)
-    most = QUERIES_OF_ONE if consumers == 3 else QUERIES_OF_ONE_BESIDE * PANEL.value // max(width, PANEL.value)
+    if consumers == 3 or width > PANEL.value:
+        are_short = keys <= KEYS_OF_ONE
+    else:
+        are_short = min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_ONE
     fit, pairs_of_blocks = beside + STAGES * stage <= room(2), triton.cdiv(len_k, 2 * BLOCK_N.value) * kv_heads * batch
     are_few = pairs_of_blocks <= processors(problem.query.device) // (1 if fit or windowed else 2)
-    if width > 128 or not ((shortest <= most and fit) or are_few):
+    if width > 128 or not ((are_short and fit) or are_few):
         return Sizes(consumers, BLOCK_M, 1)
     if width < PANEL.value:
         return Sizes(1, BLOCK_M // 2, 4)
-    return Sizes(1, BLOCK_M // 2, 3) if width == PANEL.value and shortest <= QUERIES_OF_HALF else Sizes(1, BLOCK_M, 2)
+    if width == PANEL.value and min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_HALF:
+        return Sizes(1, BLOCK_M // 2, 3)
+    return Sizes(1, BLOCK_M, 2)
 
 
 @gluon.constexpr_function

@@ -46,6 +46,7 @@ from .copies import (
     waited,
 )
 from .distances import end_numbers, with_spread_table
+from .forward_sizes import KEYS_OF_ONE, mean_keys
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -138,7 +139,7 @@ def query_gradients(
     """
     heads, head_dim, len_k = problem.query.shape[1], problem.query.shape[3], problem.key.shape[2]
     block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
-    consumers, programs_each = sizes_of(max(dim, dim_v))
+    consumers, programs_each = sizes_of(problem)
     block_n, stages = tile_of(problem, consumers, programs_each)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
     rules = with_spread_table(problem, rules)
@@ -180,9 +181,11 @@ def query_gradients(
         d_query.copy_(d_q.sum(0))
 
 
-def sizes_of(width: int) -> tuple[int, int]:
-    """(consumers, programs that share a processor) of such head dims."""
-    if width > PANEL.value:
+def sizes_of(problem: Problem) -> tuple[int, int]:
+    """(consumers, programs that share a processor): one consumer of head dims to 64, which many keys of padded dims would wait for."""
+    width = max(padded_dims(problem))
+    padded = not problem.query.shape[3] == problem.value.shape[3] == width
+    if width > PANEL.value or (padded and mean_keys(problem) > KEYS_OF_ONE):
         return 2, 1
     return 1, 2 if width == PANEL.value else 3
 

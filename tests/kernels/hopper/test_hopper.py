@@ -349,8 +349,8 @@ def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
         (2112, 64, 99, {"causal": True}, (2, 64, 1)),
         (2112, 64, 2, {"causal": True}, (1, 64, 2)),  # few programs
         (1024, 32, 99, {}, (1, 32, 4)),
-        (1024, 128, 99, {"causal": True}, (1, 64, 2)),
-        (1088, 128, 99, {"causal": True}, (2, 64, 1)),
+        (512, 128, 99, {"causal": True}, (1, 64, 2)),
+        (576, 128, 99, {"causal": True}, (2, 64, 1)),
         (256, 256, 99, {}, (2, 64, 1)),
     ],
 )
@@ -781,3 +781,19 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str], monkeypat
     reached.clear()
     attention(query, key, value, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=device)).backward(torch.randn_like(out))
     assert reached == ["forward", "query_gradients", "key_gradients"]
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "sizes"),
+    [
+        (4096, 64, (1, 2)),
+        (4096, 32, (1, 3)),
+        (4096, 40, (2, 1)),
+        (1024, 40, (1, 2)),
+        (1024, 24, (1, 3)),
+        (4096, 24, (2, 1)),
+        (1024, 96, (2, 1)),
+    ],
+)
+def test_programs_of_queries_have_one_consumer_up_to_head_dim_64(length: int, head_dim: int, sizes: tuple[int, int]) -> None:
+    assert hopper_query_grad.sizes_of(problem(head_dim, length)) == sizes
