@@ -24,6 +24,7 @@ from ..base.rules import rules_of
 from ..base.window import next_step
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
+from .backward_sizes import stages_beside
 from .bias_columns import allocate_columns, ones_for_columns
 from .copies import (
     CONSUMER_REGISTERS,
@@ -38,6 +39,7 @@ from .copies import (
     piece_of,
     pieces,
     pieces_of,
+    product_layout,
     stage_of,
     tiled,
 )
@@ -53,18 +55,13 @@ from .key_tile import (
     Sums,
     Tiles,
     add_tile,
-    allocate_terms,
-    are_columns,
     copy_pairs,
-    copy_terms,
     no_lane_sums,
     no_sums,
-    stages_of,
-    sums_layout,
-    tiled_terms,
     turn_of,
 )
 from .registers import places_of, store_tile, sums_of_lanes
+from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
 STAGES = 4  # tiles of queries, dO and bias in shared memory: half of them each consumer's
 
@@ -127,7 +124,7 @@ def key_gradients(
         VALUE_DIM=value_dim,
         DIM=dim,
         DIM_V=dim_v,
-        STAGES=STAGES if max(dim, dim_v) <= 128 else stages_of(problem, d_bias, block_m),
+        STAGES=STAGES if max(dim, dim_v) <= 128 else stages_beside(problem, d_bias, block_m),
         ALIKE=alike,
         BY_GROUP=by_group(problem, key_sums),
         num_warps=4,
@@ -224,7 +221,7 @@ def _slice(t, seq):
 def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     WIDTH: gl.constexpr = max(config.DIM, config.DIM_V) if pieces_of(config.DIM) == 1 else 256
-    SUMS: gl.constexpr = sums_layout(WIDTH)
+    SUMS: gl.constexpr = product_layout(WIDTH)
     zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
     if d_k is not None:
         store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
@@ -289,7 +286,7 @@ def _consume(
     tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Gradients of the program's keys. IN_TURNS from every second tile of queries; the first consumer stores the sum of both consumers'."""
-    SUMS: gl.constexpr = sums_layout(config.DIM_V)
+    SUMS: gl.constexpr = product_layout(config.DIM_V)
     IN_TURNS: gl.constexpr = config.IN_TURNS
     STAGES: gl.constexpr = config.STAGES
     STEP: gl.constexpr = 2 * BLOCK_M if IN_TURNS else BLOCK_M
@@ -299,8 +296,8 @@ def _consume(
             results = Results(None, results.d_v, None, None)
         else:
             results = Results(results.d_k, None, results.key_sums, results.d_bias)
-    k_tile, v_tile = pieces(tiles.k, 0, config.DIM), tiles.v.index(0).reshape([BLOCK_N, config.DIM_V])
-    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
+    k_pieces, v_pieces = pieces(tiles.k, 0, config.DIM), pieces(tiles.v, 0, config.DIM_V)
+    context = Context(k_pieces, v_pieces, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
     of_group = 0
     if config.ALIKE:
         of_group = describe_block(context, bounds, seq)
