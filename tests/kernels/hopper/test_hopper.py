@@ -26,6 +26,7 @@ from dmattn.kernels.hopper import forward as hopper_forward
 from dmattn.kernels.hopper import forward_sizes
 from dmattn.kernels.hopper import key_grad as hopper_key_grad
 from dmattn.kernels.hopper import key_grad_intervals as hopper_key_grad_intervals
+from dmattn.kernels.hopper import key_tile as hopper_key_tile
 from dmattn.kernels.hopper import query_grad as hopper_query_grad
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.traits import Traits
@@ -361,6 +362,38 @@ def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
     query, key = (tensor(1, heads, 1, head_dim).expand(batch, heads, length, head_dim) for heads in (4, 2))
     one = problem(query=query, key=key, value=key, **options)
     assert hopper_key_grad.sizes_of(one, None) == sizes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "d_bias", "sizes"),
+    [
+        (64, {}, False, (1, 2)),
+        (64, {"bias": (2, 4, LENGTH, LENGTH)}, True, (1, 2)),
+        (128, {}, False, (1, 2)),
+        (128, {"bias": (2, 4, LENGTH, 1)}, False, (1, 2)),
+        (128, {"bias": (2, 4, LENGTH, LENGTH)}, True, (2, 1)),  # no room for two programs
+        (64, {"bias": (2, 2, 1, LENGTH)}, False, (2, 1)),  # a dynamic mask
+        (256, {}, False, (2, 1)),
+    ],
+)
+def test_programs_under_intervals_have_one_consumer_where_two_fit(head_dim: int, options: dict, d_bias: bool, sizes: tuple[int, int]) -> None:
+    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
+    bias = tensor(*options["bias"]) if "bias" in options else None
+    one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
+    assert hopper_key_grad_intervals.sizes_of(one, bias if d_bias else None) == sizes
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("of_pairs", [False, True])
+def test_two_programs_under_intervals_have_room_for_all_that_they_allocate(head_dim: int, of_pairs: bool) -> None:
+    """The ones that term columns meet, too, of which `bytes_of` does not know."""
+    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
+    bias = tensor(2, 4, LENGTH, LENGTH) if of_pairs else None
+    one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
+    _, programs = hopper_key_grad_intervals.sizes_of(one, bias)
+    beside, stage = hopper_key_tile.bytes_of(one, bias, hopper_key_grad_intervals.BLOCK_M.value)
+    ones = 2 * 2 * hopper_key_tile.BLOCK_N.value * hopper_key_tile.COLUMNS.value
+    assert programs == 1 or beside + hopper_key_grad_intervals.STAGES * stage + ones <= hopper.room(programs)
 
 
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
