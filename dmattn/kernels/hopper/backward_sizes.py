@@ -28,7 +28,7 @@ TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of 
 class KeySizes(NamedTuple):
     """Those of a launch for dK and dV."""
 
-    consumers: int  # of ROWS keys each
+    consumers: int  # of ROWS keys, each of its own or all of the same
     queries: int  # of a tile
     stages: int  # tiles of queries, dO and bias in shared memory
     programs: int  # that share a processor
@@ -52,7 +52,7 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     batch, kv_heads, len_k, _ = problem.key.shape
     width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
     if width > 128:
-        return KeySizes(2, ROWS, stages_beside(problem, d_bias, ROWS), 1)
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
     windowed = problem.is_masked or problem.left is not None or problem.right is not None
     plain = (problem.bias is None or problem.zero is not None) and not windowed
     consumers = consumers_of(len_k, width) if plain else 2
@@ -72,6 +72,17 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     return KeySizes(1, ROWS, STAGES, 2)
 
 
+def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
+    """The same under intervals, where consumers of a program share their keys. A bias of keys beside intervals is a dynamic mask's."""
+    if max(padded_dims(problem)) > 128:
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
+    beside, stage = _bytes_of(problem, d_bias, ROWS)
+    ones = 4 * ROWS * COLUMNS.value  # that term columns meet
+    if problem.key_bias is None and beside + ones + STAGES * stage <= room(2):
+        return KeySizes(1, ROWS, STAGES, 2)
+    return KeySizes(2, ROWS, 2 * STAGES, 1)  # in turns
+
+
 def query_sizes(problem: Problem) -> QuerySizes:
     """Those of a problem: one consumer of head dims to 64, which many keys of padded dims would wait for, and the first tile that has room."""
     dims = sum(padded_dims(problem))
@@ -88,7 +99,7 @@ def query_sizes(problem: Problem) -> QuerySizes:
     return QuerySizes(consumers, keys, stages, programs)
 
 
-def stages_beside(problem: Problem, d_bias: Tensor | None, queries: int) -> int:
+def _stages_beside(problem: Problem, d_bias: Tensor | None, queries: int) -> int:
     """How many stages of so many queries there is room for where two consumers share their keys, and pass probabilities."""
     beside, stage = _bytes_of(problem, d_bias, queries)
     return min((room() - beside - 2 * ROWS * queries) // stage, 3)

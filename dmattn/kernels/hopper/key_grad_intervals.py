@@ -1,8 +1,12 @@
 """dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper/key_grad.py, but for how work is divided.
 
-The longest-lived keys have many times the queries of others, and one program that walks them all would outlast the rest. So a program has one
-block of keys. Its two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first. Blocks of one
-consumer's size also hold fewer pairs that no interval contains. Of head dims over 128 both take every tile, as in hopper/key_grad.py.
+A program has one block of keys, as blocks of one consumer's size hold fewer pairs that no interval contains. It has one consumer where two
+programs have room on a processor. Under a dynamic mask the longest-lived keys have many times the queries of others, and a consumer that walks
+them all would outlast the rest. There two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first.
+With head dims over 128 both take every tile, as in hopper/key_grad.py.
+
+Barriers and tiles are allocated where somebody uses them: the compiler gives the memory of a barrier that nobody waits for to tiles, and the
+barrier may be made after a tile is stored there.
 """
 
 from typing import Any, NamedTuple
@@ -24,21 +28,21 @@ from ..base.rules import rules_of
 from ..base.window import next_step
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
-from .backward_sizes import stages_beside
+from .backward_sizes import interval_key_sizes
 from .bias_columns import allocate_columns, ones_for_columns
 from .copies import (
-    CONSUMER_REGISTERS,
-    LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
-    copy,
+    backward_dims,
+    consumer_registers,
+    copied_dims,
     copy_tile,
+    launch_registers,
     padded_dims,
     piece_of,
     pieces,
-    pieces_of,
     product_layout,
     stage_of,
     tiled,
@@ -63,27 +67,26 @@ from .key_tile import (
 from .registers import places_of, store_tile, sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
-STAGES = 4  # tiles of queries, dO and bias in shared memory: half of them each consumer's
-
 
 class Config(NamedTuple):
     """Options of a launch, the kernel's constexprs."""
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # padded
-    DIM_V: Any  # padded
+    DIM: Any  # padded, or of one consumer as they are multiplied (`backward_dims`)
+    DIM_V: Any
+    CONSUMERS: Any
     STAGES: Any  # tiles of queries, dO and bias in shared memory
-    IN_TURNS: Any  # each consumer makes all sums of every second tile, or else some sums of every tile
+    SPLIT: Any  # each of two consumers makes some sums of every tile, or else all sums of its own tiles
     ALIKE: Any  # the heads of a group have the same intervals and bias of keys
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
 class Exchange(NamedTuple):
-    """The second consumer gives its sums to the first: one barrier of two says that there is room for them, the other that they are there."""
+    """A second consumer gives its sums to the first: one barrier of two says that there is room for them, the other that they are there."""
 
     gradients: Any  # [2, 1] barriers for dK and dV, whose room is that of the tiles of queries
-    key_sums: Any  # [2, 1] barriers for the sums over queries
+    key_sums: Any  # [2, 1] barriers for the sums over queries; None, as the next, where nobody asked for these
     room: Any  # [BLOCK_N] float32 in shared memory, for the sums over queries
 
 
@@ -99,7 +102,8 @@ def key_gradients(
     """As in portable/key_grad.py, with intervals."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
+    consumers, block_m, stages, programs_each = interval_key_sizes(problem, d_bias)
+    block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem) if consumers == 1 else padded_dims(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
@@ -108,9 +112,9 @@ def key_gradients(
         triton.cdiv(len_k, block_n) * kv_heads * batch,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, block_n, piece_of(dim)),
-        v=tiled(problem.value, block_n, dim_v),
+        v=tiled(problem.value, block_n, piece_of(dim_v)),
         bias=tiled(problem.pair_bias, block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim_v),
+        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
@@ -124,19 +128,21 @@ def key_gradients(
         VALUE_DIM=value_dim,
         DIM=dim,
         DIM_V=dim_v,
-        STAGES=STAGES if max(dim, dim_v) <= 128 else stages_beside(problem, d_bias, block_m),
+        CONSUMERS=consumers,
+        STAGES=stages,
         ALIKE=alike,
         BY_GROUP=by_group(problem, key_sums),
+        REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[2],
+        maxnreg=launch_registers(consumers, programs_each),
     )
 
 
 @gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents,
-    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
-    ALIKE: gl.constexpr, BY_GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
 
@@ -154,32 +160,35 @@ def _key_gradients_kernel(
         d_v = _slice(d_v, seq)
     if order is not None:
         order = _slice(order, seq)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, STAGES, max(DIM, DIM_V) <= 128, ALIKE, BY_GROUP)
+    SPLIT: gl.constexpr = max(DIM, DIM_V) > 128
+    IN_TURNS: gl.constexpr = CONSUMERS == 2 and not SPLIT
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, STAGES, SPLIT, ALIKE, BY_GROUP)
     k_tile = allocate_tiles(k, 1, BLOCK_N, DIM)
     v_tile = allocate_tiles(v, 1, BLOCK_N, DIM_V)
     q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
     d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
     terms_tiles = allocate_terms(terms, STAGES, BLOCK_M)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
-    d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 2 if config.IN_TURNS else 1, BLOCK_M, BLOCK_N)
+    d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 1 if SPLIT else CONSUMERS, BLOCK_M, BLOCK_N)
     if is_dead(rules, bounds, seq, extents.group, col):
         _store_zeros(d_k, d_v, key_sums, order, seq, extents.group, col, config)
     else:
         p_tile, p_barriers = None, None
-        if not config.IN_TURNS:
+        if SPLIT:
             p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
             p_barriers = allocate_barriers(2, 1)
         barriers = Barriers(
             kv_full=allocate_barriers(1, 1),
             q_full=allocate_barriers(STAGES, 1),
             d_out_full=allocate_barriers(STAGES, 1),
-            free=allocate_barriers(STAGES, 1 if config.IN_TURNS else 2),
+            free=allocate_barriers(STAGES, 2 if SPLIT else 1),
             p=p_barriers,
         )
-        gradients_given, sums_given, room = None, None, None
-        if config.IN_TURNS:  # barriers that nobody waits for would share their memory with tiles
+        gradients_given, sums_given, sums_room = None, None, None
+        if IN_TURNS:
             gradients_given = allocate_barriers(2, 1)
-            sums_given = allocate_barriers(2, 1)
+            if key_sums is not None:
+                sums_given = allocate_barriers(2, 1)
         bias_columns, key_ones = (None, None), None
         if rules.bias_by_key is not None:
             bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
@@ -188,26 +197,27 @@ def _key_gradients_kernel(
         if are_columns(terms.dtype):
             score_ones = ones_for_columns(BLOCK_N)
             d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
-        if config.IN_TURNS:
-            room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if sums_given is not None:
+            sums_room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         kv_full = barriers.kv_full.index(0)
-        mbarrier.expect(kv_full, 2 * BLOCK_N * (DIM + DIM_V))
+        mbarrier.expect(kv_full, 2 * BLOCK_N * (copied_dims(DIM) + copied_dims(DIM_V)))
         copy_tile(k, batch, kv_head, col, kv_full, k_tile, 0, DIM)
-        copy(v, [batch, kv_head, col, 0], kv_full, v_tile.index(0))
+        copy_tile(v, batch, kv_head, col, kv_full, v_tile, 0, DIM_V)
         sources = Sources(q, terms, d_out, bias=bias)
         tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles, p=p_tile)
         ones = Ones(key_ones, score_ones, d_p_ones)
-        exchange = Exchange(gradients_given, sums_given, room)
+        exchange = Exchange(gradients_given, sums_given, sums_room)
         results = Results(d_k, d_v, key_sums, d_bias)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, 0, config)),
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, 1, config)),
-                (_produce, (sources, tiles, barriers, rules, bounds, seq, extents.group, col, config)),
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, which, config))
+                if which < CONSUMERS
+                else (_produce, (sources, tiles, barriers, rules, bounds, seq, extents.group, col, config))
+                for which in (0, 1, 2)[: CONSUMERS + 1]
             ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            [4] * (CONSUMERS - 1) + [1],
+            [REGISTERS] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
         )
 
 
@@ -220,7 +230,7 @@ def _slice(t, seq):
 @gluon.jit
 def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
-    WIDTH: gl.constexpr = max(config.DIM, config.DIM_V) if pieces_of(config.DIM) == 1 else 256
+    WIDTH: gl.constexpr = 256 if config.SPLIT else copied_dims(config.DIM)
     SUMS: gl.constexpr = product_layout(WIDTH)
     zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
     if d_k is not None:
@@ -261,7 +271,7 @@ def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.
 def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: gl.constexpr):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = 2 * BLOCK_M * config.DIM + sources.terms.block_type.nbytes + BIAS_BYTES
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
@@ -276,8 +286,8 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
             if sources.bias is not None:
                 copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
             d_out_full = barriers.d_out_full.index(stage)
-            mbarrier.expect(d_out_full, sources.d_out.block_type.nbytes)
-            copy(sources.d_out, [seq.batch, head, start, 0], d_out_full, tiles.d_out.index(stage))
+            mbarrier.expect(d_out_full, 2 * BLOCK_M * copied_dims(config.DIM_V))
+            copy_tile(sources.d_out, seq.batch, head, start, d_out_full, tiles.d_out, stage, config.DIM_V)
             step += 1
 
 
@@ -285,13 +295,13 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
 def _consume(
     tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
-    """Gradients of the program's keys. IN_TURNS from every second tile of queries; the first consumer stores the sum of both consumers'."""
-    SUMS: gl.constexpr = product_layout(config.DIM_V)
-    IN_TURNS: gl.constexpr = config.IN_TURNS
+    """Gradients of the program's keys. Of two consumers in turns each has every second tile of queries; the first stores the sum of both."""
+    SPLIT: gl.constexpr = config.SPLIT
+    IN_TURNS: gl.constexpr = config.CONSUMERS == 2 and not SPLIT
     STAGES: gl.constexpr = config.STAGES
     STEP: gl.constexpr = 2 * BLOCK_M if IN_TURNS else BLOCK_M
     own: gl.constexpr = which if IN_TURNS else 0
-    if not IN_TURNS:
+    if SPLIT:
         if which == 0:
             results = Results(None, results.d_v, None, None)
         else:
@@ -302,7 +312,7 @@ def _consume(
     if config.ALIKE:
         of_group = describe_block(context, bounds, seq)
     mbarrier.wait(barriers.kv_full.index(0), 0)
-    sums = no_sums(config.DIM, config.DIM_V, BLOCK_M, OF_KEYS=IN_TURNS or which == 1, OF_VALUES=IN_TURNS or which == 0)
+    sums = no_sums(config.DIM, config.DIM_V, BLOCK_M, OF_KEYS=not SPLIT or which == 1, OF_VALUES=not SPLIT or which == 0)
     before = 0  # steps of the heads before
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
@@ -342,8 +352,10 @@ def _consume(
             for i in gl.static_range(len(sums.dk)):
                 store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
         if results.d_v is not None:
-            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM, order)
+            for i in gl.static_range(len(sums.dv)):
+                store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
     elif which == 0:
+        SUMS: gl.constexpr = product_layout(config.DIM_V)
         given = _room_for_gradients(tiles, config.DIM)
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)

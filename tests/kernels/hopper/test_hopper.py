@@ -364,6 +364,26 @@ def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
     assert (chosen.consumers, chosen.queries, chosen.programs) == sizes
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "options", "d_bias", "sizes"),
+    [
+        (64, {}, False, (1, 2)),
+        (64, {"bias": (2, 4, LENGTH, LENGTH)}, True, (1, 2)),
+        (128, {}, False, (1, 2)),
+        (128, {"bias": (2, 4, LENGTH, 1)}, False, (1, 2)),
+        (128, {"bias": (2, 4, LENGTH, LENGTH)}, True, (2, 1)),  # no room for two programs
+        (64, {"bias": (2, 2, 1, LENGTH)}, False, (2, 1)),  # a dynamic mask
+        (256, {}, False, (2, 1)),
+    ],
+)
+def test_programs_under_intervals_have_one_consumer_where_two_fit(head_dim: int, options: dict, d_bias: bool, sizes: tuple[int, int]) -> None:
+    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
+    bias = tensor(*options["bias"]) if "bias" in options else None
+    one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
+    chosen = backward_sizes.interval_key_sizes(one, bias if d_bias else None)
+    assert (chosen.consumers, chosen.programs) == sizes
+
+
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
 def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int) -> None:
     launched, own = hopper.launch_registers(consumers, programs), hopper.consumer_registers(consumers, programs)
