@@ -384,6 +384,25 @@ def test_programs_under_intervals_have_one_consumer_where_two_fit(head_dim: int,
     assert (chosen.consumers, chosen.programs) == sizes
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "options", "consumers"),
+    [
+        (64, {}, 1),
+        (64, {"bias": (2, 2, 1, 4096)}, 1),
+        (96, {}, 1),
+        (128, {}, 1),
+        (128, {"bias": (2, 2, 1, 4096)}, 2),
+        (80, {}, 2),
+        (256, {}, 2),
+    ],
+)
+def test_the_forward_pass_under_intervals_has_one_consumer_but_for_wide_dynamic_masks(head_dim: int, options: dict, consumers: int) -> None:
+    first = torch.zeros(2, 1, 4096, dtype=torch.int32)
+    bias = tensor(*options["bias"]) if "bias" in options else None
+    one = problem(head_dim, 4096, mask=IntervalMask(first, first + 700), bias=bias)
+    assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False).consumers == consumers
+
+
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
 def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int) -> None:
     launched, own = hopper.launch_registers(consumers, programs), hopper.consumer_registers(consumers, programs)
