@@ -30,7 +30,8 @@ _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads: forward where no bias is on chip, or if masked
+_SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads, where no kernel for short rows is: forward
+# without a bias of pairs, and in both passes beside one and a mask of keys
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
 
@@ -85,8 +86,8 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     A bias of pairs is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known to be the
     faster ones.
     """
-    unmasked = traits.features.isdisjoint({"mask of keys"})
-    most = hopper_resident.MOST_KEYS if (unmasked if traits.features >= PAIR_BIAS else not forward) else _SHORT
+    others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
+    most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT
     if traits.features >= PAIR_BIAS:
         if loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
             yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
@@ -278,7 +279,7 @@ def resident_backward(traits: Traits) -> Iterator[str | None]:
 def whole_rows(traits: Traits) -> Iterator[str | None]:
     """d_query of a (batch, head) stays in registers, which leaves none for bounds or for further rules.
 
-    It serves short rows under a mask, which the rows with the bias on chip leave.
+    It serves short rows under a mask, which the rows with the bias on chip leave, and rows without a bias.
     """
     yield _grouped(traits)
     tile = _find_tile("whole rows", traits)
@@ -287,8 +288,8 @@ def whole_rows(traits: Traits) -> Iterator[str | None]:
         return
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
         yield f"serves multiples of {tile.block_m} queries and {tile.block_n} keys, not {traits.len_q} and {traits.len_k}"
-    if traits.features >= PAIR_BIAS | {"mask of keys"} and hopper_query(traits) is None:
-        yield "leaves a bias (..., Sq, Sk) beside a mask (..., 1, Sk) to the kernels for Hopper, which are faster"
+    if traits.features >= PAIR_BIAS | {"mask of keys"} and min(traits.len_q, traits.len_k) >= 256 and hopper_query(traits) is None:
+        yield "leaves a bias (..., Sq, Sk) beside a mask (..., 1, Sk) from 256 queries and keys on to the kernels for Hopper"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
         yield f"serves head dims that are powers of 2 from 16 on, not {_dims(traits)}"
     if traits.len_q > portable_rows.MOST_QUERIES:

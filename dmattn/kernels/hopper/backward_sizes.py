@@ -21,7 +21,7 @@ STAGES = 2  # tiles of queries in shared memory
 # NVIDIA H200, 2026-11-26: programs of one consumer, of which a processor has several, are faster to so many keys than those of three consumers,
 # or of two over head dim 64; and than those of two up to there, where queries or keys are so many; and to the last of heads of 64 with half of
 # the queries a tile, as three programs have registers for them (docs/history.md).
-SHORT, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
+KEYS_OF_FEW, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of keys, values and bias in shared memory
 
 
@@ -58,7 +58,7 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     consumers = consumers_of(len_k, width) if plain else 2
     beside, stage = _bytes_of(problem, d_bias, ROWS)
     if consumers == 3 or width > PANEL.value:
-        are_short = keys <= SHORT
+        are_short = keys <= KEYS_OF_FEW
     else:
         are_short = min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_ONE
     fit, pairs_of_blocks = beside + STAGES * stage <= room(2), triton.cdiv(len_k, 2 * ROWS) * kv_heads * batch
@@ -73,12 +73,18 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
 
 
 def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
-    """The same under intervals, where consumers of a program share their keys. A bias of keys beside intervals is a dynamic mask's."""
+    """The same under intervals, where consumers of a program share their keys.
+
+    One consumer walks all queries of its keys, so it has to be one of several programs on a processor. A bias of keys beside intervals is a
+    dynamic mask's, whose longest walks would outlast the rest.
+    """
+    batch, kv_heads, len_k, _ = problem.key.shape
     if max(padded_dims(problem)) > 128:
         return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
     beside, stage = _bytes_of(problem, d_bias, ROWS)
     ones = 4 * ROWS * COLUMNS.value  # that term columns meet
-    if problem.key_bias is None and beside + ones + STAGES * stage <= room(2):
+    many = triton.cdiv(len_k, ROWS) * kv_heads * batch > processors(problem.query.device)
+    if many and problem.key_bias is None and beside + ones + STAGES * stage <= room(2):
         return KeySizes(1, ROWS, STAGES, 2)
     return KeySizes(2, ROWS, 2 * STAGES, 1)  # in turns
 

@@ -44,8 +44,10 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
-    """Whether each program has one consumer: where a block meets few keys, under intervals but those of dynamic masks over head dim 64, and up
-    to there beside a bias of pairs.
+    """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 under intervals and beside a bias of pairs.
+
+    Over head dim 80 it has one beside intervals alone, too, where a batch of one tells that they are documents and not padding. How long
+    documents are the host does not know; most are short enough.
     """
     if width > 128:
         return False
@@ -53,8 +55,8 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
         return pairs or problem.first is not None or mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
-    if problem.first is not None:  # most are documents of a few hundred tokens
-        return width == 128 and problem.key_bias is None
+    if problem.first is not None:
+        return width == 128 and problem.query.shape[0] == 1 and problem.bias is None
     return mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
 
 

@@ -1,9 +1,9 @@
 """dK and dV on Hopper (sm_90) where each key has an interval of queries, in Gluon: as in hopper/key_grad.py, but for how work is divided.
 
-A program has one block of keys, as blocks of one consumer's size hold fewer pairs that no interval contains. It has one consumer where two
-programs have room on a processor. Under a dynamic mask the longest-lived keys have many times the queries of others, and a consumer that walks
-them all would outlast the rest. There two consumers take the tiles of queries in turn, and at the end the second gives its sums to the first.
-With head dims over 128 both take every tile, as in hopper/key_grad.py.
+A program has one block of keys, as blocks of one consumer's size hold fewer pairs that no interval contains. It has one consumer where there is
+no bias of keys, there are many programs, and two have room on a processor. Under a dynamic mask, which has such a bias, the longest-lived keys
+have many times the queries of others, and a consumer that walks them all would outlast the rest. There two consumers take the tiles of queries
+in turn, and at the end the second gives its sums to the first. With head dims over 128 both take every tile, as in hopper/key_grad.py.
 
 Barriers and tiles are allocated where somebody uses them: the compiler gives the memory of a barrier that nobody waits for to tiles, and the
 barrier may be made after a tile is stored there.

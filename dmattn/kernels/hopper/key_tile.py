@@ -209,7 +209,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
     d_out_pieces = pieces(tiles.d_out, turn.stage, DIM_V)
-    OF_VALUES: gl.constexpr = len(d_out_pieces) + (1 if AS_COLUMNS else 0)  # products for dP
+    FOR_D_P: gl.constexpr = len(d_out_pieces) + (1 if AS_COLUMNS else 0)  # products
     if OF_D_SCORES:
         d_p = product_under_way(context.v, d_out_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
         if AS_COLUMNS:
@@ -218,7 +218,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         if EDGE and MASK_OF_PAIRS:
             kept = _mask_of_pairs(context, seq, turn, rows, cols, start)
         divisor_rows = term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
-        s = warpgroup_mma_wait(OF_VALUES if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
+        s = warpgroup_mma_wait(FOR_D_P if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         p = _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE)
     if tiles.p is not None:
         p = _handed_over(context, turn, p, OF_SCORES)

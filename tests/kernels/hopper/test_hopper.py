@@ -365,41 +365,50 @@ def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options", "d_bias", "sizes"),
+    ("head_dim", "options", "heads", "sizes"),
     [
-        (64, {}, False, (1, 2)),
-        (64, {"bias": (2, 4, LENGTH, LENGTH)}, True, (1, 2)),
-        (128, {}, False, (1, 2)),
-        (128, {"bias": (2, 4, LENGTH, 1)}, False, (1, 2)),
-        (128, {"bias": (2, 4, LENGTH, LENGTH)}, True, (2, 1)),  # no room for two programs
-        (64, {"bias": (2, 2, 1, LENGTH)}, False, (2, 1)),  # a dynamic mask
-        (256, {}, False, (2, 1)),
+        (64, {}, 2, (1, 2)),
+        (64, {"bias": (2, 4, 4096, 4096)}, 2, (1, 2)),
+        (128, {}, 2, (1, 2)),
+        (128, {}, 1, (2, 1)),  # no more programs than processors
+        (128, {"bias": (2, 4, 4096, 1)}, 2, (1, 2)),
+        (128, {"bias": (2, 4, 4096, 4096)}, 2, (2, 1)),  # no room for two programs
+        (64, {"bias": (2, 2, 1, 4096)}, 2, (2, 1)),  # a dynamic mask
+        (256, {}, 2, (2, 1)),
     ],
 )
-def test_programs_under_intervals_have_one_consumer_where_two_fit(head_dim: int, options: dict, d_bias: bool, sizes: tuple[int, int]) -> None:
-    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
-    bias = tensor(*options["bias"]) if "bias" in options else None
-    one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
-    chosen = backward_sizes.interval_key_sizes(one, bias if d_bias else None)
+def test_programs_under_intervals_have_one_consumer_where_two_fit(
+    head_dim: int, options: dict, heads: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward_sizes, "processors", lambda device: 132)
+    first = torch.zeros(2, 1, 4096, dtype=torch.int32)
+    bias = torch.empty(1, dtype=torch.bfloat16).expand(options["bias"]) if "bias" in options else None
+    query, key = (torch.empty(1, dtype=torch.bfloat16).expand(2, of, 4096, head_dim) for of in (4, heads))
+    one = problem(query=query, key=key, value=key, mask=IntervalMask(first, first + 700), bias=bias)
+    chosen = backward_sizes.interval_key_sizes(one, bias if options.get("bias", (1,))[-2:] == (4096, 4096) else None)
     assert (chosen.consumers, chosen.programs) == sizes
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options", "consumers"),
+    ("head_dim", "batch", "options", "consumers"),
     [
-        (64, {}, 1),
-        (64, {"bias": (2, 2, 1, 4096)}, 1),
-        (96, {}, 1),
-        (128, {}, 1),
-        (128, {"bias": (2, 2, 1, 4096)}, 2),
-        (80, {}, 2),
-        (256, {}, 2),
+        (64, 2, {}, 1),
+        (64, 2, {"bias": (2, 2, 1, 4096)}, 1),
+        (96, 1, {}, 1),
+        (128, 1, {}, 1),
+        (128, 2, {}, 2),  # may be padding
+        (128, 1, {"bias": (1, 2, 1, 4096)}, 2),
+        (80, 1, {}, 2),
+        (256, 1, {}, 2),
     ],
 )
-def test_the_forward_pass_under_intervals_has_one_consumer_but_for_wide_dynamic_masks(head_dim: int, options: dict, consumers: int) -> None:
-    first = torch.zeros(2, 1, 4096, dtype=torch.int32)
+def test_the_forward_pass_under_intervals_has_one_consumer_where_they_are_documents(
+    head_dim: int, batch: int, options: dict, consumers: int
+) -> None:
+    first = torch.zeros(batch, 1, 4096, dtype=torch.int32)
+    query, key = (torch.empty(1, dtype=torch.bfloat16).expand(batch, heads, 4096, head_dim) for heads in (4, 2))
     bias = tensor(*options["bias"]) if "bias" in options else None
-    one = problem(head_dim, 4096, mask=IntervalMask(first, first + 700), bias=bias)
+    one = problem(query=query, key=key, value=key, mask=IntervalMask(first, first + 700), bias=bias)
     assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False).consumers == consumers
 
 
