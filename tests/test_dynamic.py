@@ -240,6 +240,20 @@ def test_odd_lengths_on_a_gpu(problem: dict) -> None:
     assert not failures("cuda", torch.bfloat16, head_dim=128, **problem)
 
 
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dict(len_q=1100, keep=90, batch=3, heads=16, kv_heads=8),  # programs draw their blocks of queries
+        dict(len_q=700, len_k=1300, keep=500, scores="walk", padding=True, bias_dtype=torch.float32),
+    ],
+    ids=str,
+)
+def test_narrow_heads_on_a_gpu(problem: dict, dtype: torch.dtype) -> None:
+    assert not failures("cuda", dtype, head_dim=64, **problem)
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_problem(device: str, part: int) -> None:
     @in_part(

@@ -103,13 +103,6 @@ def are_wide(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) > 128
 
 
-def _narrow_dynamic(traits: Traits) -> str | None:
-    """Dynamic masks of narrow heads, for which no test has run Hopper's kernels of queries."""
-    if not (_are_narrow(traits) and {"intervals", "bias of keys"} <= traits.features):
-        return None
-    return f"{_OF_NARROW} leaves an IntervalMask beside a bias (..., 1, Sk) to the portable kernel"
-
-
 def _window(traits: Traits) -> int:
     """How many keys a query in the middle sees."""
     left, right = (traits.len_k if side is None else side for side in (traits.left, traits.right))
@@ -236,7 +229,6 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     yield _without_distances(traits, MASKS, INTERVALS)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-    yield _narrow_dynamic(traits)
     if _are_narrowest(traits):
         on_chip = traits.features >= PAIR_BIAS and "mask of keys" not in traits.features
         yield _narrowest(traits, loads_pairs, hopper_resident.MOST_KEYS if on_chip else _SHORT, own=True)
@@ -346,7 +338,7 @@ def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
+    """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else. Dynamic masks were not timed."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     yield _without_distances(traits, MASKS, INTERVALS)
@@ -357,7 +349,8 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
         if not traits.features.isdisjoint(_PAIRWISE):
             yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-    yield _narrow_dynamic(traits)
+        if traits.features >= {"intervals", "bias of keys"}:
+            yield f"{_OF_NARROW} leaves an IntervalMask beside a bias (..., 1, Sk) to the portable kernel, as Hopper's was not timed"
     if _are_narrowest(traits):
         if traits.features >= PAIR_BIAS and "mask of keys" not in traits.features:
             yield f"{_OF_NARROWEST} is beside a bias for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"

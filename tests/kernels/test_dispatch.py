@@ -285,7 +285,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=64), "serves head dims that round up to the same power of 2, not 64 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
-    ("forward: Hopper", dict(head_dim=64, value_dim=64, features=INTERVALS | {"bias of keys"}), "with head dims of 64 leaves an IntervalMask beside a bias (..., 1, Sk) to"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=INTERVALS | {"bias of keys"}), "with head dims of 64 leaves an IntervalMask beside"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of keys"})), "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal,"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), "with head dims to 32 is, without a bias (..., Sq, Sk), for"),
