@@ -334,9 +334,9 @@ def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
     kernel = row.removesuffix(", pairs loaded")
     if kernel not in ("Hopper", "Hopper: d_query"):
         return False
+    from .kernels.hopper.backward_sizes import query_sizes
     from .kernels.hopper.copies import cut_dims
     from .kernels.hopper.forward_sizes import sizes_of
-    from .kernels.hopper.query_grad import sizes_of as sizes_of_query_grad
     from .kernels.hopper.walk import parts_of_keys
 
     batch, heads, len_q, _ = problem.query.shape
@@ -344,7 +344,7 @@ def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
     if forward:
         consumers = sizes_of(problem, *cut_dims(problem), loaded=row != kernel).consumers
     else:
-        consumers, _ = sizes_of_query_grad(problem)
+        consumers = query_sizes(problem).consumers
     block = 64 * consumers
     return parts_of_keys(problem, batch * heads * -(-len_q // block), out if forward else d_query) > 1
 

@@ -30,7 +30,7 @@ _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys up to which the portable forward kernel is the faster one of the narrowest heads, if no bias is kept on chip
+_SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads: forward where no bias is on chip, or if masked
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
 
@@ -79,15 +79,18 @@ def _are_narrowest(traits: Traits) -> bool:
 
 
 @joined
-def _narrowest(traits: Traits, loads_pairs: bool, most: int = hopper_resident.MOST_KEYS, own: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for enough rows of more than `most` queries and keys.
+def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
+    """Why another row serves head dims to 32; None for rows that are many and long enough.
 
-    A bias of pairs is one that batch entries share, or their `own`. Of other calls these kernels are not known to be the faster ones.
+    A bias of pairs is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known to be the
+    faster ones.
     """
+    unmasked = traits.features.isdisjoint({"mask of keys"})
+    most = hopper_resident.MOST_KEYS if (unmasked if traits.features >= PAIR_BIAS else not forward) else _SHORT
     if traits.features >= PAIR_BIAS:
         if loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
             yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
-        if not own and traits.bias.batch == traits.batch:
+        if not forward and traits.bias.batch == traits.batch:
             yield f"{_OF_NARROWEST} is for a bias that batch entries share"
     elif loads_pairs or not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None:
         yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias (..., 1, Sk) and sinks"
@@ -230,8 +233,7 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
     if _are_narrowest(traits):
-        on_chip = traits.features >= PAIR_BIAS and "mask of keys" not in traits.features
-        yield _narrowest(traits, loads_pairs, hopper_resident.MOST_KEYS if on_chip else _SHORT, own=True)
+        yield _narrowest(traits, loads_pairs, forward=True)
     yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
@@ -285,6 +287,8 @@ def whole_rows(traits: Traits) -> Iterator[str | None]:
         return
     if traits.len_k == 0 or traits.len_q % tile.block_m or traits.len_k % tile.block_n:
         yield f"serves multiples of {tile.block_m} queries and {tile.block_n} keys, not {traits.len_q} and {traits.len_k}"
+    if traits.features >= PAIR_BIAS | {"mask of keys"} and hopper_query(traits) is None:
+        yield "leaves a bias (..., Sq, Sk) beside a mask (..., 1, Sk) to the kernels for Hopper, which are faster"
     if traits.head_dim != block_dim(traits.head_dim) or traits.value_dim != block_dim(traits.value_dim):
         yield f"serves head dims that are powers of 2 from 16 on, not {_dims(traits)}"
     if traits.len_q > portable_rows.MOST_QUERIES:
@@ -338,7 +342,7 @@ def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else. Dynamic masks were not timed."""
+    """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
     if D_BIAS_OF_PAIRS in traits.wanted:
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     yield _without_distances(traits, MASKS, INTERVALS)
@@ -349,11 +353,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
         if not traits.features.isdisjoint(_PAIRWISE):
             yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-        if traits.features >= {"intervals", "bias of keys"}:
-            yield f"{_OF_NARROW} leaves an IntervalMask beside a bias (..., 1, Sk) to the portable kernel, as Hopper's was not timed"
     if _are_narrowest(traits):
-        if traits.features >= PAIR_BIAS and "mask of keys" not in traits.features:
-            yield f"{_OF_NARROWEST} is beside a bias for calls with a mask (..., 1, Sk), as others are faster in the portable kernel"
         yield _narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 

@@ -8,11 +8,12 @@ from triton.experimental.gluon import language as gl
 from ..base.layout import Sequence, slice_pointer
 from ..base.window import next_step, open_queries, queries_in_window
 from .bias_columns import store_bias_columns
-from .key_tile import BLOCK_N, Keys, pairs_of, uniform_bias_of
+from .copies import product_layout
+from .key_tile import BLOCK_N, Keys, uniform_bias_of
 from .registers import interval_of
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
-PAIRS = gl.constexpr(pairs_of(BLOCK_M.value))  # of [BLOCK_N, BLOCK_M] in registers
+PAIRS = gl.constexpr(product_layout(BLOCK_M.value))  # of [BLOCK_N, BLOCK_M] in registers
 
 
 class Attending(NamedTuple):

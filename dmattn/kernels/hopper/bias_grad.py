@@ -34,6 +34,7 @@ from .copies import (
     padded_dim,
     place_of_keys,
     place_of_queries,
+    product_layout,
     stage_of,
     tiled,
 )
@@ -165,7 +166,7 @@ def _shared_gradient_kernel(
     stride = None
     if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
         begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    PAIRS: gl.constexpr = product_layout(BLOCK_N)
     config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
     tiles = Tiles(
         q=gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 1, BLOCK_M, DIM], q.layout),

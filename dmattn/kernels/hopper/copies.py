@@ -81,6 +81,15 @@ def cut_dims(problem: Problem) -> tuple[int, int]:
     return dim, dim_v
 
 
+def backward_dims(problem: Problem) -> tuple[int, int]:
+    """The same of dQ, dK and dV, whose two head dims are alike up to 128, and which are cut at 96 too."""
+    dims = padded_dims(problem)
+    if max(dims) != 128:
+        return dims
+    dim = next(cut for cut in (80, 96, 128) if max(problem.query.shape[3], problem.value.shape[3]) <= cut)
+    return dim, dim
+
+
 def piece_of(dim: int) -> int:
     """The dims of a tile of one copy: a tile of no power of 2 is kept as PANELs, each a tile of its own."""
     return dim if dim & (dim - 1) == 0 else PANEL.value
@@ -199,15 +208,28 @@ def product_under_way(rows, cols, s, use_acc: gl.constexpr):
     return s
 
 
+@gluon.constexpr_function
+def product_layout(cols):
+    """The layout in registers of products of 64 rows and so many columns, those of one consumer: of scores, or of sums by head dim."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols, 16])
+
+
+@gluon.jit
+def no_sums_of_rows(DIM: gl.constexpr):
+    """Sums of 64 rows that are 0, in pieces."""
+    sums = ()
+    for i in gl.static_range(pieces_of(DIM)):
+        sums += (gl.full([64, widths_of(DIM)[i]], 0.0, gl.float32, product_layout(widths_of(DIM)[i])),)
+    return sums
+
+
 @gluon.jit
 def waited(sums):
     """Sums in pieces, once all products are done."""
     if len(sums) == 1:
         return (warpgroup_mma_wait(0, [sums[0]]),)
-    elif len(sums) == 2:
-        return warpgroup_mma_wait(0, [sums[0], sums[1]])
     else:
-        return warpgroup_mma_wait(0, [sums[0], sums[1], sums[2]])
+        return warpgroup_mma_wait(0, sums)
 
 
 @gluon.jit

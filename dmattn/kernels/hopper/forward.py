@@ -40,14 +40,15 @@ from .copies import (
     copy_tile,
     cut_dims,
     launch_registers,
+    no_sums_of_rows,
     panel_of,
     piece_of,
     pieces,
     place_of_queries,
+    product_layout,
     stage_of,
     sync_threads,
     tiled,
-    widths_of,
 )
 from .distances import end_numbers, with_spread_table
 from .forward_sizes import sizes_of
@@ -61,7 +62,6 @@ from .forward_tile import (
     add_last_values,
     add_tiles,
     divided,
-    layouts_of_out,
     leave_out,
     rescaled,
 )
@@ -183,8 +183,7 @@ def _forward_kernel(
         OF_PAIRS=rules.bias_rows is not None and rules.bias_cols is not None,
         BIAS_FIRST=BIAS_FIRST,
         BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
-        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]),
-        OUT=layouts_of_out(DIM_V),
+        PAIRS=product_layout(BLOCK_N),
     )
     tiles = Tiles(
         q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
@@ -323,12 +322,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
 def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
     """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
-    WIDTHS: gl.constexpr = widths_of(config.DIM_V)
-    acc = ()
-    for i in gl.static_range(len(WIDTHS)):
-        acc += (gl.full([BLOCK_M, WIDTHS[i]], 0.0, gl.float32, config.OUT[i]),)
     return Sums(
-        acc=acc,
+        acc=no_sums_of_rows(config.DIM_V),
         weights=rounded_pairs(zeros, DTYPE),
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),

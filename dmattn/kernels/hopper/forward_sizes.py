@@ -44,14 +44,18 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
-    """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 beside a bias of pairs or under intervals."""
+    """Whether each program has one consumer: where a block meets few keys, under intervals but those of dynamic masks over head dim 64, and up
+    to there beside a bias of pairs.
+    """
     if width > 128:
         return False
     pairs = problem.pair_bias is not None
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
         return pairs or problem.first is not None or mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
-    return problem.first is None and mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
+    if problem.first is not None:  # most are documents of a few hundred tokens
+        return width == 128 and problem.key_bias is None
+    return mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
 
 
 def _programs_of(width: int) -> int:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from .copies import piece, pieces, product_under_way, stage_of, waited, widths_of
+from .copies import piece, pieces, product_under_way, stage_of, waited
 from .distances import numbers_of_pairs
 from .forward_steps import BLOCK_M, open_steps, step_of
 from .registers import (
@@ -58,7 +58,6 @@ class Config(NamedTuple):
     BIAS_FIRST: Any  # queries are multiplied by the scale, and products added to the bias of pairs
     BACKWARDS: Any  # the last keys come first (`step_of`)
     PAIRS: Any  # layout of scores
-    OUT: Any  # layout of each piece of out
 
 
 class Tiles(NamedTuple):
@@ -111,12 +110,6 @@ class Sums(NamedTuple):
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
     turn: Any  # how many tiles there were, those of blocks before included
-
-
-@gluon.constexpr_function
-def layouts_of_out(dim):
-    """The layout of each piece of out."""
-    return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]) for width in widths_of(dim))
 
 
 @gluon.jit
@@ -350,7 +343,7 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
     mbarrier.wait(context.barriers.v_full.index(stage), phase)
     acc = ()
     for i in gl.static_range(len(sums.acc)):
-        weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, config.OUT[i], 2))  # [BLOCK_M, BLOCK_N]
+        weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, sums.acc[i].type.layout, 2))  # [BLOCK_M, BLOCK_N]
         acc += (warpgroup_mma(weights, piece(v_tiles, stage, i, config.DIM_V), sums.acc[i], is_async=True),)
     return acc
 

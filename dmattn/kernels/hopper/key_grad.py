@@ -10,7 +10,6 @@ one to the other by shared memory, so that each product is made once.
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
-from ..base.described import typical_length
-from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import by_group, vectors_of
 from ..base.launch import launch
@@ -35,6 +32,7 @@ from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries, own_queries
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
+from .backward_sizes import key_sizes
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
     PANEL,
@@ -42,17 +40,16 @@ from .copies import (
     allocate_barriers,
     allocate_pairs,
     allocate_tiles,
+    backward_dims,
     consumer_registers,
-    consumers_of,
-    copy,
+    copied_dims,
     copy_tile,
     launch_registers,
-    padded_dims,
     piece_of,
     pieces,
     place_of_keys,
     place_of_queries,
-    room,
+    product_layout,
     stage_of,
     tiled,
     tiled_mask,
@@ -71,37 +68,17 @@ from .key_tile import (
     Sums,
     Tiles,
     add_tile,
-    allocate_terms,
-    are_columns,
-    bytes_of,
     copy_pairs,
-    copy_terms,
     no_lane_sums,
     no_sums,
-    pairs_of,
-    stages_of,
     store_d_bias,
-    tiled_terms,
     turn_of,
     uniform_bias_of,
 )
 from .registers import store_tile, sums_of_lanes
+from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
-BLOCK_M = 64  # queries of a tile, or half as many
-STAGES = 2  # tiles of queries, dO and bias in shared memory
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
-# NVIDIA H200, 2026-11-26: programs of one consumer, of which a processor has several, are faster to so many keys than those of three consumers,
-# or of two over head dim 64; and than those of two up to there, where queries or keys are so many; and to the last of heads of 64 with half of
-# the queries a tile, as three programs have registers for them (docs/history.md).
-KEYS_OF_ONE, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
-
-
-class Sizes(NamedTuple):
-    """Those of a launch."""
-
-    consumers: int  # of BLOCK_N keys each
-    queries: int  # of a tile
-    programs: int  # that share a processor
 
 
 class Config(NamedTuple):
@@ -109,8 +86,8 @@ class Config(NamedTuple):
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # padded
-    DIM_V: Any  # padded
+    DIM: Any  # as they are multiplied (`backward_dims`)
+    DIM_V: Any
     CONSUMERS: Any
     BLOCK_M: Any  # queries of a tile
     BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
@@ -134,8 +111,8 @@ def key_gradients(
     """
     heads, len_q, head_dim = problem.query.shape[1:]
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_n, (dim, dim_v) = BLOCK_N.value, padded_dims(problem)
-    consumers, block_m, programs_each = sizes_of(problem, d_bias)
+    block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem)
+    consumers, block_m, stages, programs_each = key_sizes(problem, d_bias)
     blocks = blocks_of(consumers, dim, dim_v)
     packed = packed_blocks(problem, blocks * block_n, by_key=True)
     lists = query_lists(problem, block_m, blocks * block_n, packed)
@@ -148,10 +125,10 @@ def key_gradients(
         count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, block_n, piece_of(dim)),
-        v=tiled(problem.value, block_n, dim_v),
+        v=tiled(problem.value, block_n, piece_of(dim_v)),
         bias=tiled(bias, block_m, block_n),
         mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim_v),
+        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming, block_m),
@@ -165,7 +142,7 @@ def key_gradients(
         DIM_V=dim_v,
         CONSUMERS=consumers,
         BLOCK_M=block_m,
-        STAGES=STAGES if blocks == consumers else stages_of(problem, d_bias, block_m),
+        STAGES=stages,
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
         COPIES_D_BIAS=copies_d_bias,
         BY_GROUP=by_group(problem, key_sums),
@@ -173,33 +150,6 @@ def key_gradients(
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
     )
-
-
-def sizes_of(problem: Problem, d_bias: Tensor | None) -> Sizes:
-    """Those of a problem.
-
-    Consumers of their own programs wait for each other in nothing, but no two read one copy of the queries: a gain of short sequences, and of
-    few, where a processor has room for two programs, or where their walks differ. Three consumers have registers for a plain walk alone.
-    """
-    batch, kv_heads, len_k, _ = problem.key.shape
-    width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
-    windowed = problem.is_masked or problem.left is not None or problem.right is not None
-    plain = (problem.bias is None or problem.zero is not None) and not windowed
-    consumers = consumers_of(len_k, width) if plain else 2
-    beside, stage = bytes_of(problem, d_bias, BLOCK_M)
-    if consumers == 3 or width > PANEL.value:
-        are_short = keys <= KEYS_OF_ONE
-    else:
-        are_short = min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_ONE
-    fit, pairs_of_blocks = beside + STAGES * stage <= room(2), triton.cdiv(len_k, 2 * BLOCK_N.value) * kv_heads * batch
-    are_few = pairs_of_blocks <= processors(problem.query.device) // (1 if fit or windowed else 2)
-    if width > 128 or not ((are_short and fit) or are_few):
-        return Sizes(consumers, BLOCK_M, 1)
-    if width < PANEL.value:
-        return Sizes(1, BLOCK_M // 2, 4)
-    if width == PANEL.value and min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_HALF:
-        return Sizes(1, BLOCK_M // 2, 3)
-    return Sizes(1, BLOCK_M, 2)
 
 
 @gluon.constexpr_function
@@ -260,11 +210,11 @@ def _key_gradients_kernel(
     )
     fence_async_shared()
     kv_full = barriers.kv_full.index(0)
-    mbarrier.expect(kv_full, BLOCKS * 2 * BLOCK_N * (DIM + DIM_V))
+    mbarrier.expect(kv_full, BLOCKS * 2 * BLOCK_N * (copied_dims(DIM) + copied_dims(DIM_V)))
     entry, first = place_of_keys(seq, col)
     for i in gl.static_range(BLOCKS):
         copy_tile(k, entry, kv_head, first + i * BLOCK_N, kv_full, k_tiles, i, DIM)
-        copy(v, [entry, kv_head, first + i * BLOCK_N, 0], kv_full, v_tiles.index(i))
+        copy_tile(v, entry, kv_head, first + i * BLOCK_N, kv_full, v_tiles, i, DIM_V)
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
     tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias_tiles, mask_tiles, d_bias_tiles, p_tile)
     ones = Ones(key_ones, score_ones, d_p_ones)
@@ -287,8 +237,8 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
     BLOCKS: gl.constexpr = config.BLOCKS
     STAGES: gl.constexpr = config.STAGES
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = 2 * BLOCK_M * config.DIM + sources.terms.block_type.nbytes + BIAS_BYTES
-    D_OUT_BYTES: gl.constexpr = sources.d_out.block_type.nbytes
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
+    D_OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = under_head(seq, head)
@@ -311,7 +261,7 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
                 copy_pairs(sources.mask, rules.mask, this, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, BLOCKS)
             else:
                 mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
-            copy(sources.d_out, [entry, head, row, 0], barriers.d_out_full.index(stage), tiles.d_out.index(stage))
+            copy_tile(sources.d_out, entry, head, row, barriers.d_out_full.index(stage), tiles.d_out, stage, config.DIM_V)
             step += 1
 
 
@@ -333,12 +283,11 @@ def _consume(
     results = Results(d_k, d_v, key_sums, d_bias, by_pointers=None if config.COPIES_D_BIAS else 1)
     owner = Span(col, 0, None)
     col += own * BLOCK_N
-    k_tile = pieces(tiles.k, own, config.DIM)
-    v_tile = tiles.v.index(own).reshape([BLOCK_N, config.DIM_V])
+    k_pieces, v_pieces = pieces(tiles.k, own, config.DIM), pieces(tiles.v, own, config.DIM_V)
     if ones.scores is None and are_columns(tiles.terms.dtype):
-        FACTOR: gl.constexpr = gl.DotOperandLayout(0, pairs_of(config.BLOCK_M), 2)
+        FACTOR: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_M), 2)
         ones = Ones(ones.keys, ones_in_registers(BLOCK_N, 0, FACTOR), ones_in_registers(BLOCK_N, 3, FACTOR))
-    context = Context(k_tile, v_tile, tiles.bias_columns[own], ones, tiles, barriers, rules, results, col, own)
+    context = Context(k_pieces, v_pieces, tiles.bias_columns[own], ones, tiles, barriers, rules, results, col, own)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     sums = no_sums(config.DIM, config.DIM_V, config.BLOCK_M, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
     step = 0
@@ -362,13 +311,13 @@ def _consume(
                 sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
                 step += 1
         if d_bias is not None and rules.lists is None and rules.ends is None:
-            zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M))
+            zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M))
             for start in range(0, begin, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
         if key_sums is not None and not config.BY_GROUP:
-            _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, pairs_of(config.BLOCK_M)))
+            _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
     _store_results(results, sums, rules, seq, col, config)
 
 
@@ -413,7 +362,7 @@ def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
             mbarrier.wait(barriers.d_out_full.index(stage), phase)
             mbarrier.arrive(barriers.free.index(stage), count=1)
             if context.results.d_bias is not None:
-                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))
+                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))
             step += 1
     return step
 
@@ -447,14 +396,15 @@ def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_en
 def _store_results(results, sums, rules, seq, col, config: gl.constexpr):
     """Write the sums of all heads of the group."""
     if results.key_sums is not None and config.BY_GROUP:
-        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, pairs_of(config.BLOCK_M)))
+        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
     if results.d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
     if results.d_k is not None:
         for i in gl.static_range(len(sums.dk)):
             store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
     if results.d_v is not None:
-        store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM)
+        for i in gl.static_range(len(sums.dv)):
+            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, FIRST=i * PANEL)
 
 
 @gluon.jit

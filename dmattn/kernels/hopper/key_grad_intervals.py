@@ -28,21 +28,22 @@ from ..base.rules import rules_of
 from ..base.window import next_step
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
+from .backward_sizes import interval_key_sizes
 from .bias_columns import allocate_columns, ones_for_columns
 from .copies import (
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
+    backward_dims,
     consumer_registers,
-    copy,
+    copied_dims,
     copy_tile,
     launch_registers,
     padded_dims,
     piece_of,
     pieces,
-    pieces_of,
-    room,
+    product_layout,
     stage_of,
     tiled,
 )
@@ -58,21 +59,13 @@ from .key_tile import (
     Sums,
     Tiles,
     add_tile,
-    allocate_terms,
-    are_columns,
-    bytes_of,
     copy_pairs,
-    copy_terms,
     no_lane_sums,
     no_sums,
-    stages_of,
-    sums_layout,
-    tiled_terms,
     turn_of,
 )
 from .registers import places_of, store_tile, sums_of_lanes
-
-STAGES = 2  # tiles of queries, dO and bias in shared memory for each consumer
+from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
 
 class Config(NamedTuple):
@@ -80,8 +73,8 @@ class Config(NamedTuple):
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # padded
-    DIM_V: Any  # padded
+    DIM: Any  # padded, or of one consumer as they are multiplied (`backward_dims`)
+    DIM_V: Any
     CONSUMERS: Any
     STAGES: Any  # tiles of queries, dO and bias in shared memory
     SPLIT: Any  # each of two consumers makes some sums of every tile, or else all sums of its own tiles
@@ -109,8 +102,8 @@ def key_gradients(
     """As in portable/key_grad.py, with intervals."""
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
-    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, padded_dims(problem)
-    consumers, programs_each = sizes_of(problem, d_bias)
+    consumers, block_m, stages, programs_each = interval_key_sizes(problem, d_bias)
+    block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem) if consumers == 1 else padded_dims(problem)
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
@@ -119,9 +112,9 @@ def key_gradients(
         triton.cdiv(len_k, block_n) * kv_heads * batch,
         q=tiled(problem.query, block_m, piece_of(dim)),
         k=tiled(problem.key, block_n, piece_of(dim)),
-        v=tiled(problem.value, block_n, dim_v),
+        v=tiled(problem.value, block_n, piece_of(dim_v)),
         bias=tiled(problem.pair_bias, block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim_v),
+        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
@@ -136,20 +129,13 @@ def key_gradients(
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
-        STAGES=STAGES * consumers if max(dim, dim_v) <= 128 else stages_of(problem, d_bias, block_m),
+        STAGES=stages,
         ALIKE=alike,
         BY_GROUP=by_group(problem, key_sums),
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
     )
-
-
-def sizes_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
-    """(consumers, programs that share a processor). A bias of keys beside intervals is a dynamic mask's."""
-    beside, stage = bytes_of(problem, d_bias, BLOCK_M.value)
-    alone = problem.key_bias is None and max(padded_dims(problem)) <= 128 and beside + STAGES * stage <= room(2)
-    return (1, 2) if alone else (2, 1)
 
 
 @gluon.jit
@@ -215,9 +201,9 @@ def _key_gradients_kernel(
             sums_room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fence_async_shared()
         kv_full = barriers.kv_full.index(0)
-        mbarrier.expect(kv_full, 2 * BLOCK_N * (DIM + DIM_V))
+        mbarrier.expect(kv_full, 2 * BLOCK_N * (copied_dims(DIM) + copied_dims(DIM_V)))
         copy_tile(k, batch, kv_head, col, kv_full, k_tile, 0, DIM)
-        copy(v, [batch, kv_head, col, 0], kv_full, v_tile.index(0))
+        copy_tile(v, batch, kv_head, col, kv_full, v_tile, 0, DIM_V)
         sources = Sources(q, terms, d_out, bias=bias)
         tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles, p=p_tile)
         ones = Ones(key_ones, score_ones, d_p_ones)
@@ -244,8 +230,8 @@ def _slice(t, seq):
 @gluon.jit
 def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
-    WIDTH: gl.constexpr = max(config.DIM, config.DIM_V) if pieces_of(config.DIM) == 1 else 256
-    SUMS: gl.constexpr = sums_layout(WIDTH)
+    WIDTH: gl.constexpr = 256 if config.SPLIT else copied_dims(config.DIM)
+    SUMS: gl.constexpr = product_layout(WIDTH)
     zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
     if d_k is not None:
         store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
@@ -285,7 +271,7 @@ def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.
 def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: gl.constexpr):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = 2 * BLOCK_M * config.DIM + sources.terms.block_type.nbytes + BIAS_BYTES
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
     step = 0
     for head in range(seq.head, seq.head + groups):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
@@ -300,8 +286,8 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
             if sources.bias is not None:
                 copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage)
             d_out_full = barriers.d_out_full.index(stage)
-            mbarrier.expect(d_out_full, sources.d_out.block_type.nbytes)
-            copy(sources.d_out, [seq.batch, head, start, 0], d_out_full, tiles.d_out.index(stage))
+            mbarrier.expect(d_out_full, 2 * BLOCK_M * copied_dims(config.DIM_V))
+            copy_tile(sources.d_out, seq.batch, head, start, d_out_full, tiles.d_out, stage, config.DIM_V)
             step += 1
 
 
@@ -310,7 +296,6 @@ def _consume(
     tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Gradients of the program's keys. Of two consumers in turns each has every second tile of queries; the first stores the sum of both."""
-    SUMS: gl.constexpr = sums_layout(config.DIM_V)
     SPLIT: gl.constexpr = config.SPLIT
     IN_TURNS: gl.constexpr = config.CONSUMERS == 2 and not SPLIT
     STAGES: gl.constexpr = config.STAGES
@@ -321,8 +306,8 @@ def _consume(
             results = Results(None, results.d_v, None, None)
         else:
             results = Results(results.d_k, None, results.key_sums, results.d_bias)
-    k_tile, v_tile = pieces(tiles.k, 0, config.DIM), tiles.v.index(0).reshape([BLOCK_N, config.DIM_V])
-    context = Context(k_tile, v_tile, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
+    k_pieces, v_pieces = pieces(tiles.k, 0, config.DIM), pieces(tiles.v, 0, config.DIM_V)
+    context = Context(k_pieces, v_pieces, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
     of_group = 0
     if config.ALIKE:
         of_group = describe_block(context, bounds, seq)
@@ -367,8 +352,10 @@ def _consume(
             for i in gl.static_range(len(sums.dk)):
                 store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
         if results.d_v is not None:
-            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0], config.VALUE_DIM, order)
+            for i in gl.static_range(len(sums.dv)):
+                store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
     elif which == 0:
+        SUMS: gl.constexpr = product_layout(config.DIM_V)
         given = _room_for_gradients(tiles, config.DIM)
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)

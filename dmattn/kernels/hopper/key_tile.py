@@ -5,21 +5,26 @@ Scores stand with keys down, so that the sums over queries take them for their l
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.layout import copied_entry, slice_pointer
-from ..base.query_terms import Incoming
 from ..base.rules import LOG2E
-from .bias_columns import tiled_columns
-from .copies import copy, padded_dims, pieces, pieces_of, place_of_terms, product_under_way, room, stage_of, store, tiled_vectors, waited
+from .copies import (
+    copy,
+    no_sums_of_rows,
+    pieces,
+    product_layout,
+    product_under_way,
+    stage_of,
+    store,
+    waited,
+)
 from .distances import numbers_of_pairs
 from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .term_tiles import are_columns, term_of
 
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
 PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))  # of [BLOCK_N, BLOCK_M]
@@ -42,7 +47,7 @@ class Tiles(NamedTuple):
     bias_columns: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
     q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], in pieces like keys
     terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
-    d_out: Any  # [STAGES, 1, 1, BLOCK_M, DIM_V]
+    d_out: Any  # the same of DIM_V
     bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
@@ -91,7 +96,7 @@ class Context(NamedTuple):
     """A consumer's block of keys, the tiles that it meets, and the results that it makes."""
 
     k: Any  # pieces of [BLOCK_N, DIM], in shared memory
-    v: Any  # [BLOCK_N, DIM_V], in shared memory
+    v: Any  # the same of DIM_V
     bias_columns: Any  # [BLOCK_N, COLUMNS], in shared memory
     ones: Any  # :class:`Ones`
     tiles: Any  # :class:`Tiles`
@@ -117,7 +122,7 @@ class Sums(NamedTuple):
     """
 
     dk: Any  # pieces of [BLOCK_N, DIM], without the scale; none of the first of such consumers
-    dv: Any  # one piece of [BLOCK_N, DIM_V]; none of the second
+    dv: Any  # the same of DIM_V; none of the second
     lanes: Any  # [BLOCK_N, 4], of dS by lane (`lane_sums`)
 
 
@@ -130,61 +135,6 @@ class Turn(NamedTuple):
     number: Any
 
 
-def tiled_terms(incoming: Incoming, block_m: int) -> TensorDescriptor:
-    """The terms of tiles of so many queries as the copy engine takes them: as columns, if there are some."""
-    if incoming.term_columns is None:
-        return tiled_vectors(incoming.vectors, 2, block_m)
-    return tiled_columns(incoming.term_columns, block_m)
-
-
-def stages_of(problem: Problem, d_bias: Tensor | None, block_m: int) -> int:
-    """How many stages of so many queries there is room for where consumers share their keys."""
-    beside, stage = bytes_of(problem, d_bias, block_m)
-    return min((room() - beside - 2 * BLOCK_N.value * block_m) // stage, 3)  # beside probabilities that pass between them
-
-
-def bytes_of(problem: Problem, d_bias: Tensor | None, block_m: int) -> tuple[int, int]:
-    """(bytes of shared memory that one block of keys takes, of each stage of tiles of queries beside it)."""
-    block_n, dims = BLOCK_N.value, sum(padded_dims(problem))
-    beside = 2 * block_n * dims + (0 if d_bias is None else block_m * block_n * d_bias.element_size())
-    beside += 6 * block_n * COLUMNS.value if problem.key_bias is not None else 0
-    stage = 2 * block_m * dims + (2 * COLUMNS.value if max(padded_dims(problem)) <= 128 else 8) * block_m  # terms, as columns
-    stage += 2 * block_m * block_n if problem.pair_bias is not None else 0
-    stage += block_m * block_n if problem.pair_mask is not None else 0
-    return beside, stage
-
-
-@gluon.constexpr_function
-def are_columns(dtype):
-    """Whether terms that arrive in a kernel are columns, which alone are of 16 bits."""
-    return dtype == gl.bfloat16
-
-
-@gluon.constexpr_function
-def pairs_of(block_m):
-    """The layout of [BLOCK_N, block_m] in registers: keys down."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 16])
-
-
-@gluon.jit
-def allocate_terms(terms, STAGES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Shared memory for the terms of STAGES tiles of BLOCK_M queries."""
-    if are_columns(terms.dtype):
-        return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, BLOCK_M, COLUMNS], terms.layout)
-    else:
-        return gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout)
-
-
-@gluon.jit
-def copy_terms(terms, seq, head, start, full, terms_tile):
-    """Copy the terms of a tile of queries."""
-    entry, row = place_of_terms(seq, start)
-    if are_columns(terms.dtype):
-        copy(terms, [entry, head, row, 0], full, terms_tile)
-    else:
-        copy(terms, [entry, head, 0, row], full, terms_tile)
-
-
 @gluon.jit
 def copy_pairs(source, owner, seq, start, col, full, tiles, stage, CONSUMERS: gl.constexpr = 1):
     """Copy a stage's tiles of `owner`, a bias or mask of pairs: one for each of so many consumers, side by side."""
@@ -194,40 +144,21 @@ def copy_pairs(source, owner, seq, start, col, full, tiles, stage, CONSUMERS: gl
         copy(source, [entry, head, start, col + i * BLOCK_N], full, tiles.index(CONSUMERS * stage + i))
 
 
-@gluon.constexpr_function
-def sums_layout(dim):
-    """The layout of sums [BLOCK_N, dim] in registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
-
-
 @gluon.jit
 def no_lane_sums(BLOCK_M: gl.constexpr):
     """Sums by lane of no tile of BLOCK_M queries."""
-    return lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))
+    return lane_sums(gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))
 
 
 @gluon.jit
 def no_sums(DIM: gl.constexpr, DIM_V: gl.constexpr, BLOCK_M: gl.constexpr, OF_KEYS: gl.constexpr = True, OF_VALUES: gl.constexpr = True):
     """:class:`Sums` of no tile of BLOCK_M queries."""
-    PIECES: gl.constexpr = pieces_of(DIM)
     dk, dv = (), ()
     if OF_KEYS:
-        for _ in gl.static_range(PIECES):
-            dk += (gl.full([BLOCK_N, DIM // PIECES], 0.0, gl.float32, sums_layout(DIM // PIECES)),)
+        dk = no_sums_of_rows(DIM)
     if OF_VALUES:
-        dv += (gl.full([BLOCK_N, DIM_V], 0.0, gl.float32, sums_layout(DIM_V)),)
+        dv = no_sums_of_rows(DIM_V)
     return Sums(dk, dv, no_lane_sums(BLOCK_M))
-
-
-@gluon.jit
-def _term_of(terms_tiles, number):
-    """One of the terms of a tile of queries, [1, BLOCK_M]; 0 where products add it."""
-    if are_columns(terms_tiles.dtype):
-        return 0.0
-    else:
-        BLOCK_M: gl.constexpr = terms_tiles.shape[4]
-        vectors = terms_tiles._reinterpret(gl.float32, [2 * terms_tiles.shape[0], BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        return vectors.index(number).load(gl.SliceLayout(0, pairs_of(BLOCK_M)))[None, :]
 
 
 @gluon.jit
@@ -245,10 +176,11 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
     """
     tiles, ones, barriers, rules = context.tiles, context.ones, context.barriers, context.rules
     BLOCK_M: gl.constexpr = tiles.q.shape[3]
-    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
+    PAIRS: gl.constexpr = product_layout(BLOCK_M)
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
-    DIM: gl.constexpr = context.k[0].shape[1] * len(context.k)
+    DIM: gl.constexpr = context.k[0].shape[1] * (len(context.k) - 1) + context.k[len(context.k) - 1].shape[1]
+    DIM_V: gl.constexpr = context.v[0].shape[1] * (len(context.v) - 1) + context.v[len(context.v) - 1].shape[1]
     AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
     MASK_OF_PAIRS: gl.constexpr = rules.mask_rows is not None and rules.mask_cols is not None
     BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
@@ -276,20 +208,21 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
         s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
-    d_out_tile = tiles.d_out.index(turn.stage).reshape([BLOCK_M, context.v.shape[1]])
+    d_out_pieces = pieces(tiles.d_out, turn.stage, DIM_V)
+    OF_VALUES: gl.constexpr = len(d_out_pieces) + (1 if AS_COLUMNS else 0)  # products for dP
     if OF_D_SCORES:
-        d_p = warpgroup_mma(context.v, d_out_tile.permute((1, 0)), zero, use_acc=False, is_async=True)  # [BLOCK_N, BLOCK_M]
+        d_p = product_under_way(context.v, d_out_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
         if AS_COLUMNS:
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
         if EDGE and MASK_OF_PAIRS:
             kept = _mask_of_pairs(context, seq, turn, rows, cols, start)
-        divisor_rows = _term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
-        s = warpgroup_mma_wait((2 if AS_COLUMNS else 1) if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
+        divisor_rows = term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
+        s = warpgroup_mma_wait(OF_VALUES if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         p = _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE)
     if tiles.p is not None:
         p = _handed_over(context, turn, p, OF_SCORES)
-    sums = _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p)
+    sums = _added(context, seq, sums, turn, start, q_pieces, d_out_pieces, p, d_p)
     mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return sums
 
@@ -298,7 +231,7 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
 def _keys_down(tiles, turn):
     """A turn's tile of pairs in shared memory, [BLOCK_M, BLOCK_N], in registers, keys down."""
     BLOCK_M: gl.constexpr = tiles.shape[3]
-    return tiles.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(pairs_of(BLOCK_M))
+    return tiles.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(product_layout(BLOCK_M))
 
 
 @gluon.jit
@@ -321,33 +254,28 @@ def _handed_over(context, turn, p, OF_SCORES: gl.constexpr):
         mbarrier.arrive(barriers.p.index(1), count=1)
     else:
         mbarrier.wait(barriers.p.index(1), phase)
-        p = tiles.p.load(pairs_of(tiles.q.shape[3])).to(gl.float32)
+        p = tiles.p.load(product_layout(tiles.q.shape[3])).to(gl.float32)
     return p
 
 
 @gluon.jit
-def _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p):
+def _added(context, seq, sums, turn, start, q_pieces, d_out_pieces, p, d_p):
     """`sums` and those of a tile, of its probabilities and of dP, which is under way. Its dBias is stored, too.
 
-    `q_pieces` and `d_out_tile` are the tile's queries and dO in shared memory, which is not read any more afterwards.
+    `q_pieces` and `d_out_pieces` are the tile's queries and dO in shared memory, which is not read any more afterwards.
     """
     tiles, results = context.tiles, context.results
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
-    KEY_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.k[0].shape[1]), 2)
-    VALUE_FACTOR: gl.constexpr = gl.DotOperandLayout(0, sums_layout(context.v.shape[1]), 2)
     dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
-        dv = (warpgroup_mma(gl.convert_layout(p.to(tiles.q.dtype), VALUE_FACTOR), d_out_tile, dv[0], is_async=True),)
+        dv = _times_rows(p.to(tiles.q.dtype), d_out_pieces, dv)
     if OF_D_SCORES:
-        delta_rows = _term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
-        d_p = warpgroup_mma_wait(0 if results.d_v is None else 1, [d_p])
+        delta_rows = term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
+        d_p = warpgroup_mma_wait(0 if results.d_v is None else len(d_out_pieces), [d_p])
         ds = p * (d_p - delta_rows)
         if results.d_k is not None:
-            factor = gl.convert_layout(ds.to(tiles.q.dtype), KEY_FACTOR)
-            dk = ()
-            for i in gl.static_range(len(q_pieces)):
-                dk += (warpgroup_mma(factor, q_pieces[i], sums.dk[i], is_async=True),)
+            dk = _times_rows(ds.to(tiles.q.dtype), q_pieces, dk)
         if results.key_sums is not None:
             lanes += lane_sums(ds)
             if results.d_k is None:
@@ -360,10 +288,23 @@ def _added(context, seq, sums, turn, start, q_pieces, d_out_tile, p, d_p):
         dk = waited(dk)
     elif not OF_D_SCORES:
         dv = waited(dv)
-    else:
+    elif len(dk) == 1:
         dk_whole, dv_whole = warpgroup_mma_wait(0, [dk[0], dv[0]])
         dk, dv = (dk_whole,), (dv_whole,)
+    else:
+        dk_first, dk_last, dv_first, dv_last = warpgroup_mma_wait(0, [dk[0], dk[1], dv[0], dv[1]])
+        dk, dv = (dk_first, dk_last), (dv_first, dv_last)
     return Sums(dk, dv, lanes)
+
+
+@gluon.jit
+def _times_rows(pairs, tiles, sums):
+    """`sums` with the products of pairs [BLOCK_N, BLOCK_M] and tiles of queries or dO, in pieces; they are under way."""
+    made = ()
+    for i in gl.static_range(len(tiles)):
+        factor = gl.convert_layout(pairs, gl.DotOperandLayout(0, sums[i].type.layout, 2))
+        made += (warpgroup_mma(factor, tiles[i], sums[i], is_async=True),)
+    return made
 
 
 @gluon.jit
@@ -371,7 +312,7 @@ def _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows
     """The probabilities of a tile's products, [BLOCK_N, BLOCK_M], of which `kept` and `words` hide some at an EDGE."""
     rules = context.rules
     BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
-    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
+    PAIRS: gl.constexpr = product_layout(BLOCK_M)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_M]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PAIRS))[:, None]  # [BLOCK_N, 1]
     rows2, middle2 = 0, keys.middle2
@@ -425,7 +366,7 @@ def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     """The bias of one tile, keys down, as `ruled` takes it: [BLOCK_N, BLOCK_M], or 1 where it is broadcast."""
     rules = context.rules
     BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
-    PAIRS: gl.constexpr = pairs_of(BLOCK_M)
+    PAIRS: gl.constexpr = product_layout(BLOCK_M)
     if rules.bias is None or rules.bias_rows is None:
         return keys.bias
     elif rules.bias_cols is not None and context.tiles.bias is None:

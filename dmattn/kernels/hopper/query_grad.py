@@ -24,29 +24,30 @@ from ..base.query_terms import Incoming
 from ..base.rules import place_of_first
 from ..base.window import open_keys
 from .addressing import copyable
+from .backward_sizes import query_sizes
 from .bias_columns import ones_for_columns
 from .copies import (
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
+    backward_dims,
     consumer_registers,
+    copied_dims,
     copy,
     copy_tile,
     launch_registers,
-    padded_dims,
+    no_sums_of_rows,
     panel_of,
     piece_of,
     pieces,
-    pieces_of,
     place_of_queries,
-    room,
+    product_layout,
     stage_of,
     tiled,
     waited,
 )
 from .distances import end_numbers, with_spread_table
-from .forward_sizes import KEYS_OF_ONE, mean_keys
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -70,16 +71,14 @@ from .walk import (
     work_of,
 )
 
-TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # keys of a tile; tiles of keys, values and bias in shared memory
-
 
 class Config(NamedTuple):
     """Constexprs of a launch, and the layouts in registers that follow from them."""
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # padded
-    DIM_V: Any  # padded
+    DIM: Any  # as they are multiplied (`backward_dims`)
+    DIM_V: Any
     CONSUMERS: Any  # of BLOCK_M queries each
     BLOCK_N: Any  # keys of a tile
     STAGES: Any  # tiles of keys, values and bias in shared memory
@@ -87,7 +86,6 @@ class Config(NamedTuple):
     EVEN_N: Any
     BY_COPY: Any  # O is copied as if it were the first tile
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
-    SUMS: Any  # of [BLOCK_M, DIM], or a piece of it
 
 
 class Sources(NamedTuple):
@@ -138,9 +136,8 @@ def query_gradients(
     cannot address is loaded by the consumers.
     """
     heads, head_dim, len_k = problem.query.shape[1], problem.query.shape[3], problem.key.shape[2]
-    block_m, (dim, dim_v) = BLOCK_M.value, padded_dims(problem)
-    consumers, programs_each = sizes_of(problem)
-    block_n, stages = tile_of(problem, consumers, programs_each)
+    block_m, (dim, dim_v) = BLOCK_M.value, backward_dims(problem)
+    consumers, block_n, stages, programs_each = query_sizes(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
     rules = with_spread_table(problem, rules)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each)
@@ -156,8 +153,8 @@ def query_gradients(
         bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
-        d_out=tiled(incoming.d_out, block_m, dim_v),
-        out=tiled(out, block_m, dim) if max(dim, dim_v) <= 128 else strided(out, heads),
+        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
+        out=tiled(out, block_m, piece_of(dim_v)) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
         lengths=lengths,
         lse=strided(incoming.lse, heads),
@@ -181,24 +178,6 @@ def query_gradients(
         d_query.copy_(d_q.sum(0))
 
 
-def sizes_of(problem: Problem) -> tuple[int, int]:
-    """(consumers, programs that share a processor): one consumer of head dims to 64, which many keys of padded dims would wait for."""
-    width = max(padded_dims(problem))
-    padded = not problem.query.shape[3] == problem.value.shape[3] == width
-    if width > PANEL.value or (padded and mean_keys(problem) > KEYS_OF_ONE):
-        return 2, 1
-    return 1, 2 if width == PANEL.value else 3
-
-
-def tile_of(problem: Problem, consumers: int, programs_each: int) -> tuple[int, int]:
-    """The first of TILES for which there is room."""
-    dims, pairs = sum(padded_dims(problem)), problem.pair_bias is not None
-    described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
-    beside = 2 * consumers * BLOCK_M.value * dims + (2 * BLOCK_M.value * COLUMNS.value if problem.key_bias is not None else 0)
-    of_key = 2 * dims + described + (2 * consumers * BLOCK_M.value if pairs else 0)
-    return next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= room(programs_each))
-
-
 @gluon.jit
 def _query_gradients_kernel(
     q, k, v, bias, intervals, bias_columns, d_out, out, rules, lengths, lse, d_lse, stored, d_q, end_sums,
@@ -214,10 +193,9 @@ def _query_gradients_kernel(
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // pieces_of(DIM), 16])
+    PAIRS: gl.constexpr = product_layout(BLOCK_N)
     config: gl.constexpr = Config(
-        HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS, SUMS=SUMS
+        HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_N, STAGES, SUB, EVEN_N, BY_COPY=max(DIM, DIM_V) <= 128, PAIRS=PAIRS
     )
     tiles = Tiles(
         q=allocate_tiles(q, CONSUMERS, BLOCK_M, DIM),
@@ -262,9 +240,10 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     STAGES: gl.constexpr = config.STAGES
     SUB: gl.constexpr = config.SUB
     BLOCKS: gl.constexpr = BLOCK_N // SUB
-    QUERY_BYTES: gl.constexpr = 2 * BLOCK_M * (config.DIM + config.DIM_V)
-    KEY_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM
-    VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * config.DIM_V
+    OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
+    QUERY_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + OUT_BYTES
+    KEY_BYTES: gl.constexpr = 2 * BLOCK_N * copied_dims(config.DIM)
+    VALUE_BYTES: gl.constexpr = 2 * BLOCK_N * copied_dims(config.DIM_V)
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else config.CONSUMERS * sources.bias.block_type.nbytes
@@ -279,11 +258,11 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
         if config.BY_COPY:
             stage, phase = stage_of(turn, STAGES)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-            mbarrier.expect(barriers.k_full.index(stage), sources.out.block_type.nbytes)
-            copy(sources.out, [entry, seq.head, first, 0], barriers.k_full.index(stage), tiles.k.index(stage))
-            mbarrier.expect(barriers.v_full.index(stage), (config.CONSUMERS - 1) * sources.out.block_type.nbytes)
+            mbarrier.expect(barriers.k_full.index(stage), OUT_BYTES)
+            copy_tile(sources.out, entry, seq.head, first, barriers.k_full.index(stage), tiles.k, stage, config.DIM_V)
+            mbarrier.expect(barriers.v_full.index(stage), (config.CONSUMERS - 1) * OUT_BYTES)
             if config.CONSUMERS == 2:
-                copy(sources.out, [entry, seq.head, first + BLOCK_M, 0], barriers.v_full.index(stage), tiles.v.index(stage))
+                copy_tile(sources.out, entry, seq.head, first + BLOCK_M, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
         tell(number, visited, count, barriers.numbers, rules, lengths)
         for i in gl.static_range(config.CONSUMERS):  # a consumer may still read its queries of the block before
@@ -291,7 +270,7 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
             mbarrier.expect(q_full, QUERY_BYTES)
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, q_full, tiles.q, i, config.DIM)
-            copy(sources.d_out, [entry, seq.head, first + i * BLOCK_M, 0], q_full, tiles.d_out.index(i))
+            copy_tile(sources.d_out, entry, seq.head, first + i * BLOCK_M, q_full, tiles.d_out, i, config.DIM_V)
         kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, BLOCK_N):
             starts = listed_keys(rules, seq, row, step, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
@@ -329,25 +308,22 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
         walk = tile_range(visited, rules, seq, row, number, lengths, config.CONSUMERS * BLOCK_M, BLOCK_N, config.SUB)
         upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.CONSUMERS * BLOCK_M)
         own_row = row + which * BLOCK_M
-        d_out_tile = tiles.d_out.index(which).reshape([BLOCK_M, config.DIM_V])
+        q_pieces, d_out_pieces = pieces(tiles.q, which, config.DIM), pieces(tiles.d_out, which, config.DIM_V)
         mbarrier.wait(barriers.q_full.index(which), count & 1)
-        out_tile = None
+        out_pieces = None
         stage, phase = stage_of(turn, STAGES)
         if config.BY_COPY:
             mbarrier.wait(barriers.k_full.index(stage), phase)
             mbarrier.wait(barriers.v_full.index(stage), phase)
-            out_tile = (tiles.k if which == 0 else tiles.v).index(stage).reshape([BLOCK_M, config.DIM])
+            out_pieces = pieces(tiles.k if which == 0 else tiles.v, stage, config.DIM_V)
         divisor_rows, delta_rows = terms_of(
-            vectors, out_tile, d_out_tile, seq, own_row, in_first_part(number, lengths), config
+            vectors, out_pieces, d_out_pieces, seq, own_row, in_first_part(number, lengths), config
         )  # [BLOCK_M] each
         if config.BY_COPY:
             mbarrier.arrive(barriers.free.index(stage), count=1)
             turn += 1
-        q_pieces = pieces(tiles.q, which, config.DIM)
-        context = Context(tiles, barriers, rules, seq, row, walk, q_pieces, d_out_tile, divisor_rows, delta_rows)
-        dq = ()
-        for _ in gl.static_range(len(q_pieces)):
-            dq += (gl.full([BLOCK_M, q_pieces[0].shape[1]], 0.0, gl.float32, config.SUMS),)
+        context = Context(tiles, barriers, rules, seq, row, walk, q_pieces, d_out_pieces, divisor_rows, delta_rows)
+        dq = no_sums_of_rows(config.DIM)
         ds = rounded_pairs(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS), tiles.k.dtype)  # [BLOCK_M, BLOCK_N / 2]
         no_lanes = lane_sums(gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, config.PAIRS))  # [BLOCK_M, 4]
         begin, end = own_tiles(rules, seq, own_row, walk, BLOCK_M, BLOCK_N)
@@ -384,7 +360,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             mbarrier.arrive(barriers.q_free.index(which), count=1)
         result = results_of(d_q, number, lengths, config.CONSUMERS * BLOCK_M, config.HEAD_DIM)
         for i in gl.static_range(len(dq)):
-            store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * dq[0].shape[1])
+            store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
         if end_sums is not None:
             for place in gl.static_range(2):
                 _store_sums(end_sums[place], seq, own_row, sums_of_lanes(sums.ends[place], config.PAIRS))

@@ -10,7 +10,7 @@ from ..base.layout import multiple, slice_pointer
 from ..base.query_terms import STORED_COLUMNS, store_terms
 from ..base.rules import place_of_first
 from ..base.softmax import divisor2
-from .copies import pieces, product_under_way, stage_of, waited
+from .copies import piece, pieces, product_layout, product_under_way, stage_of, waited
 from .distances import numbers_of_pairs
 from .registers import (
     Hiding,
@@ -49,7 +49,7 @@ class Context(NamedTuple):
     row: Any  # the first query of the block
     walk: Any
     q_pieces: Any  # of [BLOCK_M, DIM], as the next in shared memory, of one consumer
-    d_out_tile: Any  # [BLOCK_M, DIM_V]
+    d_out_pieces: Any  # of [BLOCK_M, DIM_V]
     divisor_rows: Any  # [BLOCK_M], as the next float32
     delta_rows: Any  # [BLOCK_M]
 
@@ -64,12 +64,14 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def terms_of(vectors, out_tile, d_out_tile, seq, row, stored, config: gl.constexpr):
+def terms_of(vectors, out_pieces, d_out_pieces, seq, row, stored, config: gl.constexpr):
     """The terms of a consumer's queries (`query_terms.Incoming`), which are `stored`, too, or else by another program."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
     if config.BY_COPY:
-        delta_rows = gl.sum(out_tile.load(config.SUMS).to(gl.float32) * d_out_tile.load(config.SUMS).to(gl.float32), 1)
+        delta_rows = _products_of_rows(out_pieces[0], d_out_pieces[0])
+        for i in gl.static_range(1, len(out_pieces)):
+            delta_rows += gl.convert_layout(_products_of_rows(out_pieces[i], d_out_pieces[i]), delta_rows.type.layout)
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.DIM_V, config.DIM_V // 8], [4, 1], [1, 0])
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
@@ -77,7 +79,7 @@ def terms_of(vectors, out_tile, d_out_tile, seq, row, stored, config: gl.constex
         pointers = slice_pointer(vectors.out, seq) + multiple((row + rows).to(gl.int64) * vectors.out.row, vectors.out.whole)[:, None]
         pointers = pointers + (cols * vectors.out.col)[None, :]
         out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
-        delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_tile.load(LAYOUT).to(gl.float32), 1)
+        delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_pieces[0].load(LAYOUT).to(gl.float32), 1)
     delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
     if vectors.d_lse is not None:
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
@@ -89,13 +91,19 @@ def terms_of(vectors, out_tile, d_out_tile, seq, row, stored, config: gl.constex
 
 
 @gluon.jit
+def _products_of_rows(left, right):
+    """The sums of the products of rows of two pieces in shared memory, float32."""
+    LAYOUT: gl.constexpr = product_layout(left.shape[1])
+    return gl.sum(left.load(LAYOUT).to(gl.float32) * right.load(LAYOUT).to(gl.float32), 1)
+
+
+@gluon.jit
 def added(sums, tiles, stage, config: gl.constexpr):
     """dQ with the last tile, whose keys are in a stage, under way."""
-    ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, config.SUMS, 2))
-    k_pieces = pieces(tiles.k, stage, config.DIM)
     dq = ()
-    for i in gl.static_range(len(k_pieces)):
-        dq += (warpgroup_mma(ds, k_pieces[i], sums.dq[i], is_async=True),)
+    for i in gl.static_range(len(sums.dq)):
+        ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, sums.dq[i].type.layout, 2))
+        dq += (warpgroup_mma(ds, piece(tiles.k, stage, i, config.DIM), sums.dq[i], is_async=True),)
     return dq
 
 
@@ -136,8 +144,7 @@ def add_tile(
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, BLOCK_N).permute((1, 0)), s, is_async=True)
     mbarrier.wait(barriers.v_full.index(stage), phase)
-    v_tile = tiles.v.index(stage).reshape([BLOCK_N, config.DIM_V]).permute((1, 0))
-    d_p = warpgroup_mma(context.d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+    d_p = product_under_way(context.d_out_pieces, pieces(tiles.v, stage, config.DIM_V), zero, False)  # [BLOCK_M, BLOCK_N]
     dq = sums.dq
     if not FIRST:
         dq = added(sums, tiles, last, config)
@@ -149,7 +156,7 @@ def add_tile(
         middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
     AFTER: gl.constexpr = 0 if FIRST else len(context.q_pieces)  # products for dQ, behind dP
-    s = warpgroup_mma_wait(1 + AFTER, [s])
+    s = warpgroup_mma_wait(len(context.d_out_pieces) + AFTER, [s])
     s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     divisor_rows = context.divisor_rows
     if number is not None:

@@ -34,6 +34,7 @@ from .copies import (
     PRODUCER_REGISTERS,
     allocate_barriers,
     padded_dim,
+    product_layout,
     stage_of,
     store,
     tiled,
@@ -167,8 +168,8 @@ def _query_gradients_kernel(
     GROUP: gl.constexpr = MEMBERS if BLOCKS == 2 else 1
     STAGES: gl.constexpr = 2 if BLOCKS == 2 else min(MEMBERS + 1, 8)
     BIAS_TILES: gl.constexpr = 3 if BLOCKS == 2 else 2
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    PAIRS: gl.constexpr = product_layout(BLOCK_N)
+    SUMS: gl.constexpr = product_layout(DIM)
     config: gl.constexpr = Config(HEAD_DIM, DIM, MEMBERS, BLOCKS, BLOCK_N, EVEN_N, GROUP, STAGES, BIAS_TILES, PAIRS, SUMS)
     block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice

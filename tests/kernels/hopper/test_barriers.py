@@ -123,9 +123,10 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
     return load(
         files, language, change, Span=Span, ALONE=len(Sequence._fields), NOWHERE=NOWHERE.value, BLOCK_M=case.block_m, BLOCK_N=case.block_n,
         are_columns=lambda dtype: False,
-        pieces=lambda tiles, number, dim: Anything(),
+        pieces=lambda tiles, number, dim: (tiles.index(number),),
         piece=lambda tiles, number, i, dim: Anything(),
         warpgroup_mma_wait=lambda count, products: products[0] if len(products) == 1 else tuple(products),
+        _multiply=lambda rows, scale: None,
         intervals_of=lambda *given: (Anything(), Anything()),
         end_numbers=lambda rules, seq: (LOWEST, HIGHEST),
         under_head=lambda seq, head: Sequence(0, head, *case.lengths[head]),
@@ -237,8 +238,8 @@ def watch_query_grad(names: dict[str, Any], case: Case, tile_of: Callable[..., T
         done.append(sums.ds.holds)
         return sums.dq
 
-    def terms_of(vectors: Any, out: Any, d_out: Anything, seq: Sequence, row: int, stored: bool, config: Any) -> tuple[Anything, Anything]:
-        assert all(x.holds == [0, seq.head, row, 0] for x in (out, d_out) if x is not None), "O or dO of other queries"
+    def terms_of(vectors: Any, out: Any, d_out: Any, seq: Sequence, row: int, stored: bool, config: Any) -> tuple[Anything, Anything]:
+        assert all(x[0].holds == (seq.head, row) for x in (out, d_out) if x is not None), "O or dO of other queries"
         return Anything(), Anything()
 
     names.update(add_tile=add_tile, added=added, terms_of=terms_of)
@@ -262,11 +263,11 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
         *_, number, edge = more
         return Anything(Tile(seq.head, start, (context.col,), edge, number))
 
-    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, q: Any, d_out: Anything, p: Anything, d_p: Any) -> Generator:
+    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, q: Any, d_out: Any, p: Anything, d_p: Any) -> Generator:
         assert context.barriers.kv_full.index(0).phases == 1, "keys have not come"
         assert p.holds[:3] == (seq.head, start, (context.col,)), "probabilities of another tile"
         assert context.tiles.q.index(turn.stage).holds == (seq.head, start), "other queries"
-        assert d_out.holds == [0, seq.head, start, 0], "dO of other queries"
+        assert d_out[0].holds == (seq.head, start), "dO of other queries"
         for name, tiles in done.items():
             tiles += [p.holds] * len(getattr(sums, name))
         return (yield from add(context, seq, sums, turn, start, q, d_out, p, d_p))
@@ -305,7 +306,7 @@ def test_every_tile_is_added_once(name: str, kind: str) -> None:
 
 
 WAITS = "all that is left waits"
-NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, pairs_of(BLOCK_M)))"
+NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))"
 STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step of a walk that has no tile, as -1 // STEP is 0 on a GPU
 
 

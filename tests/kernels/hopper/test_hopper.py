@@ -20,13 +20,12 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import dispatch
 from dmattn.kernels.base import leading
+from dmattn.kernels.hopper import backward_sizes, forward_sizes
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper import forward as hopper_forward
-from dmattn.kernels.hopper import forward_sizes
 from dmattn.kernels.hopper import key_grad as hopper_key_grad
 from dmattn.kernels.hopper import key_grad_intervals as hopper_key_grad_intervals
-from dmattn.kernels.hopper import key_tile as hopper_key_tile
 from dmattn.kernels.hopper import query_grad as hopper_query_grad
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.traits import Traits
@@ -358,10 +357,11 @@ def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
 def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
     length: int, head_dim: int, batch: int, options: dict, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_key_grad, "processors", lambda device: 132)
+    monkeypatch.setattr(backward_sizes, "processors", lambda device: 132)
     query, key = (tensor(1, heads, 1, head_dim).expand(batch, heads, length, head_dim) for heads in (4, 2))
     one = problem(query=query, key=key, value=key, **options)
-    assert hopper_key_grad.sizes_of(one, None) == sizes
+    chosen = backward_sizes.key_sizes(one, None)
+    assert (chosen.consumers, chosen.queries, chosen.programs) == sizes
 
 
 @pytest.mark.parametrize(
@@ -380,20 +380,27 @@ def test_programs_under_intervals_have_one_consumer_where_two_fit(head_dim: int,
     first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
     bias = tensor(*options["bias"]) if "bias" in options else None
     one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
-    assert hopper_key_grad_intervals.sizes_of(one, bias if d_bias else None) == sizes
+    chosen = backward_sizes.interval_key_sizes(one, bias if d_bias else None)
+    assert (chosen.consumers, chosen.programs) == sizes
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("of_pairs", [False, True])
-def test_two_programs_under_intervals_have_room_for_all_that_they_allocate(head_dim: int, of_pairs: bool) -> None:
-    """The ones that term columns meet, too, of which `bytes_of` does not know."""
-    first = torch.zeros(2, 1, LENGTH, dtype=torch.int32)
-    bias = tensor(2, 4, LENGTH, LENGTH) if of_pairs else None
-    one = problem(head_dim, mask=IntervalMask(first, first + LENGTH), bias=bias)
-    _, programs = hopper_key_grad_intervals.sizes_of(one, bias)
-    beside, stage = hopper_key_tile.bytes_of(one, bias, hopper_key_grad_intervals.BLOCK_M.value)
-    ones = 2 * 2 * hopper_key_tile.BLOCK_N.value * hopper_key_tile.COLUMNS.value
-    assert programs == 1 or beside + hopper_key_grad_intervals.STAGES * stage + ones <= hopper.room(programs)
+@pytest.mark.parametrize(
+    ("head_dim", "options", "consumers"),
+    [
+        (64, {}, 1),
+        (64, {"bias": (2, 2, 1, 4096)}, 1),
+        (96, {}, 1),
+        (128, {}, 1),
+        (128, {"bias": (2, 2, 1, 4096)}, 2),
+        (80, {}, 2),
+        (256, {}, 2),
+    ],
+)
+def test_the_forward_pass_under_intervals_has_one_consumer_but_for_wide_dynamic_masks(head_dim: int, options: dict, consumers: int) -> None:
+    first = torch.zeros(2, 1, 4096, dtype=torch.int32)
+    bias = tensor(*options["bias"]) if "bias" in options else None
+    one = problem(head_dim, 4096, mask=IntervalMask(first, first + 700), bias=bias)
+    assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False).consumers == consumers
 
 
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
@@ -421,7 +428,7 @@ FORMS = (
 @needs_cuda
 @pytest.mark.parametrize(
     ("forward", "keys"),
-    [((2, 128, 2, 1), (2, 64, 1)), ((3, 128, 2, 1), (3, 64, 1)), ((2, 64, 2, 1), (1, 64, 2)), ((1, 64, 2, 2), (1, 32, 2))],
+    [((2, 128, 2, 1), (2, 64, 2, 1)), ((3, 128, 2, 1), (3, 64, 2, 1)), ((2, 64, 2, 1), (1, 64, 2, 2)), ((1, 64, 2, 2), (1, 32, 2, 2))],
     ids=["two", "three", "two-and-one", "one"],
 )
 @pytest.mark.parametrize("case", FORMS, ids=lambda case: case.name)
@@ -434,7 +441,7 @@ def test_all_numbers_of_consumers_are_exact(
     fewer = forward[1] // 2 if case.head_dim <= 32 or (forward[1] == 128 and "loaded" in case.name) else forward[1]
     sizes = forward_sizes.Sizes(forward[0], fewer, *forward[2:])
     monkeypatch.setattr(hopper_forward, "sizes_of", lambda *given, **named: sizes)
-    monkeypatch.setattr(hopper_key_grad, "sizes_of", lambda *given: hopper_key_grad.Sizes(*keys))
+    monkeypatch.setattr(hopper_key_grad, "key_sizes", lambda *given: backward_sizes.KeySizes(*keys))
     replay.forget()
     wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
     replay.forget()
@@ -455,7 +462,7 @@ def test_packed_sequences_by_all_numbers_of_consumers(consumers: int, monkeypatc
 
     expected = results()
     monkeypatch.setattr(hopper_forward, "sizes_of", lambda *given, **named: forward_sizes.Sizes(consumers, 128, 2, 1))
-    monkeypatch.setattr(hopper_key_grad, "sizes_of", lambda *given: hopper_key_grad.Sizes(consumers, 64, 1))
+    monkeypatch.setattr(hopper_key_grad, "key_sizes", lambda *given: backward_sizes.KeySizes(consumers, 64, 2, 1))
     for own, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
     replay.forget()
@@ -492,22 +499,25 @@ def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim
 
 
 @pytest.mark.parametrize(
-    ("dims", "cut"),
+    ("dims", "forward", "backward"),
     [
-        ((64, 64), (64, 64)),
-        ((72, 72), (80, 80)),
-        ((80, 88), (80, 128)),
-        ((96, 40), (128, 64)),
-        ((97, 20), (128, 64)),
-        ((128, 128), (128, 128)),
-        ((160, 96), (192, 128)),
+        ((64, 64), (64, 64), (64, 64)),
+        ((72, 72), (80, 80), (80, 80)),
+        ((64, 72), (64, 80), (80, 80)),
+        ((80, 88), (80, 128), (96, 96)),
+        ((96, 40), (128, 64), (96, 96)),
+        ((97, 20), (128, 64), (128, 128)),
+        ((128, 128), (128, 128), (128, 128)),
+        ((160, 96), (192, 128), (192, 128)),
     ],
     ids=str,
 )
-def test_padding_is_not_multiplied(dims: tuple[int, int], cut: tuple[int, int]) -> None:
-    """By the forward pass, but for a part of 16 or 32 dims; with head dims over 128 it is."""
-    assert hopper.cut_dims(problem(query=tensor(1, 2, 9, dims[0]), key=tensor(1, 2, 9, dims[0]), value=tensor(1, 2, 9, dims[1]))) == cut
-    for dim in cut:
+def test_padding_is_not_multiplied(dims: tuple[int, int], forward: tuple[int, int], backward: tuple[int, int]) -> None:
+    """But for a part of 16 or 32 dims; with head dims over 128 it is."""
+    one = problem(query=tensor(1, 2, 9, dims[0]), key=tensor(1, 2, 9, dims[0]), value=tensor(1, 2, 9, dims[1]))
+    assert hopper.cut_dims(one) == forward
+    assert hopper.backward_dims(one) == backward
+    for dim in (*forward, *backward):
         widths = hopper.widths_of(dim)
         assert sum(widths) == dim <= hopper.copied_dims(dim) == len(widths) * (dim if len(widths) == 1 else hopper.PANEL.value)
 
@@ -829,4 +839,5 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str], monkeypat
     ],
 )
 def test_programs_of_queries_have_one_consumer_up_to_head_dim_64(length: int, head_dim: int, sizes: tuple[int, int]) -> None:
-    assert hopper_query_grad.sizes_of(problem(head_dim, length)) == sizes
+    chosen = backward_sizes.query_sizes(problem(head_dim, length))
+    assert (chosen.consumers, chosen.programs) == sizes

@@ -27,6 +27,7 @@ from ..copies import (
     allocate_barriers,
     consumers_of,
     copy,
+    product_layout,
     stage_of,
     tiled,
 )
@@ -181,9 +182,9 @@ def _consume(tiles, barriers, bias, rules, part, out, lse, which: gl.constexpr, 
     """Out and lse of BLOCK_M queries of every member, in place `which`."""
     DIM: gl.constexpr = config.DIM
     DTYPE: gl.constexpr = tiles.v.dtype
-    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OF_BIAS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    PAIRS: gl.constexpr = product_layout(KEYS)
+    OF_BIAS: gl.constexpr = product_layout(CHUNK)
+    OUT: gl.constexpr = product_layout(DIM)
     row = part.start + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     bias_full = barriers.bias_full.index(which)

@@ -26,6 +26,7 @@ from ..copies import (
     allocate_barriers,
     consumers_of,
     copy,
+    product_layout,
     stage_of,
     tiled,
     tiled_vectors,
@@ -144,8 +145,8 @@ def _resident_key_gradients_kernel(
         VALUE_DIM=VALUE_DIM,
         OF_KEYS=d_k is not None,
         OF_VALUES=d_v is not None,
-        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]),
-        SUMS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.block_shape[3], 16]),
+        PAIRS=product_layout(CHUNK),
+        SUMS=product_layout(q.block_shape[3]),
     )
     block, number, first = part_of(gl.cdiv(len_k, CONSUMERS * BLOCK_N), splits)
     tiles = Tiles(

@@ -31,6 +31,7 @@ from ..copies import (
     PRODUCER_REGISTERS,
     allocate_barriers,
     copy,
+    product_layout,
     stage_of,
     sync_threads,
     tiled,
@@ -160,8 +161,8 @@ def _resident_query_gradients_kernel(
     config: gl.constexpr = Config(
         CONSUMERS=CONSUMERS,
         DIM=q.block_shape[3],
-        PAIRS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16]),
-        SUMS=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.block_shape[3], 16]),
+        PAIRS=product_layout(CHUNK),
+        SUMS=product_layout(q.block_shape[3]),
     )
     tiles = Tiles(
         q=gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], q.layout),

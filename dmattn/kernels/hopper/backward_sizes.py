@@ -1,0 +1,116 @@
+"""Sizes of programs of the backward pass on Hopper: consumers, queries or keys of a tile, how many tiles shared memory holds, and how many
+programs share a processor.
+
+They follow from what the host knows of a call, and from times: docs/history.md.
+"""
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from ...problem import Problem
+from ..base.bias_columns import COLUMNS
+from ..base.described import typical_length
+from ..base.device import processors
+from .copies import PANEL, consumers_of, padded_dims, room
+from .forward_sizes import KEYS_OF_ONE, mean_keys
+
+ROWS = 64  # queries or keys of a consumer, and of a tile that it meets, or half as many
+STAGES = 2  # tiles of queries in shared memory
+# NVIDIA H200, 2026-11-26: programs of one consumer, of which a processor has several, are faster to so many keys than those of three consumers,
+# or of two over head dim 64; and than those of two up to there, where queries or keys are so many; and to the last of heads of 64 with half of
+# the queries a tile, as three programs have registers for them (docs/history.md).
+SHORT, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
+TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of keys, values and bias in shared memory
+
+
+class KeySizes(NamedTuple):
+    """Those of a launch for dK and dV."""
+
+    consumers: int  # of ROWS keys, each of its own or all of the same
+    queries: int  # of a tile
+    stages: int  # tiles of queries, dO and bias in shared memory
+    programs: int  # that share a processor
+
+
+class QuerySizes(NamedTuple):
+    """Those of a launch for dQ."""
+
+    consumers: int  # of ROWS queries each
+    keys: int  # of a tile
+    stages: int  # tiles of keys, values and bias in shared memory
+    programs: int  # that share a processor
+
+
+def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
+    """Those of a problem.
+
+    Consumers of their own programs wait for each other in nothing, but no two read one copy of the queries: a gain of short sequences, and of
+    few, where a processor has room for two programs, or where their walks differ. Three consumers have registers for a plain walk alone.
+    """
+    batch, kv_heads, len_k, _ = problem.key.shape
+    width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
+    if width > 128:
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
+    windowed = problem.is_masked or problem.left is not None or problem.right is not None
+    plain = (problem.bias is None or problem.zero is not None) and not windowed
+    consumers = consumers_of(len_k, width) if plain else 2
+    beside, stage = _bytes_of(problem, d_bias, ROWS)
+    if consumers == 3 or width > PANEL.value:
+        are_short = keys <= SHORT
+    else:
+        are_short = min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_ONE
+    fit, pairs_of_blocks = beside + STAGES * stage <= room(2), triton.cdiv(len_k, 2 * ROWS) * kv_heads * batch
+    are_few = pairs_of_blocks <= processors(problem.query.device) // (1 if fit or windowed else 2)
+    if not ((are_short and fit) or are_few):
+        return KeySizes(consumers, ROWS, STAGES, 1)
+    if width < PANEL.value:
+        return KeySizes(1, ROWS // 2, STAGES, 4)
+    if width == PANEL.value and min(keys, typical_length(problem, of_keys=False)) <= LENGTH_OF_HALF:
+        return KeySizes(1, ROWS // 2, STAGES, 3)
+    return KeySizes(1, ROWS, STAGES, 2)
+
+
+def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
+    """The same under intervals, where consumers of a program share their keys. A bias of keys beside intervals is a dynamic mask's."""
+    if max(padded_dims(problem)) > 128:
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
+    beside, stage = _bytes_of(problem, d_bias, ROWS)
+    ones = 4 * ROWS * COLUMNS.value  # that term columns meet
+    if problem.key_bias is None and beside + ones + STAGES * stage <= room(2):
+        return KeySizes(1, ROWS, STAGES, 2)
+    return KeySizes(2, ROWS, 2 * STAGES, 1)  # in turns
+
+
+def query_sizes(problem: Problem) -> QuerySizes:
+    """Those of a problem: one consumer of head dims to 64, which many keys of padded dims would wait for, and the first tile that has room."""
+    dims = sum(padded_dims(problem))
+    width = max(padded_dims(problem))
+    padded = not problem.query.shape[3] == problem.value.shape[3] == width
+    if width > PANEL.value or (padded and mean_keys(problem) > KEYS_OF_ONE):
+        consumers, programs = 2, 1
+    else:
+        consumers, programs = 1, 2 if width == PANEL.value else 3
+    described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
+    beside = 2 * consumers * ROWS * dims + (2 * ROWS * COLUMNS.value if problem.key_bias is not None else 0)
+    of_key = 2 * dims + described + (2 * consumers * ROWS if problem.pair_bias is not None else 0)
+    keys, stages = next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= room(programs))
+    return QuerySizes(consumers, keys, stages, programs)
+
+
+def _stages_beside(problem: Problem, d_bias: Tensor | None, queries: int) -> int:
+    """How many stages of so many queries there is room for where two consumers share their keys, and pass probabilities."""
+    beside, stage = _bytes_of(problem, d_bias, queries)
+    return min((room() - beside - 2 * ROWS * queries) // stage, 3)
+
+
+def _bytes_of(problem: Problem, d_bias: Tensor | None, queries: int) -> tuple[int, int]:
+    """(bytes of shared memory that one block of keys takes, of each stage of tiles of so many queries beside it)."""
+    dims = sum(padded_dims(problem))
+    beside = 2 * ROWS * dims + (0 if d_bias is None else queries * ROWS * d_bias.element_size())
+    beside += 6 * ROWS * COLUMNS.value if problem.key_bias is not None else 0
+    stage = 2 * queries * dims + (2 * COLUMNS.value if max(padded_dims(problem)) <= 128 else 8) * queries  # terms, as columns
+    stage += 2 * queries * ROWS if problem.pair_bias is not None else 0
+    stage += queries * ROWS if problem.pair_mask is not None else 0
+    return beside, stage
