@@ -124,9 +124,16 @@ class Language(Anything):
         self.programs = programs
         self.parts: dict[Generator, int] = {}  # and their programs
         self.barriers: list[Any] = []  # those of each program
+        self.memory: list[int] = []  # numbers that a program may load
 
     def full(self, shape: list, value: Any, *more: Any) -> Any:
         return value if shape == [1] else Anything()
+
+    def cast(self, x: Any, kind: Any) -> Any:
+        return x
+
+    def load(self, place: Any, *more: Any, **how: Any) -> Any:
+        return Anything() if isinstance(place, Anything) else self.memory[place]
 
     def atomic_add(self, counter: list[int], value: int, sem: str) -> int:
         counter[0] += value
@@ -137,7 +144,7 @@ class Language(Anything):
 
     def warp_specialize(self, parts: list, *more: Any) -> None:
         self.parts |= {function(*given): self.program for function, given in parts}
-        self.barriers += [x for x in parts[0][1] if type(x).__name__ == "Barriers"]
+        self.barriers += [x for x in parts[0][1] if type(x).__name__ in ("Barriers", "Exchange")]
 
     def wait(self, barrier: Barrier, phase: int) -> Callable[[], bool]:
         return lambda: barrier.phases & 1 != phase

@@ -1,15 +1,13 @@
 """Producers and consumers on Hopper: none waits for ever, and each pair of a query and a key is in one tile of the consumer that has it.
 
-Their device functions run as Python (barriers.py) for problems drawn at random, with tiles of a few queries and keys. Each block of queries of
-the forward pass and dQ has a head to itself, so that no two blocks share a tile.
+Their device functions run as Python (barriers.py) for problems drawn at random (barrier_cases.py), with tiles of a few queries and keys. Each
+block of queries of the forward pass and dQ has a head to itself, so that no two blocks share a tile.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,138 +15,28 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from barriers import Anything, Barrier, Deadlock, Language, Place, Several, load, run
+from barrier_cases import Case, Tile, check_barriers, drawn, functions
+from barriers import Anything, Deadlock, Language, Place, Several, run
 
 from dmattn.execution.backend import interpreting
-from dmattn.kernels.base.distances import NOWHERE
-from dmattn.kernels.base.layout import Sequence, Span
-from dmattn.kernels.base.rules import Rules
+from dmattn.kernels.base.layout import Sequence
+from dmattn.kernels.base.place import LARGEST
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about device functions run as Python, which is the same in both halves")
 
 CASES = 12  # of each kind
-KINDS = ("plain", "causal", "window", "rows without keys", "packed", "lists", "table", "bias of pairs")
+EVERYWHERE = ("plain", "causal", "window", "rows without keys", "bias of pairs")
+KINDS = {
+    "forward": (*EVERYWHERE, "packed", "lists", "table", "parts"),
+    "dQ": (*EVERYWHERE, "packed", "lists", "table", "parts"),
+    "dK and dV": (*EVERYWHERE, "packed", "lists", "table", "bias of keys"),
+    "dK and dV by intervals": (*EVERYWHERE, "bias of keys"),
+}
 SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
 KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_grad.py")
-LOWEST, HIGHEST = 1.0, 2.0  # numbers at the ends of a table of distances
-
-
-class Tile(NamedTuple):
-    """A tile that a consumer adds."""
-
-    head: int
-    row: int  # its first query
-    starts: tuple[int, ...]  # the first key of each of its blocks
-    edge: bool  # it may hide pairs
-    number: float | None  # of a table of distances, that of all pairs
-
-
-@dataclass
-class Case:
-    """A problem, and the sizes of its tiles. Blocks in a list are numbered as the list names them: those of which pairs are hidden, then others."""
-
-    kind: str
-    by_key: bool  # dK and dV
-    block_m: int  # queries of a tile
-    block_n: int  # keys of a tile
-    sub: int  # keys of a block that a tile is made of
-    stages: int
-    left: int | None
-    right: int | None
-    distances: int
-    zero: int
-    lengths: list[tuple[int, int]]  # queries and keys of each sequence; of each head, once there are heads
-    visits: list[tuple[int, int]]  # by head: how many partial and full blocks its list names
-
-    @property
-    def rules(self) -> Rules:
-        kinds = {"lists": dict(lists=1), "packed": dict(ends=1), "table": dict(table=Anything())}
-        kinds["bias of pairs"] = dict(bias=Anything(), bias_rows=1, bias_cols=1)
-        numbers = dict(left=self.left, right=self.right, scale=1.0, distances=self.distances, zero=self.zero)
-        return Rules._make([None] * len(Rules._fields))._replace(**numbers, **kinds.get(self.kind, {}))
-
-    def kept(self, head: int, query: int, key: int) -> bool:
-        len_q, len_k = self.lengths[head]
-        distance = key - (query + len_k - len_q)
-        in_window = (self.left is None or distance >= -self.left) and (self.right is None or distance <= self.right)
-        return 0 <= query < len_q and 0 <= key < len_k and in_window
-
-    def may_be_open(self, tile: Tile, query: int, key: int) -> bool:
-        """Whether a tile that hides no pair may have this one. Nothing is stored of queries past the end, but dK and dV are sums over them."""
-        len_q, len_k = self.lengths[tile.head]
-        if query >= len_q and not (self.by_key and self.kind == "packed"):
-            return True
-        place = self.zero + key - (query + len_k - len_q)
-        has_number = tile.number is None or (place <= 0 if tile.number == LOWEST else place >= self.distances - 1)
-        visit = query // self.block_m if self.by_key else key // self.sub
-        return has_number and self.kept(tile.head, query, key) and (self.kind != "lists" or visit >= self.visits[tile.head][0])
-
-    def pairs(self, tile: Tile) -> list[tuple[int, int]]:
-        return [(i, start + j) for i in range(tile.row, tile.row + self.block_m) for start in tile.starts for j in range(self.sub)]
-
-    def check(self, tiles: list[Tile], queries_of: dict[int, range]) -> None:
-        """Each kept pair of these queries of each head is in one tile, and no pair in two."""
-        times = Counter((tile.head, *pair) for tile in tiles for pair in self.pairs(tile))
-        assert max(times.values(), default=1) == 1, "a tile is added twice"
-        for head, queries in queries_of.items():
-            keys = range(self.lengths[head][1])
-            assert all(times[head, i, j] for i in queries for j in keys if self.kept(head, i, j)), "a tile is missing"
-        for tile in tiles:
-            assert tile.edge or all(self.may_be_open(tile, *pair) for pair in self.pairs(tile)), "an open tile hides a pair"
-
-
-def drawn(kind: str, by_key: bool, chance: random.Random) -> Case:
-    """A problem of a kind."""
-
-    def side() -> int | None:
-        return chance.choice((None, 0, chance.randint(0, 6), chance.randint(0, 20), -chance.randint(1, 8)))
-
-    left, right = {"plain": (None, None), "lists": (None, None), "causal": (None, 0)}.get(kind, (side(), side()))
-    least, count = 0 if kind == "packed" else 1, chance.randint(1, 3)
-    lengths = [(chance.randint(least, 30), chance.randint(least, 30)) for _ in range(count)]
-    if kind == "rows without keys":
-        lengths[0] = max(lengths[0]) + 5, min(lengths[0])
-    block_n = chance.choice((2, 4)) if by_key else chance.choice((2, 4, 8))
-    return Case(
-        kind, by_key, block_m=chance.choice((2, 4)), block_n=block_n, sub=block_n, stages=chance.choice((2, 3, 4)), left=left, right=right,
-        distances=chance.randint(1, 20), zero=chance.randint(0, 19), lengths=lengths if kind == "packed" and not by_key else lengths[:1] * count,
-        visits=[(chance.randint(0, 4), chance.randint(0, 4)) for _ in range(60)],
-    )  # fmt: skip
-
-
-def functions(case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, **given: Any) -> dict[str, Any]:
-    """The device functions of files, but for those about numbers in tensors and about memory."""
-    return load(
-        files, language, change, Span=Span, ALONE=len(Sequence._fields), NOWHERE=NOWHERE.value, BLOCK_M=case.block_m, BLOCK_N=case.block_n,
-        are_columns=lambda dtype: False,
-        pieces=lambda tiles, number, dim: (tiles.index(number),),
-        piece=lambda tiles, number, i, dim: Anything(),
-        warpgroup_mma_wait=lambda count, products: products[0] if len(products) == 1 else tuple(products),
-        _multiply=lambda rows, scale: None,
-        intervals_of=lambda *given: (Anything(), Anything()),
-        end_numbers=lambda rules, seq: (LOWEST, HIGHEST),
-        under_head=lambda seq, head: Sequence(0, head, *case.lengths[head]),
-        sequence=lambda ends, batch, head, len_q, len_k: Sequence(batch, head, *case.lengths[head]),
-        visits=lambda lists, seq, rows, size: case.visits[seq.head],
-        visited_block=lambda lists, seq, rows, visit, *more: visit,
-        allocate_barriers=partial(Several, Barrier),
-        allocate_tiles=lambda descriptor, count, rows, cols: Several(Place, count, shape=[count, 1, 1, rows, cols]),
-        allocate_numbers=lambda: Several(Place, 6),
-        copy=lambda source, at, full, place: full.copies.append((place, at)),
-        copy_tile=lambda source, entry, head, row, full, tiles, number, dim: full.copies.append((tiles.index(number), (head, row))),
-        copy_blocks=lambda source, seq, head, starts, full, tiles, number, dim: full.copies.append((tiles.index(number), (head, starts))),
-        **given,
-    )  # fmt: skip
-
-
-def check_barriers(language: Language, pairs: dict[str, str]) -> None:
-    """Consumers took as many tiles as were copied: by names of barriers that are full, those that are free."""
-    for barriers in language.barriers:
-        for full, free in ((getattr(barriers, full).each, getattr(barriers, free).each) for full, free in pairs.items()):
-            assert all(barrier.pending == barrier.arrivals for barrier in free), "a tile that a consumer has not given back, or twice"
-            assert sum(barrier.phases for barrier in full) == sum(barrier.phases for barrier in free), "copies that no consumer took"
+KEY_GRAD_INTERVALS = (*SHARED, "hopper/key_tile.py", "hopper/attending_queries.py", "hopper/key_grad_intervals.py")
 
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
@@ -245,6 +133,113 @@ def watch_query_grad(names: dict[str, Any], case: Case, tile_of: Callable[..., T
     names.update(add_tile=add_tile, added=added, terms_of=terms_of)
 
 
+class Sums(Anything):
+    """Probabilities, dS or sums of their products: of so many tiles."""
+
+    holds: tuple[Tile, ...]
+    __eq__, __hash__ = object.__eq__, object.__hash__
+    __mul__ = Anything.same  # by dP, or by the scale
+
+    def __add__(self, other: Any) -> Sums:
+        assert isinstance(other, Sums), "sums that have not come"
+        return Sums(self.holds + other.holds)
+
+
+class Room(Place):
+    """Two tiles of sums in the memory of four tiles of queries."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+
+    def index(self, number: int) -> Room:
+        return Room(self.places[2 * number : 2 * number + 2])
+
+    def store(self, x: Any) -> None:
+        for place in self.places:
+            place.store(x)
+
+    def load(self, layout: Any) -> Any:
+        assert self.places[0].holds is self.places[1].holds, "queries that come to the place of sums"
+        return self.places[0].holds
+
+
+class Stored(NamedTuple):
+    """What a consumer stores of a result, by the first of its keys: sums over the tiles that it has added, of all heads of a group or of one."""
+
+    head: int
+    col: int
+    tiles: tuple[Tile, ...]
+
+
+def functions_by_key(
+    case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, alike: bool = False
+) -> tuple[dict[str, Any], dict[str, list[Stored]]]:
+    """The device functions for dK and dV, and what they store, by the names of results. `alike`: heads have the same bias of keys."""
+    stored: dict[str, list[Stored]] = {name: [] for name in ("dk", "dv", "key sums", "d_bias")}
+
+    def probabilities(context: Any, seq: Sequence, keys: Any, start: int, *more: Any) -> Sums:
+        *_, number, edge = more
+        return Sums((Tile(seq.head, start, (context.col,), edge, number),))
+
+    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, q: Any, d_out: Any, p: Sums, d_p: Any) -> Generator:
+        tiles, (of_scores, of_head) = context.tiles, (len(sums.dv) > 0, (seq.head, start))
+        assert context.barriers.kv_full.index(0).phases == 1, "keys have not come"
+        assert p.holds[0][:3] == (*of_head, (context.col,)), "probabilities of another tile"
+        assert q[0].holds == tiles.terms.index(turn.stage).holds == of_head, "other queries"
+        assert d_out[0].holds == of_head, "dO of other queries"
+        if tiles.bias is not None:
+            assert tiles.bias.index(turn.pairs).holds[1:] == [*of_head, context.col], "the bias of another tile"
+        if of_scores and context.rules.bias_by_key is not None:
+            assert context.bias_columns.holds == (0 if alike else seq.head, context.col), "the bias of other keys"
+        return (yield from add(context, seq, sums, turn, start, q, d_out, p, d_p))
+
+    def store_d_bias(context: Any, seq: Sequence, start: int, ds: Any) -> None:
+        tile, place = Tile(seq.head, start, (context.col,), True, None), context.tiles.d_bias.index(context.which)
+        assert place.holds is None or place.holds is context, "dBias of two consumers in one place"
+        place.store(context)
+        assert ds.holds is None or ds.holds[0][:3] == tile[:3], "dS of another tile"
+        stored["d_bias"].append(Stored(seq.head, context.col, (tile,)))
+
+    def store_tile(result: Any, seq: Sequence, col: int, len_k: int, sums: Any, *more: Any, **how: Any) -> None:
+        stored[result.holds].append(Stored(seq.head, col, sums.holds or ()))
+
+    def _store_sums(*given: Any) -> None:
+        *_, seq, col, sums = given
+        stored["key sums"].append(Stored(seq.head, col, sums.holds or ()))
+
+    names = functions(
+        case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
+        _store_sums=_store_sums, place_keys=lambda *given: (language.program, 0, 0), interval_of=lambda *given: (Anything(), Anything()),
+        slice_pointer=lambda bounds, seq: seq.head * bounds.head,
+        allocate_columns=lambda rows: Place(),
+        store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),
+        allocate_terms=lambda terms, count, rows: Several(Place, count),
+        copy_terms=lambda terms, seq, head, start, full, place: full.copies.append((place, (head, start))),
+        no_sums_of_rows=lambda dim: (Sums(()),),
+        lane_sums=lambda ds: Sums(ds.holds or ()), looked_at=lambda lanes: lanes, sums_of_lanes=lambda lanes, layout: lanes,
+        _times_rows=lambda pairs, tiles, sums: (sums[0] + pairs,),
+        _slice=lambda result, seq: result,
+        _room_for_gradients=lambda tiles, dim: Room(tiles.q.each),
+    )  # fmt: skip
+    add, names["_added"] = names["_added"], _added
+    return names, stored
+
+
+def check_stored(case: Case, stored: dict[str, list[Stored]], wanted: dict[str, bool], by_group: bool, cols: range) -> int:
+    """Results are stored once, and have each pair once, if they are wanted; returned is of how many tiles."""
+    heads = range(len(case.lengths))
+    for name in [name for name in ("dk", "dv", "key sums") if wanted[name]]:
+        by_head = name == "key sums" and not by_group
+        places = [(head, col) for head in (heads if by_head else [0]) for col in cols]
+        assert sorted(x[:2] for x in stored[name]) == places, f"{name} are stored twice or not at all"
+        for head, col, tiles in stored[name]:
+            assert all(tile.starts == (col,) and (tile.head == head or not by_head) for tile in tiles), "sums of other keys or of another head"
+    of_result = [[tile for x in stored[name] for tile in x.tiles] for name in wanted if wanted[name]]
+    for tiles in of_result:
+        case.check(tiles, {head: range(case.lengths[head][0]) for head in heads})
+    return sum(map(len, of_result))
+
+
 def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """dK and dV, with a dBias or without."""
     case, consumers = drawn(kind, True, chance), chance.choice((1, 2, 2, 3))
@@ -255,49 +250,77 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     len_q, len_k = case.lengths[0]
     if kind == "lists":
         case.lengths = [(sum(case.visits[head]) * case.block_m, -(-len_k // keys) * keys) for head in heads]
-    even, d_bias = kind == "lists" or (kind != "packed" and len_k % keys == 0), Anything() if chance.random() < 0.5 else None
+    even = kind == "lists" or (kind != "packed" and len_k % keys == 0)
     language = Language(-(-case.lengths[0][1] // keys) + (2 if kind == "packed" else 0))
-    stored, done = list[tuple[int, int, int]](), dict(dk=list[Tile](), dv=list[Tile]())
-
-    def probabilities(context: Any, seq: Sequence, keys: Any, start: int, *more: Any) -> Anything:
-        *_, number, edge = more
-        return Anything(Tile(seq.head, start, (context.col,), edge, number))
-
-    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, q: Any, d_out: Any, p: Anything, d_p: Any) -> Generator:
-        assert context.barriers.kv_full.index(0).phases == 1, "keys have not come"
-        assert p.holds[:3] == (seq.head, start, (context.col,)), "probabilities of another tile"
-        assert context.tiles.q.index(turn.stage).holds == (seq.head, start), "other queries"
-        assert d_out[0].holds == (seq.head, start), "dO of other queries"
-        for name, tiles in done.items():
-            tiles += [p.holds] * len(getattr(sums, name))
-        return (yield from add(context, seq, sums, turn, start, q, d_out, p, d_p))
-
-    names = functions(
-        case, KEY_GRAD, language, change, _probabilities=probabilities, place_keys=lambda *given: (language.program, 0, 0),
-        store_d_bias=lambda context, seq, start, ds: stored.append((seq.head, start, context.col)),
-    )  # fmt: skip
-    add, names["_added"] = names["_added"], _added
+    cols = range(0, language.programs * keys, case.block_n)
+    names, stored = functions_by_key(case, KEY_GRAD, language, change)
+    wanted, by_group = {"dk": True, "dv": True, "key sums": chance.random() < 0.5, "d_bias": chance.random() < 0.5}, chance.random() < 0.5
     given = dict(
-        q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(), d_bias=d_bias,
-        rules=case.rules, terms=Anything(), d_k=Anything(), d_v=Anything(), key_sums=None, extents=names["Extents"](len(heads), len(heads), 30, 30),
-        HEAD_DIM=64, VALUE_DIM=64, DIM=64 if blocks == consumers else 256, DIM_V=64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
-        COPIES_D_BIAS=True, BY_GROUP=False, REGISTERS=240,
+        q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
+        d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, terms=Anything(), d_k=Anything("dk"), d_v=Anything("dv"),
+        key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30), HEAD_DIM=64, VALUE_DIM=64,
+        DIM=64 if blocks == consumers else 256, DIM_V=64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
+        COPIES_D_BIAS=True, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
-    for tiles in done.values():
-        case.check(tiles, {head: range(case.lengths[head][0]) for head in heads})
-    if d_bias is not None and kind not in ("packed", "lists"):
-        starts, cols = range(0, len_q, case.block_m), range(0, -(-len_k // keys) * keys, case.block_n)
-        every = [(head, start, col) for head in heads for start in starts for col in cols]
-        assert sorted(stored) == every, "a tile of dBias is stored twice or not at all"
-    return sum(map(len, done.values()))
+    if wanted["d_bias"] and kind not in ("packed", "lists"):
+        every = [(head, start, (col,)) for head in heads for start in range(0, len_q, case.block_m) for col in cols]
+        assert sorted(x.tiles[0][:3] for x in stored["d_bias"]) == every, "a tile of dBias is stored twice or not at all"
+    return check_stored(case, stored, wanted, by_group, cols)
 
 
-PASSES: dict[str, Callable[..., int]] = {"forward": partial(run_by_query, True), "dQ": partial(run_by_query, False), "dK and dV": run_by_key}
+def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+    """The same where keys have intervals of queries: of one consumer, of two that take tiles in turns, or of two that split the sums."""
+    case, form, alike = drawn(kind, True, chance), chance.choice(("one", "in turns", "in turns", "split")), chance.random() < 0.4
+    stages = 4 if form == "in turns" else chance.choice((2, 3))
+    (len_q, len_k), heads = case.lengths[0], len(case.lengths)
+    case.alive = [drawn_intervals(len_q, len_k, chance)] * heads if alike else [drawn_intervals(len_q, len_k, chance) for _ in range(heads)]
+    cols = range(0, len_k, case.block_n)
+    language, bounds = Language(len(cols)), Anything()
+    language.memory = [x for of_head in case.alive for col in cols for x in bounds_of(of_head[col : col + case.block_n], case.block_n)]
+    bounds.head, bounds.row = 4 * len(cols), 4
+    names, stored = functions_by_key(case, KEY_GRAD_INTERVALS, language, change, alike)
+    wanted = {name: chance.random() < often for name, often in {"dk": 0.8, "dv": 0.8, "key sums": 0.6, "d_bias": 0.4}.items()}
+    by_group = chance.random() < 0.5
+    given = dict(
+        q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, d_out=Anything(),
+        d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, bounds=bounds, terms=Anything(),
+        d_k=Anything("dk") if wanted["dk"] else None, d_v=Anything("dv") if wanted["dv"] else None,
+        key_sums=Anything() if wanted["key sums"] else None, order=chance.choice((None, Anything())),
+        extents=names["Extents"](heads, heads, len_q, len_k), HEAD_DIM=64, VALUE_DIM=64, DIM=256 if form == "split" else 64, DIM_V=64,
+        CONSUMERS=1 if form == "one" else 2, STAGES=stages, ALIKE=alike, BY_GROUP=by_group, REGISTERS=240,
+    )  # fmt: skip
+    run(names["_key_gradients_kernel"], given, language, chance)
+    check_barriers(language, dict(q_full="free", d_out_full="free"))
+    return check_stored(case, stored, wanted, by_group, cols)
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PASSES for kind in KINDS] + [("forward", "parts"), ("dQ", "parts")])
+def drawn_intervals(len_q: int, len_k: int, chance: random.Random) -> list[tuple[int, int]]:
+    """For each key of a head, the queries [first, end): none, all, about those of other keys, or any."""
+    ends = sorted(chance.randint(-3, len_q + 3) for _ in range(2))
+    first, end = chance.choice(((0, 0), (0, len_q), ends, ends))
+    spread = chance.choice((0, 0, 2, len_q))
+    return [(first + chance.randint(-spread, spread), end + chance.randint(-spread, spread)) for _ in range(len_k)]
+
+
+def bounds_of(intervals: list[tuple[int, int]], block_n: int) -> list[int]:
+    """Of the intervals of a block of keys, as `visits.intervals.block_bounds` has them."""
+    alive = [(first, end) for first, end in intervals if first < end]
+    alive += [(LARGEST.value, 0)] * (block_n - len(alive))
+    firsts, ends = zip(*alive, strict=True)
+    return [min(firsts), max(ends), max(firsts), min(ends)]
+
+
+PASSES: dict[str, Callable[..., int]] = {
+    "forward": partial(run_by_query, True),
+    "dQ": partial(run_by_query, False),
+    "dK and dV": run_by_key,
+    "dK and dV by intervals": run_by_interval,
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in PASSES for kind in KINDS[name]])
 def test_every_tile_is_added_once(name: str, kind: str) -> None:
     """Of all cases together some tile is added: each case says, by an AssertionError or a Deadlock, what is wrong with those it adds."""
     added = [PASSES[name](kind, random.Random(f"{kind} {seed}")) for seed in range(CASES)]
@@ -307,6 +330,7 @@ def test_every_tile_is_added_once(name: str, kind: str) -> None:
 
 WAITS = "all that is left waits"
 NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))"
+INTERVALS = "dK and dV by intervals"
 STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step of a walk that has no tile, as -1 // STEP is 0 on a GPU
 
 
@@ -322,8 +346,13 @@ STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step
         ("dK and dV", "causal", "mbarrier.arrive(barriers.p.index(1), count=1)", "pass", WAITS),
         ("dK and dV", "causal", "mbarrier.wait(barriers.p.index(0), phase ^ 1)", "pass", "probabilities of another tile"),
         ("dK and dV", "window", NO_ZEROS, "pass", "a tile of dBias is stored twice or not at all"),
+        (INTERVALS, "causal", "mbarrier.arrive(exchange.gradients.index(0), count=1)", "pass", WAITS),
+        (INTERVALS, "causal", "mbarrier.wait(exchange.gradients.index(0), 0)", "pass", "other queries"),
+        (INTERVALS, "plain", "exchange.key_sums.index(1), turn & 1)", "exchange.key_sums.index(1), (turn & 1) ^ 1)", "sums that have not come"),
+        (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "other queries"),
+        (INTERVALS, "plain", "gl.minimum(attending.last_to_begin, seq.len_q)", "0", "an open tile hides a pair"),
     ],
-    ids=range(9),
+    ids=range(14),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str) -> None:
     """In some case, with one line of a file changed."""
