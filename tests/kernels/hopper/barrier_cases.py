@@ -13,7 +13,9 @@ from barriers import Anything, Barrier, Language, Place, Several, load
 from dmattn.kernels.base.distances import NOWHERE
 from dmattn.kernels.base.layout import Sequence, Span
 from dmattn.kernels.base.rules import Rules
+from dmattn.kernels.hopper import copies
 
+CUT = 96  # head dims of tiles in two pieces
 LOWEST, HIGHEST = 1.0, 2.0  # numbers at the ends of a table of distances
 
 
@@ -110,8 +112,8 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
     """The device functions of files, but for those about numbers in tensors and about memory."""
     return load(
         files, language, change, Span=Span, ALONE=len(Sequence._fields), NOWHERE=NOWHERE.value, BLOCK_M=case.block_m, BLOCK_N=case.block_n,
-        are_columns=lambda dtype: False,
-        pieces=lambda tiles, number, dim: (tiles.index(number),),
+        are_columns=lambda dtype: False, pieces_of=copies.pieces_of, widths_of=copies.widths_of, copied_dims=copies.copied_dims,
+        pieces=lambda tiles, number, dim: (tiles.index(number),) * (2 if tiles.shape[4] == CUT else 1),
         piece=lambda tiles, number, i, dim: Anything(),
         warpgroup_mma_wait=lambda count, products: products[0] if len(products) == 1 else tuple(products),
         _multiply=lambda rows, scale: None,

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from barrier_cases import Case, Tile, check_barriers, drawn, functions
+from barrier_cases import CUT, Case, Tile, check_barriers, drawn, functions
 from barriers import Anything, Deadlock, Language, Place, Several, run
 
 from dmattn.execution.backend import interpreting
@@ -79,15 +79,25 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     blocks_of_keys.block_shape = [1, 1, case.sub, 64]
     given = dict(
         q=Anything(), k=blocks_of_keys, v=Anything(), bias=Anything() if of_pairs else None, intervals=None, bias_columns=None, rules=rules,
-        lengths=lengths, out=Anything(), lse=Anything(), BLOCK_N=case.block_n, STAGES=case.stages, DIM_V=64, VALUE_DIM=64, EVEN_N=even,
+        lengths=lengths, out=Anything(), lse=Anything(), BLOCK_N=case.block_n, STAGES=case.stages, VALUE_DIM=64, EVEN_N=even,
         CONSUMERS=consumers, REGISTERS=240,
     )  # fmt: skip
     if forward:
-        given |= dict(DIM=64, IN_TURN=consumers == 3, BIAS_FIRST=of_pairs and chance.random() < 0.5)
+        given |= dict(DIM=64, DIM_V=64, IN_TURN=consumers == 3, BIAS_FIRST=of_pairs and chance.random() < 0.5)
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
     else:
-        given |= dict(DIM=chance.choice((64, 256)), HEAD_DIM=64, d_out=Anything(), d_lse=None, stored=Anything(), d_q=Anything(), end_sums=None)
+        dim = chance.choice((64, CUT, 256))
+        given |= dict(
+            DIM=dim,
+            DIM_V=CUT if dim == CUT else 64,
+            HEAD_DIM=64,
+            d_out=Anything(),
+            d_lse=None,
+            stored=Anything(),
+            d_q=Anything(),
+            end_sums=None,
+        )
         run(names["_query_gradients_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="free", v_full="free"))
     case.check(done, {head: range(block * queries, (block + 1) * queries) for head, (block, _) in enumerate(blocks)})
@@ -254,12 +264,13 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     language = Language(-(-case.lengths[0][1] // keys) + (2 if kind == "packed" else 0))
     cols = range(0, language.programs * keys, case.block_n)
     names, stored = functions_by_key(case, KEY_GRAD, language, change)
+    dim = chance.choice((64, CUT)) if blocks == consumers else 256
     wanted, by_group = {"dk": True, "dv": True, "key sums": chance.random() < 0.5, "d_bias": chance.random() < 0.5}, chance.random() < 0.5
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, terms=Anything(), d_k=Anything("dk"), d_v=Anything("dv"),
         key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30), HEAD_DIM=64, VALUE_DIM=64,
-        DIM=64 if blocks == consumers else 256, DIM_V=64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
+        DIM=dim, DIM_V=CUT if dim == CUT else 64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
         COPIES_D_BIAS=True, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
@@ -282,13 +293,13 @@ def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | 
     bounds.head, bounds.row = 4 * len(cols), 4
     names, stored = functions_by_key(case, KEY_GRAD_INTERVALS, language, change, alike)
     wanted = {name: chance.random() < often for name, often in {"dk": 0.8, "dv": 0.8, "key sums": 0.6, "d_bias": 0.4}.items()}
-    by_group = chance.random() < 0.5
+    by_group, dim = chance.random() < 0.5, {"one": chance.choice((64, CUT)), "in turns": 64, "split": 256}[form]
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, d_out=Anything(),
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, bounds=bounds, terms=Anything(),
         d_k=Anything("dk") if wanted["dk"] else None, d_v=Anything("dv") if wanted["dv"] else None,
         key_sums=Anything() if wanted["key sums"] else None, order=chance.choice((None, Anything())),
-        extents=names["Extents"](heads, heads, len_q, len_k), HEAD_DIM=64, VALUE_DIM=64, DIM=256 if form == "split" else 64, DIM_V=64,
+        extents=names["Extents"](heads, heads, len_q, len_k), HEAD_DIM=64, VALUE_DIM=64, DIM=dim, DIM_V=CUT if dim == CUT else 64,
         CONSUMERS=1 if form == "one" else 2, STAGES=stages, ALIKE=alike, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
