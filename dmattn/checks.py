@@ -19,6 +19,7 @@ from .unions import read
 
 MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
+OF_PAIRS = ("mask", "attn_mask", "bias")  # the names of arguments with these axes
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
 TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
 HEADS_FIRST = "; (H, T, D) layout? transpose(0, 1) makes it (T, H, D)"  # the same of packed sequences
@@ -191,8 +192,10 @@ def broadcastable(
     if not _fits(view, full, kv_heads, head_axis):
         choices = " or ".join(str(n) for n in sorted({full[head_axis], kv_heads, 1}, reverse=True))
         hint, leading = "", full[:head_axis]
-        if name in ("mask", "attn_mask") and (ways := _of_padding(name, tuple(tensor.shape), full, axes)):
-            hint = f"; of padding, {' or '.join(ways)}{', by what its first axis is' if len(ways) > 1 else ''}"
+        if name in OF_PAIRS and (own := _of_heads(name, tuple(tensor.shape), full, kv_heads)):
+            hint = own
+        elif name in OF_PAIRS and (ways := _of_keys(name, tuple(tensor.shape), full, axes, kv_heads)):
+            hint = f"; of {'keys' if name == 'bias' else 'padding'}, {_one_of(ways, 'its first axis is')}"
         elif tensor.ndim > len(full):
             hint = hint_of_axes(name, tuple(tensor.shape), full, kv_heads, head_axis)
         elif (
@@ -204,7 +207,7 @@ def broadcastable(
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
             hint = TRANSPOSED
         elif name == "bias.table" and (ways := _of_table(tuple(tensor.shape), full, kv_heads)):
-            hint = f"; its axes are (..., heads, distances): {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}"
+            hint = f"; its axes are (..., heads, distances): {_one_of(ways, 'its axes are')}"
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads
             hint = "; its axes are (..., heads, distances), of RelativeBias.t5's weight (buckets, heads), of RelativeBias.alibi's slopes (H,)"
         elif len(full) == 4 and axes == PADDED and (joined := _of_joined_axes(name, tuple(tensor.shape), full, kv_heads)):
@@ -217,16 +220,34 @@ def broadcastable(
     return view
 
 
-def _of_padding(name: str, sizes: tuple[int, ...], full: tuple[int, ...], axes: str) -> list[str]:
-    """The indices that make a mask of padding, with some neighbours of the leading axes before the keys, broadcast."""
+def _one_of(ways: list[str], what: str) -> str:
+    """The way, or several, between which `what` decides."""
+    return f"{' or '.join(ways)}{f', by what {what}' if len(ways) > 1 else ''}"
+
+
+def _of_heads(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> str:
+    """What a message adds about sizes (H,) or (H, 1); empty for others, and where heads outnumber lengths, as in (B, S, H, D)."""
+    heads, len_q, len_k = full[-3:]
+    is_of_heads = (len(sizes) == 1 or (len(sizes) == 2 and sizes[1] == 1)) and (sizes[0] == heads or sizes[0] == kv_heads)
+    if not is_of_heads or (heads > len_q and heads > len_k):
+        return ""
+    of_pairs, vector = (f"{name}[:, None, None]", name) if len(sizes) == 1 else (f"{name}[:, None]", f"{name}[:, 0]")
+    slopes = f", one number for all pairs of a head; of ALiBi's slopes, RelativeBias.alibi({vector}, length)" if name == "bias" else ""
+    return f"; of heads, {of_pairs}{slopes}"
+
+
+def _of_keys(name: str, sizes: tuple[int, ...], full: tuple[int, ...], axes: str, kv_heads: int) -> list[str]:
+    """The indices that make a mask of padding or a bias of keys, with some neighbours of the leading axes before the keys, broadcast."""
     *own, len_k = sizes
     leading = full[:-3]
     if not own or len_k != full[-1]:
         return []
     if tuple(own) == leading:
-        return [f"{name}[:, None, None]" if axes == PADDED else f"{name}[..., None, None, :]"]
-    places = [at for at in range(len(leading) - len(own) + 1) if leading[at : at + len(own)] == tuple(own)]
-    return [f"{name}[{', '.join([':'] * len(own) + ['None'] * (len(leading) - at - len(own) + 2))}]" for at in places]
+        ways = [f"{name}[:, None, None]" if axes == PADDED else f"{name}[..., None, None, :]"]
+    else:
+        places = [at for at in range(len(leading) - len(own) + 1) if leading[at : at + len(own)] == tuple(own)]
+        ways = [f"{name}[{', '.join([':'] * len(own) + ['None'] * (len(leading) - at - len(own) + 2))}]" for at in places]
+    return [*ways, *_with_one_axis_more(name, sizes, full, kv_heads, -3)] if ways and name == "bias" else ways  # which may be of heads, too
 
 
 def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
@@ -235,7 +256,7 @@ def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_he
         return _with_fewer_axes(name, sizes, full, kv_heads, head_axis)
     ways = _with_one_axis_more(name.rpartition(".")[2], sizes, full, kv_heads, head_axis)
     ways = [way + _in_mask(name) for way in ways]
-    return f"; with the axis that is missing {' or '.join(ways)}{', by what its axes are' if len(ways) > 1 else ''}" if ways else ""
+    return f"; with the axis that is missing {_one_of(ways, 'its axes are')}" if ways else ""
 
 
 def _with_one_axis_more(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:
