@@ -20,6 +20,7 @@ from libraries import library
 
 from dmattn import IntervalMask, attention, dynamic_mask_attention
 from dmattn.execution.backend import interpreting
+from dmattn.explain import CPU_KERNEL, PYTORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
@@ -253,6 +254,20 @@ def rows(text: str, columns: int) -> list[list[str]]:
     """Of the tables of so many columns, without headers."""
     cells = [[cell.strip() for cell in line[1:].rstrip().removesuffix("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [row for row, under in zip(cells, [*cells[1:], [""]], strict=True) if len(row) == columns and not {*row, *under} & {"---"}]
+
+
+def names_of_rows(text: str) -> set[str]:
+    """Those that the table of rows explains."""
+    return {cell.strip("`") for cell, _ in rows(text.partition("\n### Rows\n")[2].partition("\n## ")[0], 2)} - {"row"}
+
+
+def test_each_row_that_explain_may_name_has_a_line():
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    from dmattn.kernels.dispatch import BACKWARD, FORWARD
+
+    suffix = ", pairs loaded"
+    wanted = {PYTORCH, CPU_KERNEL, f"...{suffix}"} | {row.name.removesuffix(suffix) for row in FORWARD + BACKWARD}
+    assert names_of_rows((ROOT / "docs" / "commands.md").read_text()) == wanted
 
 
 MODELS = rows((ROOT / "docs" / "biases.md").read_text(), 3)
