@@ -205,8 +205,10 @@ class IntervalMask:
         Where their cumulative lengths are known, :meth:`packed` also serves other lengths of queries than of keys.
 
         Args:
-            segment_ids: integer, (B, S) or (S,). A document is a maximal run of equal ids, so an id that comes back
-                later starts a new document. Shape of the mask (B, 1, S) or (S,).
+            segment_ids: integer, (B, S) or (S,). Tokens of a document must be neighbours: a document is a maximal run of equal ids.
+                An id that comes back later starts a new document, which is no error, as nothing waits for the device. To keep such tokens
+                together, sort them by ``segment_ids.argsort(dim=-1, stable=True)``, or take a bool mask or a :class:`dmattn.BlockMask`.
+                Shape of the mask (B, 1, S) or (S,).
             prefix: bool, the shape and device of `segment_ids`, True for a token that its whole document attends, such as the
                 first ones of each document.
         """

@@ -53,6 +53,17 @@ def test_documents_are_runs_of_equal_ids() -> None:
     assert IntervalMask.documents(torch.zeros(2, 0, dtype=torch.int64)).first.shape == (2, 1, 0)
 
 
+def test_documents_whose_tokens_lie_apart_are_whole_once_they_are_sorted() -> None:
+    """The causal mask of ids, row by row in the order that the docstring names: it keeps tokens of a document in theirs."""
+    ids = torch.tensor([[4, 0, 4, 1, 0, 4], [2, 2, 9, 2, 9, 9]])
+    order = ids.argsort(dim=-1, stable=True)
+    mask = IntervalMask.documents(ids.gather(-1, order)) & IntervalMask.causal(6, 6)
+    for batch, places in enumerate(order):
+        wanted = by_pairs(6, 6, lambda i, j, of=ids[batch]: of[i] == of[j] and j <= i)
+        assert torch.equal(mask.to_dense(6)[batch, 0], wanted[places][:, places])
+        assert not torch.equal(IntervalMask.documents(ids).to_dense(6)[batch, 0].tril(), wanted)
+
+
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (2, 1), (0, None), (2**63, 2**63)])
 def test_packed_sequences_attend_within_themselves(left: int | None, right: int | None) -> None:
     """Each by the rule of a window of its own lengths, also where one has no queries or no keys."""
