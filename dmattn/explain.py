@@ -335,14 +335,14 @@ def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
     if kernel not in ("Hopper", "Hopper: d_query"):
         return False
     from .kernels.hopper.backward_sizes import query_sizes
-    from .kernels.hopper.copies import cut_dims
+    from .kernels.hopper.copies import forward_dims
     from .kernels.hopper.forward_sizes import sizes_of
     from .kernels.hopper.walk import parts_of_keys
 
     batch, heads, len_q, _ = problem.query.shape
     forward = kernel == "Hopper"
     if forward:
-        consumers = sizes_of(problem, *cut_dims(problem), loaded=row != kernel).consumers
+        consumers = sizes_of(problem, *forward_dims(problem), loaded=row != kernel).consumers
     else:
         consumers = query_sizes(problem).consumers
     block = 64 * consumers

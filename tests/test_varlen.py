@@ -82,6 +82,8 @@ CASES = (
     Case("shared-pair-bias-longer-than-a-tile", lengths_q=(33, 3, 70), lengths_k=(75, 5, 66), bias="1gqk", mask="nhqk", head_dim=16, reason="full tiles under a mask, sequences that end within a tile"),
     Case("pair-mask-longer-than-a-tile", lengths_q=(40, 3, 0, 100), lengths_k=(66, 0, 40, 150), mask="n1qk", head_dim=16, reason="sequences of fewer tiles than the longest, some of them full"),
     Case("pair-mask-window-longer-than-a-tile", lengths_q=(100, 40), lengths_k=(150, 66), mask="11qk", bias="nh1k", head_dim=16, options=dict(window=(90, 40)), reason="likewise of one mask for all"),
+    Case("softcap-wide-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=160, options=dict(causal=True, softcap=2.0), reason="head dims of three pieces on Hopper"),
+    Case("softcap-shared-pair-bias-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=128, bias="1hqk", options=dict(softcap=2.0), reason="dBias of sequences in turns"),
     Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip
 IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "table", "table-of-each", "table-one-tensor-of-lengths", "table-query-mask-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile", "exactly-the-longest", "uneven", "uneven-table-key-mask", "few-queries-many-keys")  # fmt: skip

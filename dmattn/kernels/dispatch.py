@@ -12,7 +12,22 @@ from typing import NamedTuple
 
 from ..notices import is_heard, slow
 from . import plans
-from .features import ALL, BIASES, DISTANCES, EVERY, FURTHER, INTERVALS, MASKS, PACKED, PAIR_BIAS, SINKS, WINDOW, named_family, named_feature
+from .features import (
+    ALL,
+    BIASES,
+    DISTANCES,
+    EVERY,
+    FURTHER,
+    INTERVALS,
+    MASKS,
+    PACKED,
+    PAIR_BIAS,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    named_family,
+    named_feature,
+)
 from .traits import (
     ANY_FORM,
     D_BIAS_OF_DISTANCES,
@@ -141,9 +156,10 @@ def _form_read(choice: Choice, traits: Traits) -> str:
 def _reads_columns(choice: Choice, traits: Traits) -> bool:
     """Whether a row reads them as columns: for d_key and d_value, but for a bias of keys under intervals.
 
-    That of d_key and d_value is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them.
+    That of d_key and d_value is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them,
+    and beside a softcap lse is not to be part of products.
     """
-    if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits):
+    if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits) or traits.softcap is not None:
         return False
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
@@ -163,7 +179,7 @@ def _loading(row: Row) -> Row:
 
 
 HOPPER_FORWARD = Row(
-    "Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED, plans.hopper_forward, targets=HOPPER
+    "Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP, plans.hopper_forward, targets=HOPPER
 )
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile),
@@ -185,9 +201,11 @@ AS_DELTA = TERMS | {DELTA}  # for kernels that read lse beside it
 ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
-HOPPER_KEYS = Row("Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED, plans.hopper_keys, **WITH_COLUMNS)
+HOPPER_KEYS = Row(
+    "Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP, plans.hopper_keys, **WITH_COLUMNS
+)
 HOPPER_INTERVAL_KEYS = Row(
-    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY, plans.hopper_interval_keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY | SOFTCAP, plans.hopper_interval_keys, **WITH_COLUMNS
 )
 HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
     name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=D_SCORES
@@ -195,13 +213,18 @@ HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
 HOPPER_QUERY = Row(
     "Hopper: d_query",
     frozenset({D_QUERY, END_SUMS}),
-    MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED,
+    MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP,
     plans.hopper_query,
     targets=HOPPER,
     besides=TERMS,
 )
 HOPPER_BIAS = Row(
-    "Hopper: d_bias", frozenset({D_BIAS_SHARED}), PAIR_BIAS | WINDOW | EVERY | PACKED | {"mask of keys"}, plans.hopper_shared, HOPPER, AS_DELTA
+    "Hopper: d_bias",
+    frozenset({D_BIAS_SHARED}),
+    PAIR_BIAS | WINDOW | EVERY | PACKED | SOFTCAP | {"mask of keys"},
+    plans.hopper_shared,
+    HOPPER,
+    AS_DELTA,
 )
 PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=AS_DELTA)
 BACKWARD = (
@@ -230,8 +253,8 @@ BACKWARD = (
     HOPPER_INTERVAL_KEYS._replace(
         name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=D_SCORES
     ),
-    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - {"softcap"}, plans.stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
-    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - {"softcap"}, plans.stores_d_scores, reads=D_SCORES, needs=D_SCORES),
+    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - SOFTCAP, plans.stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
+    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - SOFTCAP, plans.stores_d_scores, reads=D_SCORES, needs=D_SCORES),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=AS_DELTA | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),

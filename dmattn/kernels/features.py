@@ -8,12 +8,13 @@ DISTANCES = frozenset({"bias of distances"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})
 WINDOW = frozenset({"window"})
 PAIR_BIAS = frozenset({"bias of pairs"})
+SOFTCAP = frozenset({"softcap"})
 SINKS = frozenset({"sinks"})
 SHARED = frozenset({LEADING})
 FURTHER = frozenset({PARTIAL})
 EVERY = SINKS | SHARED | FURTHER  # features that rows serve, but those that sum what they are given over the keys of the call
 PACKED = frozenset({"packed sequences"})
-ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | {"two intervals", LEADING_IN_RUNS, "softcap", "dropout"}
+ALL = MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | {"two intervals", LEADING_IN_RUNS, "dropout"} | SOFTCAP
 
 _AXES = {"pairs": "(..., Sq, Sk)", "keys": "(..., 1, Sk)", "queries": "(..., Sq, 1)", "heads": "(..., 1, 1)"}
 _NAMED = {f"{name} of {of}": f"a {name} {axes}" for name in ("mask", "bias") for of, axes in _AXES.items()}

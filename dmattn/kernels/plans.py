@@ -14,7 +14,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -33,6 +33,10 @@ _OF_NARROWEST = "with head dims to 32"
 _SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads, where no kernel for short rows is: forward
 # without a bias of pairs, and in both passes beside one and a mask of keys
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
+# A tanh (`hopper.registers.capped`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding. The
+# least leaves room for the scale over it.
+LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-40, 256
+_OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
 
 
@@ -86,6 +90,8 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     A bias of pairs is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known to be the
     faster ones.
     """
+    if traits.softcap is not None:
+        yield f"{_OF_NARROWEST} serves no softcap"
     others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
     most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT
     if traits.features >= PAIR_BIAS:
@@ -137,6 +143,11 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs:
         yield f"serves up to {1 << 22} queries under an IntervalMask, not {traits.len_q}, as twice a place is to be exact in float32"
     if not 2.0**-64 <= traits.scale <= 2.0**64:
         yield f"serves a scale from 2**-64 to 2**64, not {traits.scale}"
+    if traits.softcap is not None:
+        if not traits.features.isdisjoint(_OF_PRODUCTS):
+            yield f"serves no softcap beside {named_feature(min(traits.features & _OF_PRODUCTS))}, which it adds where the cap is still to come"
+        if not LEAST_SOFTCAP <= traits.softcap <= MOST_SOFTCAP:
+            yield f"serves a softcap from 2**-40 to {MOST_SOFTCAP}, not {traits.softcap}"
     if traits.wide:
         yield f"{', '.join(sorted(traits.wide))}: a stride of 2**22 elements or more between queries or keys needs offsets of more than 32 bits"
     if traits.bias is not None and traits.bias.dtype == torch.float64:
@@ -331,6 +342,8 @@ def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[
     """d_bias of pairs and a mask of them are copied, too, where the kernel loads no pairs."""
     d_bias = () if loads_pairs else ("d_bias", "mask")
     yield stores_d_scores(traits)
+    if traits.softcap is not None and are_wide(traits):
+        yield f"serves no softcap beside head dims over 128, not {_dims(traits)}"
     yield _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
@@ -341,10 +354,19 @@ def hopper_interval_keys_and_bias(traits: Traits) -> Iterator[str | None]:
     yield hopper_keys_and_bias(traits)
 
 
+def _is_stored_under_softcap(traits: Traits) -> bool:
+    """Whether d_bias of pairs is stored beside d_key and d_value, but d_query is no product of it, as it lacks the slope of the cap."""
+    if traits.softcap is None:
+        return False
+    if not traits.features.isdisjoint(INTERVALS):
+        return traits.features.isdisjoint(MASKS) and hopper_interval_keys_and_bias(traits) is None
+    return hopper_keys_and_bias(traits) is None or hopper_keys_and_bias(traits, loads_pairs=True) is None
+
+
 @joined
 def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
-    if D_BIAS_OF_PAIRS in traits.wanted:
+    if D_BIAS_OF_PAIRS in traits.wanted and not _is_stored_under_softcap(traits):
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     yield _without_distances(traits, MASKS, INTERVALS)
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:

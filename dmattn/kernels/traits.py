@@ -80,6 +80,7 @@ class Traits(NamedTuple):
     left: int | None = None
     right: int | None = None
     scale: float = 1.0
+    softcap: float | None = None
     uncopyable: tuple[tuple[str, str], ...] = ()
     wide: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
@@ -140,6 +141,7 @@ class Traits(NamedTuple):
             left=problem.left,
             right=problem.right,
             scale=problem.scale,
+            softcap=problem.softcap,
             uncopyable=uncopyable,
             # Of an axis of 1, too, whose stride nobody uses.
             wide=frozenset(name for name, x in pointed.items() if max(x.strides[2:]) >= 1 << 22),

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ...problem import Problem
 from ..base.launch import launch
@@ -30,15 +30,21 @@ from .copies import (
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_pairs,
+    allocate_tiles,
+    copied_dims,
     copy,
-    padded_dim,
+    copy_tile,
+    pieces,
     place_of_keys,
     place_of_queries,
     product_layout,
+    product_under_way,
     stage_of,
+    summed_dims,
     tiled,
+    whole_of,
 )
-from .registers import Hiding, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
+from .registers import Hiding, capped, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -47,7 +53,8 @@ BLOCK_N = gl.constexpr(128)
 class Config(NamedTuple):
     """Constexprs of a launch, and the layout in registers of tiles of pairs."""
 
-    DIM: Any  # padded
+    DIM: Any  # as they are multiplied (`summed_dims`)
+    DIM_V: Any
     STAGES: Any  # of queries and keys
     LATE_STAGES: Any  # of dO and values
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
@@ -56,10 +63,10 @@ class Config(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory, of a member in each stage; those of queries by twos, one for each consumer."""
 
-    q: Any  # [2 STAGES, 1, 1, BLOCK_M, DIM]
+    q: Any  # [2 STAGES, 1, 1, BLOCK_M, DIM], padded to `copied_dims`; as the next
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    d_out: Any  # [2 LATE_STAGES, 1, 1, BLOCK_M, DIM]
-    v: Any  # [LATE_STAGES, 1, 1, BLOCK_N, DIM]
+    d_out: Any  # [2 LATE_STAGES, 1, 1, BLOCK_M, DIM_V]; likewise
+    v: Any  # [LATE_STAGES, 1, 1, BLOCK_N, DIM_V]
     bias: Any  # [2, 1, 1, BLOCK_M, BLOCK_N], of all members
 
 
@@ -106,15 +113,15 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
     parts = sharing.parts(d_bias)
     lse, delta = incoming.strided(heads)[1:]
-    block_m, block_n, dim = BLOCK_M.value, BLOCK_N.value, padded_dim(problem)
+    block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
         tiles * sharing.splits,
-        q=tiled(problem.query, block_m, dim),
-        k=tiled(problem.key, block_n, dim),
-        v=tiled(problem.value, block_n, dim),
+        q=tiled(problem.query, block_m, whole_of(dim)),
+        k=tiled(problem.key, block_n, whole_of(dim)),
+        v=tiled(problem.value, block_n, whole_of(dim_v)),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, dim),
+        d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
@@ -126,8 +133,9 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         len_q=len_q,
         len_k=len_k,
         DIM=dim,
+        DIM_V=dim_v,
         STAGES=2,
-        LATE_STAGES=2 if dim == 64 else 1,
+        LATE_STAGES=2 if whole_of(max(dim, dim_v)) == 64 else 1,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
@@ -137,7 +145,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
 @gluon.jit
 def _shared_gradient_kernel(
     q, k, v, bias, d_out, rules, lse, delta, parts, sharing, spread, heads, groups, len_q, len_k,
-    DIM: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
@@ -167,12 +175,12 @@ def _shared_gradient_kernel(
     if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
         begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
-    config: gl.constexpr = Config(DIM, STAGES, LATE_STAGES, PAIRS)
+    config: gl.constexpr = Config(DIM, DIM_V, STAGES, LATE_STAGES, PAIRS)
     tiles = Tiles(
-        q=gl.allocate_shared_memory(q.dtype, [STAGES * 2, 1, 1, BLOCK_M, DIM], q.layout),
-        k=gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, DIM], k.layout),
-        d_out=gl.allocate_shared_memory(d_out.dtype, [LATE_STAGES * 2, 1, 1, BLOCK_M, DIM], d_out.layout),
-        v=gl.allocate_shared_memory(v.dtype, [LATE_STAGES, 1, 1, BLOCK_N, DIM], v.layout),
+        q=allocate_tiles(q, STAGES * 2, BLOCK_M, DIM),
+        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
+        d_out=allocate_tiles(d_out, LATE_STAGES * 2, BLOCK_M, DIM_V),
+        v=allocate_tiles(v, LATE_STAGES, BLOCK_N, DIM_V),
         bias=allocate_pairs(rules.bias, 2, BLOCK_M, BLOCK_N),
     )
     barriers = Barriers(
@@ -240,17 +248,17 @@ def _copy_member(q, k, d_out, v, context, seq, groups, step, config: gl.constexp
     stage, phase = stage_of(step, config.STAGES)
     mbarrier.wait(barriers.free.index(stage), phase ^ 1)
     full = barriers.full.index(stage)
-    mbarrier.expect(full, 2 * q.block_type.nbytes + k.block_type.nbytes)
-    copy(k, [entry, seq.head // groups, col, 0], full, tiles.k.index(stage))
-    copy(q, [entry, seq.head, row, 0], full, tiles.q.index(2 * stage))
-    copy(q, [entry, seq.head, row + BLOCK_M, 0], full, tiles.q.index(2 * stage + 1))
+    mbarrier.expect(full, 2 * (2 * BLOCK_M + BLOCK_N) * copied_dims(config.DIM))
+    copy_tile(k, entry, seq.head // groups, col, full, tiles.k, stage, config.DIM)
+    copy_tile(q, entry, seq.head, row, full, tiles.q, 2 * stage, config.DIM)
+    copy_tile(q, entry, seq.head, row + BLOCK_M, full, tiles.q, 2 * stage + 1, config.DIM)
     late, late_phase = stage_of(step, config.LATE_STAGES)
     mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
     late_full = barriers.late_full.index(late)
-    mbarrier.expect(late_full, 2 * d_out.block_type.nbytes + v.block_type.nbytes)
-    copy(v, [entry, seq.head // groups, col, 0], late_full, tiles.v.index(late))
-    copy(d_out, [entry, seq.head, row, 0], late_full, tiles.d_out.index(2 * late))
-    copy(d_out, [entry, seq.head, row + BLOCK_M, 0], late_full, tiles.d_out.index(2 * late + 1))
+    mbarrier.expect(late_full, 2 * (2 * BLOCK_M + BLOCK_N) * copied_dims(config.DIM_V))
+    copy_tile(v, entry, seq.head // groups, col, late_full, tiles.v, late, config.DIM_V)
+    copy_tile(d_out, entry, seq.head, row, late_full, tiles.d_out, 2 * late, config.DIM_V)
+    copy_tile(d_out, entry, seq.head, row + BLOCK_M, late_full, tiles.d_out, 2 * late + 1, config.DIM_V)
 
 
 @gluon.jit
@@ -301,7 +309,6 @@ def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
 def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """dS of the consumer's rows in one member, which is that of a step."""
     tiles, barriers = context.tiles, context.barriers
-    DIM: gl.constexpr = config.DIM
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     stage = step % config.STAGES
@@ -313,17 +320,14 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     kept = mask_of(rules, seq, rows, cols, row, context.col)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     mbarrier.wait(barriers.full.index(stage), (step // config.STAGES) & 1)
-    q_tile = tiles.q.index(2 * stage + which).reshape([BLOCK_M, DIM])
-    k_tile = tiles.k.index(stage).reshape([BLOCK_N, DIM]).permute((1, 0))
-    s = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
+    s = product_under_way(pieces(tiles.q, 2 * stage + which, config.DIM), pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
     mbarrier.wait(barriers.late_full.index(late), (step // config.LATE_STAGES) & 1)
-    d_out_tile = tiles.d_out.index(2 * late + which).reshape([BLOCK_M, DIM])
-    v_tile = tiles.v.index(late).reshape([BLOCK_N, DIM]).permute((1, 0))
-    d_p = warpgroup_mma(d_out_tile, v_tile, zero, use_acc=False, is_async=True)  # [BLOCK_M, BLOCK_N]
-    s = warpgroup_mma_wait(1, [s])
+    d_out_pieces = pieces(tiles.d_out, 2 * late + which, config.DIM_V)
+    d_p = product_under_way(d_out_pieces, pieces(tiles.v, late, config.DIM_V), zero, False)  # [BLOCK_M, BLOCK_N]
+    s = warpgroup_mma_wait(len(d_out_pieces), [s])
     mbarrier.arrive(barriers.free.index(stage), count=1)
     bias = tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    s = ruled(s, bias, Hiding(kept), rules, seq, row + rows, context.col + cols, EDGE)
+    s = ruled(capped(s, rules), bias, Hiding(kept), rules, seq, row + rows, context.col + cols, EDGE)
     if rules.ends is not None:  # a bias past the last query may be NaN
         s = up_to(s, row + rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])

@@ -21,7 +21,7 @@ from ..base.tiles import block_dim
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 PANEL = gl.constexpr(64)  # columns of a tile of 16-bit numbers, which lie together in shared memory
-NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a panel's columns
+NARROWEST = 32  # what head dims are padded to at least, as they are copied: tiles of fewer than a PANEL's columns
 
 GLUON = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)  # Triton 3.5 spells what is used here in another way
 
@@ -64,40 +64,47 @@ def padded_dim(problem: Problem) -> int:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """What the head dims of query and of value are padded to as they are copied: the same up to 128; else each its own, 192 for queries too."""
+    """What the head dims of query and of value are padded to as they are copied: the same up to 128; else each its own, in PANELs."""
     dim = padded_dim(problem)
     if dim <= 128:
         return dim, dim
-    query_dim, value_dim = problem.query.shape[3], problem.value.shape[3]
-    return 192 if 128 < query_dim <= 192 else max(128, block_dim(query_dim)), max(128, block_dim(value_dim))
-
-
-def cut_dims(problem: Problem) -> tuple[int, int]:
-    """The same without dims of padding that need not be multiplied: 64 and 80 of 128, a whole PANEL and the beginning of one."""
-    dims = padded_dims(problem)
-    if max(dims) != 128:
-        return dims
-    dim, dim_v = (next(cut for cut in (64, 80, 128) if x.shape[3] <= cut) for x in (problem.query, problem.value))
+    dim, dim_v = (max(128, -(-x.shape[3] // PANEL.value) * PANEL.value) for x in (problem.query, problem.value))
     return dim, dim_v
 
 
+def forward_dims(problem: Problem) -> tuple[int, int]:
+    """The head dims of queries that the forward pass sums over, and the columns of its results, padded as they are copied.
+
+    Products sum over dims by 16, so that those beyond are copied for nothing and not multiplied.
+    """
+    dim_v = padded_dims(problem)[1] if _is_wide(problem) else max(NARROWEST, block_dim(problem.value.shape[3]))
+    return _summed(problem.query.shape[3], problem), 256 if dim_v > 128 else dim_v
+
+
 def backward_dims(problem: Problem) -> tuple[int, int]:
-    """The same of dQ, dK and dV, whose two head dims are alike up to 128, and which are cut at 96 too."""
-    dims = padded_dims(problem)
-    if max(dims) != 128:
-        return dims
-    dim = next(cut for cut in (80, 96, 128) if max(problem.query.shape[3], problem.value.shape[3]) <= cut)
-    return dim, dim
+    """The head dims of queries and of values that dQ, dK and dV sum over; those of either up to 128."""
+    query_dim, value_dim = problem.query.shape[3], problem.value.shape[3]
+    if not _is_wide(problem):
+        query_dim = value_dim = max(query_dim, value_dim)
+    return _summed(query_dim, problem), _summed(value_dim, problem)
 
 
-def piece_of(dim: int) -> int:
-    """The dims of a tile of one copy: a tile of no power of 2 is kept as PANELs, each a tile of its own."""
-    return dim if dim & (dim - 1) == 0 else PANEL.value
+def summed_dims(problem: Problem) -> tuple[int, int]:
+    """Those of each."""
+    return _summed(problem.query.shape[3], problem), _summed(problem.value.shape[3], problem)
+
+
+def _is_wide(problem: Problem) -> bool:
+    return padded_dim(problem) > 128
+
+
+def _summed(dim: int, problem: Problem) -> int:
+    return max(128 if _is_wide(problem) else NARROWEST, -(-dim // 16) * 16)
 
 
 def panel_of(dim: int) -> int:
     """The columns of one copy of listed blocks, which come by panels."""
-    return min(PANEL.value, dim)
+    return min(PANEL.value, whole_of(dim))
 
 
 def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
@@ -140,28 +147,56 @@ def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.constexpr_function
-def pieces_of(dim):
-    """How many tiles side by side hold tiles of so many dims (`piece_of`)."""
-    return 1 if dim & (dim - 1) == 0 else -(-dim // PANEL.value)
+def whole_of(dim):
+    """The columns of a tile that has room for so many dims, a power of 2: of wide heads PANELs side by side, up to 224 dims."""
+    return PANEL.value if 128 < dim <= 224 else 1 << (dim - 1).bit_length()
 
 
 @gluon.constexpr_function
-def widths_of(dim):
-    """The dims of each of these tiles that are multiplied: the last one may be there in part, and its other dims are copied for nothing."""
-    return (dim,) if pieces_of(dim) == 1 else tuple(min(PANEL.value, dim - first) for first in range(0, dim, PANEL.value))
+def tiles_of(dim):
+    """How many of them hold the dims."""
+    return -(-dim // whole_of(dim))
 
 
 @gluon.constexpr_function
 def copied_dims(dim):
     """The dims of all of them, as they are copied."""
-    return dim if pieces_of(dim) == 1 else pieces_of(dim) * PANEL.value
+    return tiles_of(dim) * whole_of(dim)
+
+
+@gluon.constexpr_function
+def widths_of(dim):
+    """The dims of each of the pieces that products sum over, powers of 2 within a tile."""
+    whole, widths = whole_of(dim), ()
+    while (rest := dim - sum(widths)) > 0:
+        widths += (min(whole, 1 << rest.bit_length() - 1),)
+    return widths
+
+
+@gluon.constexpr_function
+def columns_of(dim):
+    """The dims of each of the pieces that are columns of results: whole tiles, but of the last of some PANELs, and of 80 dims, what is needed.
+
+    Products of fewer columns take longer for each (docs/history.md).
+    """
+    whole, tiles = whole_of(dim), tiles_of(dim)
+    if tiles == 1:
+        return (PANEL.value, 16) if PANEL.value < dim <= PANEL.value + 16 else (whole,)
+    rest = dim - (tiles - 1) * whole
+    return (whole,) * (tiles - 1) + (next(width for width in (16, 32, whole) if rest <= width),)
+
+
+@gluon.constexpr_function
+def first_of(widths, piece):
+    """The first dim of a piece by its number."""
+    return sum(widths[:piece])
 
 
 @gluon.jit
 def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Shared memory for so many tiles that are copied by a descriptor: those of pieces follow each other."""
-    PIECES: gl.constexpr = pieces_of(COLS)
-    return gl.allocate_shared_memory(descriptor.dtype, [count * PIECES, 1, 1, ROWS, copied_dims(COLS) // PIECES], descriptor.layout)
+    """Shared memory for so many tiles that are copied by a descriptor: those side by side follow each other."""
+    TILES: gl.constexpr = tiles_of(COLS)
+    return gl.allocate_shared_memory(descriptor.dtype, [count * TILES, 1, 1, ROWS, whole_of(COLS)], descriptor.layout)
 
 
 @gluon.jit
@@ -174,30 +209,40 @@ def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexp
 
 @gluon.jit
 def copy_tile(t, batch, head, row, full, tiles, number, DIM: gl.constexpr):
-    """Copy the rows of one tile, in pieces where there are some, and tell the barrier."""
-    PIECES: gl.constexpr = pieces_of(DIM)
-    for i in gl.static_range(PIECES):
-        copy(t, [batch, head, row, i * (copied_dims(DIM) // PIECES)], full, tiles.index(number * PIECES + i))
+    """Copy the rows of so many dims, to one tile or some side by side, and tell the barrier."""
+    TILES: gl.constexpr = tiles_of(DIM)
+    for i in gl.static_range(TILES):
+        copy(t, [batch, head, row, i * whole_of(DIM)], full, tiles.index(number * TILES + i))
 
 
 @gluon.jit
 def pieces(tiles, number, DIM: gl.constexpr):
-    """The pieces of one of some tiles, each as [rows, dims]; one where it is whole."""
+    """The pieces of one of some tiles that products sum over, each as [rows, dims]."""
     found = ()
-    for i in gl.static_range(pieces_of(DIM)):
-        found += (piece(tiles, number, i, DIM),)
+    for i in gl.static_range(len(widths_of(DIM))):
+        found += (_piece(tiles, number, DIM, widths_of(DIM), i),)
     return found
 
 
 @gluon.jit
-def piece(tiles, number, i: gl.constexpr, DIM: gl.constexpr):
-    """One of them, without dims that are not multiplied."""
-    whole = tiles.index(number * pieces_of(DIM) + i).reshape([tiles.shape[3], tiles.shape[4]])
-    WIDTH: gl.constexpr = widths_of(DIM)[i]
-    if whole.shape[1] == WIDTH:
-        return whole
+def column_pieces(tiles, number, DIM: gl.constexpr):
+    """Those that are columns of results."""
+    found = ()
+    for i in gl.static_range(len(columns_of(DIM))):
+        found += (_piece(tiles, number, DIM, columns_of(DIM), i),)
+    return found
+
+
+@gluon.jit
+def _piece(tiles, number, DIM: gl.constexpr, WIDTHS: gl.constexpr, i: gl.constexpr):
+    """One of pieces of these widths."""
+    FIRST: gl.constexpr = first_of(WIDTHS, i)
+    WHOLE: gl.constexpr = whole_of(DIM)
+    tile = tiles.index(number * tiles_of(DIM) + FIRST // WHOLE).reshape([tiles.shape[3], tiles.shape[4]])
+    if WIDTHS[i] == WHOLE:
+        return tile
     else:
-        return whole.slice(0, WIDTH, dim=1)
+        return tile.slice(FIRST % WHOLE, WIDTHS[i], dim=1)
 
 
 @gluon.jit
@@ -216,10 +261,10 @@ def product_layout(cols):
 
 @gluon.jit
 def no_sums_of_rows(DIM: gl.constexpr):
-    """Sums of 64 rows that are 0, in pieces."""
+    """Sums of 64 rows that are 0, in pieces of `columns_of` so many dims."""
     sums = ()
-    for i in gl.static_range(pieces_of(DIM)):
-        sums += (gl.full([64, widths_of(DIM)[i]], 0.0, gl.float32, product_layout(widths_of(DIM)[i])),)
+    for i in gl.static_range(len(columns_of(DIM))):
+        sums += (gl.full([64, columns_of(DIM)[i]], 0.0, gl.float32, product_layout(columns_of(DIM)[i])),)
     return sums
 
 

@@ -30,7 +30,6 @@ from ..portable.split_keys import merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
-    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
@@ -38,17 +37,16 @@ from .copies import (
     copied_dims,
     copy,
     copy_tile,
-    cut_dims,
+    forward_dims,
     launch_registers,
-    no_sums_of_rows,
     panel_of,
-    piece_of,
     pieces,
     place_of_queries,
     product_layout,
     stage_of,
     sync_threads,
     tiled,
+    whole_of,
 )
 from .distances import end_numbers, with_spread_table
 from .forward_sizes import sizes_of
@@ -61,9 +59,8 @@ from .forward_tile import (
     Tiles,
     add_last_values,
     add_tiles,
-    divided,
+    by_row,
     leave_out,
-    rescaled,
 )
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
@@ -104,7 +101,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """
     heads = problem.query.shape[1]
     len_k, value_dim = problem.value.shape[2:]
-    block_m, (dim, dim_v) = BLOCK_M.value, cut_dims(problem)
+    block_m, (dim, dim_v) = BLOCK_M.value, forward_dims(problem)
     pairs = problem.pair_bias is not None
     bias = copyable("bias", problem.pair_bias)
     loaded = pairs and bias is None
@@ -119,7 +116,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     launch(
         _forward_kernel,
         programs,
-        q=tiled(problem.query, block_m, piece_of(dim)),
+        q=tiled(problem.query, block_m, whole_of(dim)),
         k=tiled(problem.key, sub, panel_of(dim)),
         v=tiled(problem.value, sub, panel_of(dim_v)),
         bias=tiled(bias, block_m, sub),
@@ -137,7 +134,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         CONSUMERS=consumers,
         IN_TURN=consumers == 3,
         EVEN_N=problem.ends_q is None and len_k % keys == 0,
-        BIAS_FIRST=pairs and dim != 192 and scales_exactly(problem),
+        BIAS_FIRST=pairs and not 128 < dim <= 192 and problem.softcap is None and scales_exactly(problem),
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
@@ -225,7 +222,7 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     BLOCKS: gl.constexpr = config.BLOCKS
     QUERY_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM)
     KEY_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM)
-    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * copied_dims(config.DIM_V)
+    VALUE_BYTES: gl.constexpr = 2 * config.BLOCK_N * config.DIM_V
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
@@ -323,7 +320,7 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
     """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     return Sums(
-        acc=no_sums_of_rows(config.DIM_V),
+        acc=gl.full([BLOCK_M, config.DIM_V], 0.0, gl.float32, product_layout(config.DIM_V)),
         weights=rounded_pairs(zeros, DTYPE),
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),
@@ -339,17 +336,16 @@ def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
     acc = sums.acc
     if rules.sinks is not None:
         alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), sums.row_max * exponent_factor(rules), row_sum)
-        acc = rescaled(acc, alpha)
+        acc = acc * by_row(alpha, acc)
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = divided(acc, divisor)
+    acc = acc / by_row(divisor, acc)
     row = context.row + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
     if rules.sinks is None:
         row_max2 = sums.row_max * exponent_factor(rules)
     lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E)
     gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
-    for i in gl.static_range(len(acc)):
-        store_tile(out, seq, row, seq.len_q, acc[i], config.VALUE_DIM, FIRST=i * PANEL)
+    store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 
 @gluon.jit

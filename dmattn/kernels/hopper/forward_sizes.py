@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...problem import Problem
 from ..base.described import typical_length
-from .copies import PANEL, consumers_of
+from .copies import PANEL, consumers_of, whole_of
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2
@@ -32,11 +32,11 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
-    """Those of a problem with head dims as they are multiplied (`cut_dims`), whose consumers may have a bias of pairs that is `loaded`.
+    """Those of a problem with head dims by `forward_dims`, whose consumers may have a bias of pairs that is `loaded`.
 
     Of head dims over 64 consumers have no registers for 128 keys of it.
     """
-    width = max(dim, dim_v)
+    width = max(whole_of(dim), dim_v)
     if _are_of_one(problem, width):
         return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
     keys = KEYS // 2 if loaded else _keys_of(problem, dim, dim_v)
@@ -46,7 +46,7 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 def _are_of_one(problem: Problem, width: int) -> bool:
     """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 under intervals and beside a bias of pairs.
 
-    Over head dim 80 it has one beside intervals alone, too, where a batch of one tells that they are documents and not padding. How long
+    Over head dim 64 it has one beside intervals alone, too, where a batch of one tells that they are documents and not padding. How long
     documents are the host does not know; most are short enough.
     """
     if width > 128:
@@ -78,7 +78,7 @@ def _keys_of(problem: Problem, dim: int, dim_v: int) -> int:
     """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, and where
     many tiles of more would be at an edge.
     """
-    if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim != 192 or dim_v != 128 or problem.pair_bias is not None)):
+    if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
     return KEYS // 2 if PANEL.value < max(dim, dim_v) <= 128 and _are_many_at_edges(problem) else KEYS
 

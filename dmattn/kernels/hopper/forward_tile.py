@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from .copies import piece, pieces, product_under_way, stage_of, waited
+from .copies import pieces, product_under_way, stage_of
 from .distances import numbers_of_pairs
 from .forward_steps import BLOCK_M, open_steps, step_of
 from .registers import (
@@ -24,6 +24,7 @@ from .registers import (
     all_within,
     as_factor,
     bias_vector,
+    capped,
     exponent_factor,
     lane_sums,
     load_pairs,
@@ -37,7 +38,6 @@ from .registers import (
 from .walk import bias_columns_of, intervals_of, listed_key
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
-RISEN = gl.constexpr(7)  # tiles with a maximum of their own after one whose scores were too far above the last: there may be more of the kind
 
 
 class Config(NamedTuple):
@@ -49,8 +49,8 @@ class Config(NamedTuple):
     SUB: Any  # keys of a block, by which a tile is copied
     BLOCKS: Any  # of a tile
     STAGES: Any  # tiles of keys in shared memory
-    DIM: Any  # head dims of queries and keys, padded, as they are multiplied (`cut_dims`)
-    DIM_V: Any  # those of values
+    DIM: Any  # head dims of queries and keys that are summed over (`forward_dims`)
+    DIM_V: Any  # those of values, padded
     VALUE_DIM: Any  # head dims of out
     IN_TURN: Any  # consumers multiply one after the other
     EVEN_N: Any  # no tile goes past the end of the keys
@@ -63,9 +63,9 @@ class Config(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where there is nothing of the kind."""
 
-    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2; as the next
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], padded to `copied_dims`; as the next
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]; likewise
+    v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
     bias: Any  # [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     intervals: Any  # [STAGES * BLOCKS, 1, 1, 1, 2 * SUB]
     bias_columns: Any  # [STAGES * BLOCKS, 1, 1, SUB, COLUMNS]
@@ -105,11 +105,26 @@ class Context(NamedTuple):
 class Sums(NamedTuple):
     """Results of a consumer after some tiles of keys."""
 
-    acc: Any  # [BLOCK_M, DIM_V], in pieces as values are: out without the values of the last tile, unnormalised
+    acc: Any  # [BLOCK_M, DIM_V]: out without the values of the last tile, unnormalised
     weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
     turn: Any  # how many tiles there were, those of blocks before included
+
+
+@gluon.constexpr_function
+def above_of(dtype):
+    """By how many exponents of 2 the maximum of a tile whose scores were too far above the last counts as higher, as more may come of the kind.
+
+    Weights of bfloat16 have room for it. Those of float16 have not.
+    """
+    return 0.0 if dtype.is_fp16() else 32.0
+
+
+@gluon.constexpr_function
+def risen_of(dtype):
+    """How many tiles after such a one have a maximum of their own instead."""
+    return 7 if dtype.is_fp16() else 0
 
 
 @gluon.jit
@@ -159,7 +174,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
 def add_last_values(context, sums, config: gl.constexpr):
     """Sums with the values of the last tile too, whose stage is given back."""
     stage, phase = stage_of(sums.turn - 1, config.STAGES)
-    acc = waited(_values_under_way(context, sums, stage, phase, config))
+    acc = warpgroup_mma_wait(0, [_values_under_way(context, sums, stage, phase, config)])
     mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
     return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn)
 
@@ -171,8 +186,8 @@ def _add_tile(
 ):  # fmt: skip
     """Sums with one tile of keys: its scores and softmax, while the values of the tile before, if it is not the FIRST, are added.
 
-    With AGAIN, after `_add_near_tile`, the values of the tile before were added already, and it is nobody's turn. A `number` of a table of
-    distances is that of all pairs; without it, each loads its own.
+    With AGAIN, after `_add_near_tile`, the values of the tile before were added already, it is nobody's turn, and the maximum is set higher
+    (`above_of`). A `number` of a table of distances is that of all pairs; without it, each loads its own.
     """
     barriers, rules = context.barriers, context.rules
     stage = stage_of(sums.turn, config.STAGES)[0]
@@ -180,10 +195,12 @@ def _add_tile(
     ADDS: gl.constexpr = not FIRST and not AGAIN
     s, acc = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
-    if number is None:
-        new_max = gl.maximum(sums.row_max, gl.max(s, 1))  # [BLOCK_M]
-    else:
-        new_max = gl.maximum(sums.row_max, gl.max(s, 1) + number)
+    highest = gl.max(s, 1)  # [BLOCK_M]
+    if number is not None:
+        highest += number
+    if AGAIN and above_of(context.tiles.v.dtype) > 0:
+        highest += above_of(context.tiles.v.dtype) / exponent_factor(rules)
+    new_max = gl.maximum(sums.row_max, highest)
     # The stage may hold a bias or intervals, which have to be here before it is given back.
     if (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None):
         new_max = looked_at(new_max)
@@ -194,10 +211,10 @@ def _add_tile(
         p = weights_at(s, new_max - number, exponent_factor(rules), FAR=FAR, OF_NONE=0.0)
         alpha = rescaling(sums.row_max, new_max, exponent_factor(rules))
     if ADDS:
-        acc = waited(acc)
+        acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(barriers.v_free.index(before), count=1)
     if not FIRST:
-        acc = rescaled(acc, alpha)
+        acc = acc * by_row(alpha, acc)
     row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
     return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1)
 
@@ -235,10 +252,12 @@ def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
         if step < end:
             sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True, number=number)
             step += config.BLOCK_N
-            risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
-            for after in range(step, risen, config.BLOCK_N):
-                sums = _add_tile(context, sums, after, which, config, EDGE=False, number=number)
-            step = gl.maximum(step, risen)
+            RISEN: gl.constexpr = risen_of(context.tiles.v.dtype)
+            if RISEN > 0:
+                risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
+                for after in range(step, risen, config.BLOCK_N):
+                    sums = _add_tile(context, sums, after, which, config, EDGE=False, number=number)
+                step = gl.maximum(step, risen)
     return sums
 
 
@@ -264,7 +283,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     near = 1
     if AT_ONCE:
         near = all_within(added, votes, context.tiles.v.dtype)
-    acc = waited(acc)
+    acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(barriers.v_free.index(before), count=1)
     if not AT_ONCE:
         near = all_within(added, votes, context.tiles.v.dtype)
@@ -320,7 +339,8 @@ def _scores(
         acc = _values_under_way(context, sums, before, phase_before, config)
     if IN_TURN:
         mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
-    s = warpgroup_mma_wait(len(acc) if ADDS else 0, [s])  # each piece of out is a product under way
+    s = warpgroup_mma_wait(1 if ADDS else 0, [s])
+    s = capped(s, rules)
     if config.OF_PAIRS and not config.BIAS_FIRST and not FROM_MEMORY:
         bias = _load_bias(tiles, stage, which, config)
     if EDGE and rules.first is not None:
@@ -341,29 +361,15 @@ def _values_under_way(context, sums, stage, phase, config: gl.constexpr):
     """Out with the weights of the last tile times its values, which come to that stage; the products are under way."""
     v_tiles = context.tiles.v
     mbarrier.wait(context.barriers.v_full.index(stage), phase)
-    acc = ()
-    for i in gl.static_range(len(sums.acc)):
-        weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, sums.acc[i].type.layout, 2))  # [BLOCK_M, BLOCK_N]
-        acc += (warpgroup_mma(weights, piece(v_tiles, stage, i, config.DIM_V), sums.acc[i], is_async=True),)
-    return acc
+    v_tile = v_tiles.index(stage).reshape([config.BLOCK_N, config.DIM_V])
+    weights = as_factor(sums.weights, v_tiles.dtype, gl.DotOperandLayout(0, sums.acc.type.layout, 2))  # [BLOCK_M, BLOCK_N]
+    return warpgroup_mma(weights, v_tile, sums.acc, is_async=True)
 
 
 @gluon.jit
-def rescaled(acc, alpha):
-    """Out in pieces, each row times its number."""
-    made = ()
-    for i in gl.static_range(len(acc)):
-        made += (acc[i] * gl.convert_layout(alpha, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
-    return made
-
-
-@gluon.jit
-def divided(acc, divisor):
-    """The same by its number."""
-    made = ()
-    for i in gl.static_range(len(acc)):
-        made += (acc[i] / gl.convert_layout(divisor, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
-    return made
+def by_row(numbers, acc):
+    """A number of each row as a column beside `acc`."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit

@@ -45,7 +45,6 @@ from .copies import (
     copied_dims,
     copy_tile,
     launch_registers,
-    piece_of,
     pieces,
     place_of_keys,
     place_of_queries,
@@ -53,6 +52,7 @@ from .copies import (
     stage_of,
     tiled,
     tiled_mask,
+    whole_of,
 )
 from .distances import end_numbers, with_spread_table
 from .key_tile import (
@@ -123,12 +123,12 @@ def key_gradients(
     launch(
         _key_gradients_kernel,
         count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
-        q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, block_n, piece_of(dim)),
-        v=tiled(problem.value, block_n, piece_of(dim_v)),
+        q=tiled(problem.query, block_m, whole_of(dim)),
+        k=tiled(problem.key, block_n, whole_of(dim)),
+        v=tiled(problem.value, block_n, whole_of(dim_v)),
         bias=tiled(bias, block_m, block_n),
         mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
+        d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming, block_m),
@@ -304,11 +304,11 @@ def _consume(
         else:
             for position in range(begin, end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=True)
+                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, config, EDGE=True)
                 step += 1
             for position in range(end, full_end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, EDGE=False)
+                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, config, EDGE=False)
                 step += 1
         if d_bias is not None and rules.lists is None and rules.ends is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M))
@@ -332,20 +332,20 @@ def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr)
     open_begin, open_end = open_queries(rules.left, rules.right, seq, col, own_begin, own_end, BLOCK_M, BLOCK_N)
     if rules.right is not None or not config.EVEN_N:
         for start in range(own_begin, open_begin, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
             step += 1
     if rules.ends is not None:  # the last rows of a block may be those of the next sequence
         whole = next_step(own_begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
         open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
     if rules.table is None:
         for start in range(open_begin, open_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=False)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
             step += 1
     else:
         sums, step = _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config)
     if rules.left is not None or rules.ends is not None:
         for start in range(open_end, own_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=True)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
             step += 1
     return sums, _leave_out(context, seq, step, own_end, end, config)
 
@@ -383,10 +383,10 @@ def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_en
     for _ in range(2):
         for start in range(outer_begin, outer_end, BLOCK_M):
             turn = turn_of(step, config.STAGES, context.which, BLOCKS)
-            sums = add_tile(context, seq, keys, sums, turn, start, EDGE=False, number=number)
+            sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=False, number=number)
             step += 1
         for start in range(outer_end, inner_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, EDGE=False)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
             step += 1
         number, outer_begin, outer_end = first, inner_end, open_end
     return sums, step

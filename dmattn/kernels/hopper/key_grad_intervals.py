@@ -41,11 +41,11 @@ from .copies import (
     copy_tile,
     launch_registers,
     padded_dims,
-    piece_of,
     pieces,
     product_layout,
     stage_of,
     tiled,
+    whole_of,
 )
 from .key_tile import (
     BLOCK_N,
@@ -73,7 +73,7 @@ class Config(NamedTuple):
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    DIM: Any  # padded, or of one consumer as they are multiplied (`backward_dims`)
+    DIM: Any  # as they are summed over (`backward_dims`)
     DIM_V: Any
     CONSUMERS: Any
     STAGES: Any  # tiles of queries, dO and bias in shared memory
@@ -103,18 +103,20 @@ def key_gradients(
     batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     consumers, block_m, stages, programs_each = interval_key_sizes(problem, d_bias)
-    block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem) if consumers == 1 else padded_dims(problem)
+    block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem)
+    if consumers == 2 and max(dim, dim_v) <= 128:
+        dim, dim_v = padded_dims(problem)  # in turns consumers exchange whole columns
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
     launch(
         _key_gradients_kernel,
         triton.cdiv(len_k, block_n) * kv_heads * batch,
-        q=tiled(problem.query, block_m, piece_of(dim)),
-        k=tiled(problem.key, block_n, piece_of(dim)),
-        v=tiled(problem.value, block_n, piece_of(dim_v)),
+        q=tiled(problem.query, block_m, whole_of(dim)),
+        k=tiled(problem.key, block_n, whole_of(dim)),
+        v=tiled(problem.value, block_n, whole_of(dim_v)),
         bias=tiled(problem.pair_bias, block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
+        d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n),
         rules=rules_of(problem),
         bounds=strided(block_bounds(problem, block_n), heads),
@@ -327,13 +329,13 @@ def _consume(
         open_end = gl.maximum(next_step(mine, steps.open_end, STEP), open_begin)
         for start in range(mine, gl.minimum(open_begin, end), STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
+            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=True)
         for start in range(open_begin, gl.minimum(open_end, end), STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, EDGE=False)
+            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=False)
         for start in range(open_end, end, STEP):
             turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, EDGE=True)
+            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=True)
         before += gl.cdiv(end - begin, BLOCK_M)
         if results.key_sums is not None and not config.BY_GROUP:
             if IN_TURNS:
@@ -355,7 +357,7 @@ def _consume(
             for i in gl.static_range(len(sums.dv)):
                 store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
     elif which == 0:
-        SUMS: gl.constexpr = product_layout(config.DIM_V)
+        SUMS: gl.constexpr = product_layout(copied_dims(config.DIM_V))
         given = _room_for_gradients(tiles, config.DIM)
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
@@ -375,6 +377,6 @@ def _consume(
 
 @gluon.jit
 def _room_for_gradients(tiles, DIM: gl.constexpr):
-    """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, DIM]."""
+    """The memory of the tiles of queries as two float32 tiles of sums, [2, BLOCK_N, columns]."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, DIM], LAYOUT)
+    return tiles.q._reinterpret(gl.float32, [2, BLOCK_N, copied_dims(DIM)], LAYOUT)

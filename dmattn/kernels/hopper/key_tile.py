@@ -13,6 +13,7 @@ from ..base.bias_columns import COLUMNS
 from ..base.layout import copied_entry, slice_pointer
 from ..base.rules import LOG2E
 from .copies import (
+    column_pieces,
     copy,
     no_sums_of_rows,
     pieces,
@@ -23,7 +24,7 @@ from .copies import (
     waited,
 )
 from .distances import numbers_of_pairs
-from .registers import Hiding, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .registers import Hiding, capped, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 from .term_tiles import are_columns, term_of
 
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -42,10 +43,10 @@ class Extents(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM], in pieces where DIM is no power of 2; one where consumers share their keys
+    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM], padded to `copied_dims`; one where consumers share their keys
     v: Any  # the same of DIM_V
     bias_columns: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
-    q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], in pieces like keys
+    q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], padded like keys
     terms: Any  # [STAGES, 1, 1, BLOCK_M, COLUMNS] if they are columns, else [STAGES, 1, 1, 2, BLOCK_M]
     d_out: Any  # the same of DIM_V
     bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
@@ -169,18 +170,16 @@ def turn_of(step, STAGES: gl.constexpr, which: gl.constexpr = 0, CONSUMERS: gl.c
 
 
 @gluon.jit
-def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=None):
+def add_tile(context, seq, keys, sums, turn, start, config: gl.constexpr, EDGE: gl.constexpr, number=None):
     """`sums` and a tile of queries, `start` the first of them, as :class:`Sums`; pairs are hidden only at an EDGE.
 
-    A `number` of a table of distances is that of all pairs; without it, each loads its own.
+    Of a launch's `config` DIM and DIM_V are asked. A `number` of a table of distances is that of all pairs; without it, each loads its own.
     """
     tiles, ones, barriers, rules = context.tiles, context.ones, context.barriers, context.rules
     BLOCK_M: gl.constexpr = tiles.q.shape[3]
     PAIRS: gl.constexpr = product_layout(BLOCK_M)
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
-    DIM: gl.constexpr = context.k[0].shape[1] * (len(context.k) - 1) + context.k[len(context.k) - 1].shape[1]
-    DIM_V: gl.constexpr = context.v[0].shape[1] * (len(context.v) - 1) + context.v[len(context.v) - 1].shape[1]
     AS_COLUMNS: gl.constexpr = are_columns(tiles.terms.dtype)
     MASK_OF_PAIRS: gl.constexpr = rules.mask_rows is not None and rules.mask_cols is not None
     BY_PAIRS: gl.constexpr = OF_SCORES and rules.table is not None and number is None
@@ -192,26 +191,23 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
         if not MASK_OF_PAIRS:
             kept = mask_of(rules, seq, rows, cols, start, context.col)
     zero = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, PAIRS)
-    s, p, d_p = zero, zero, zero
+    s, p, slope, d_p = zero, zero, None, zero
     if BY_PAIRS:
         s = numbers_of_pairs(rules, seq, start, context.col, [BLOCK_N, BLOCK_M], PAIRS, KEYS_DOWN=True)  # [BLOCK_N, BLOCK_M]
     mbarrier.wait(barriers.q_full.index(turn.stage), turn.phase)
     if OF_SCORES:
         # Loads that stand behind products are long in coming: these read all that shared memory gives.
         bias = _bias_of(context, keys, seq, turn, start, EDGE)  # [BLOCK_N, BLOCK_M], or broadcast to it
-    q_pieces = pieces(tiles.q, turn.stage, DIM)
-    if OF_SCORES:
-        s = product_under_way(context.k, q_pieces, s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
+        s = product_under_way(context.k, pieces(tiles.q, turn.stage, config.DIM), s, BY_PAIRS)  # [BLOCK_N, BLOCK_M]
         if rules.bias_by_key is not None:
             s = warpgroup_mma(context.bias_columns, ones.keys.permute((1, 0)), s, is_async=True)
     if AS_COLUMNS:  # of consumers that make all sums
         term_columns = tiles.terms.index(turn.stage).reshape([BLOCK_M, COLUMNS]).permute((1, 0))  # [COLUMNS, BLOCK_M]
         s = warpgroup_mma(ones.scores, term_columns, s, is_async=True)
     mbarrier.wait(barriers.d_out_full.index(turn.stage), turn.phase)
-    d_out_pieces = pieces(tiles.d_out, turn.stage, DIM_V)
-    FOR_D_P: gl.constexpr = len(d_out_pieces) + (1 if AS_COLUMNS else 0)  # products
+    FOR_D_P: gl.constexpr = len(context.v) + (1 if AS_COLUMNS else 0)  # products
     if OF_D_SCORES:
-        d_p = product_under_way(context.v, d_out_pieces, zero, False)  # [BLOCK_N, BLOCK_M]
+        d_p = product_under_way(context.v, pieces(tiles.d_out, turn.stage, config.DIM_V), zero, False)  # [BLOCK_N, BLOCK_M]
         if AS_COLUMNS:
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
@@ -219,10 +215,13 @@ def add_tile(context, seq, keys, sums, turn, start, EDGE: gl.constexpr, number=N
             kept = _mask_of_pairs(context, seq, turn, rows, cols, start)
         divisor_rows = term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait(FOR_D_P if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
-        p = _probabilities(context, seq, keys, start, s, bias, kept, words, divisor_rows, number, EDGE)
+        tanh = capped(s, rules)
+        p = _probabilities(context, seq, keys, start, tanh, bias, kept, words, divisor_rows, number, EDGE)
+        if rules.softcap is not None:
+            slope = 1.0 - tanh * tanh
     if tiles.p is not None:
-        p = _handed_over(context, turn, p, OF_SCORES)
-    sums = _added(context, seq, sums, turn, start, q_pieces, d_out_pieces, p, d_p)
+        p = _handed_over(context, turn, p, slope, OF_SCORES)
+    sums = _added(context, seq, sums, turn, start, p, slope, d_p, config)
     mbarrier.arrive(barriers.free.index(turn.stage), count=1)
     return sums
 
@@ -244,13 +243,16 @@ def _mask_of_pairs(context, seq, turn, rows, cols, start):
 
 
 @gluon.jit
-def _handed_over(context, turn, p, OF_SCORES: gl.constexpr):
-    """The probabilities of a tile for both consumers of the same keys: that of scores hands them to the other by shared memory."""
+def _handed_over(context, turn, p, slope, OF_SCORES: gl.constexpr):
+    """The probabilities of a tile for both consumers of the same keys: that of scores hands them to the other by shared memory.
+
+    The other makes dS alone, and has them times the slope of scores by those without a softcap, if there is one.
+    """
     tiles, barriers = context.tiles, context.barriers
     phase = turn.number & 1
     if OF_SCORES:
         mbarrier.wait(barriers.p.index(0), phase ^ 1)
-        tiles.p.store(p.to(tiles.q.dtype))
+        tiles.p.store((p if slope is None else p * slope).to(tiles.q.dtype))
         mbarrier.arrive(barriers.p.index(1), count=1)
     else:
         mbarrier.wait(barriers.p.index(1), phase)
@@ -259,23 +261,27 @@ def _handed_over(context, turn, p, OF_SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _added(context, seq, sums, turn, start, q_pieces, d_out_pieces, p, d_p):
+def _added(context, seq, sums, turn, start, p, slope, d_p, config: gl.constexpr):
     """`sums` and those of a tile, of its probabilities and of dP, which is under way. Its dBias is stored, too.
 
-    `q_pieces` and `d_out_pieces` are the tile's queries and dO in shared memory, which is not read any more afterwards.
+    The slope is that of scores by those without a softcap; None without one, or where probabilities were handed over. The tile's queries and
+    dO in shared memory are not read any more afterwards.
     """
     tiles, results = context.tiles, context.results
     OF_SCORES: gl.constexpr = len(sums.dv) > 0
     OF_D_SCORES: gl.constexpr = len(sums.dk) > 0
     dk, dv, lanes = sums.dk, sums.dv, sums.lanes
     if results.d_v is not None:
-        dv = _times_rows(p.to(tiles.q.dtype), d_out_pieces, dv)
+        dv = _times_rows(p.to(tiles.q.dtype), column_pieces(tiles.d_out, turn.stage, config.DIM_V), dv)
     if OF_D_SCORES:
+        if slope is not None and results.d_bias is None:
+            p = p * slope  # before dP takes registers
         delta_rows = term_of(tiles.terms, 2 * turn.stage + 1)  # [1, BLOCK_M]
-        d_p = warpgroup_mma_wait(0 if results.d_v is None else len(d_out_pieces), [d_p])
+        d_p = warpgroup_mma_wait(0 if results.d_v is None else len(dv), [d_p])
         ds = p * (d_p - delta_rows)
         if results.d_k is not None:
-            dk = _times_rows(ds.to(tiles.q.dtype), q_pieces, dk)
+            through = ds if slope is None or results.d_bias is None else ds * slope
+            dk = _times_rows(through.to(tiles.q.dtype), column_pieces(tiles.q, turn.stage, config.DIM), dk)
         if results.key_sums is not None:
             lanes += lane_sums(ds)
             if results.d_k is None:

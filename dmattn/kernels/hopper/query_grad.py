@@ -39,13 +39,13 @@ from .copies import (
     launch_registers,
     no_sums_of_rows,
     panel_of,
-    piece_of,
     pieces,
     place_of_queries,
     product_layout,
     stage_of,
     tiled,
     waited,
+    whole_of,
 )
 from .distances import end_numbers, with_spread_table
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
@@ -104,7 +104,7 @@ class Sources(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], in pieces where DIM is no power of 2, as keys
+    q: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM], padded to `copied_dims`, as keys
     d_out: Any  # [CONSUMERS, 1, 1, BLOCK_M, DIM_V]
     k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
     v: Any  # [STAGES, 1, 1, BLOCK_N, DIM_V]
@@ -147,14 +147,14 @@ def query_gradients(
     launch(
         _query_gradients_kernel,
         programs,
-        q=tiled(problem.query, block_m, piece_of(dim)),
+        q=tiled(problem.query, block_m, whole_of(dim)),
         k=tiled(problem.key, sub, panel_of(dim)),
         v=tiled(problem.value, sub, panel_of(dim_v)),
         bias=tiled(copyable("bias", problem.pair_bias), block_m, sub),
         intervals=intervals,
         bias_columns=bias_columns,
-        d_out=tiled(incoming.d_out, block_m, piece_of(dim_v)),
-        out=tiled(out, block_m, piece_of(dim_v)) if max(dim, dim_v) <= 128 else strided(out, heads),
+        d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
+        out=tiled(out, block_m, whole_of(dim_v)) if max(dim, dim_v) <= 128 else strided(out, heads),
         rules=rules,
         lengths=lengths,
         lse=strided(incoming.lse, heads),

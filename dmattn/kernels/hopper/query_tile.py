@@ -10,12 +10,13 @@ from ..base.layout import multiple, slice_pointer
 from ..base.query_terms import STORED_COLUMNS, store_terms
 from ..base.rules import place_of_first
 from ..base.softmax import divisor2
-from .copies import piece, pieces, product_layout, product_under_way, stage_of, waited
+from .copies import column_pieces, first_of, pieces, product_layout, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
 from .registers import (
     Hiding,
     as_factor,
     bias_vector,
+    capped,
     exponent_factor,
     lane_sums,
     load_pairs,
@@ -73,13 +74,10 @@ def terms_of(vectors, out_pieces, d_out_pieces, seq, row, stored, config: gl.con
         for i in gl.static_range(1, len(out_pieces)):
             delta_rows += gl.convert_layout(_products_of_rows(out_pieces[i], d_out_pieces[i]), delta_rows.type.layout)
     else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.DIM_V, config.DIM_V // 8], [4, 1], [1, 0])
-        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
-        cols = gl.arange(0, config.DIM_V, gl.SliceLayout(0, LAYOUT))
-        pointers = slice_pointer(vectors.out, seq) + multiple((row + rows).to(gl.int64) * vectors.out.row, vectors.out.whole)[:, None]
-        pointers = pointers + (cols * vectors.out.col)[None, :]
-        out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
-        delta_rows = gl.sum(out_rows.to(gl.float32) * d_out_pieces[0].load(LAYOUT).to(gl.float32), 1)
+        delta_rows = gl.full([BLOCK_M], 0.0, gl.float32, ROWS)
+        for i in gl.static_range(len(d_out_pieces)):
+            products = _products_in_memory(vectors.out, d_out_pieces[i], seq, row, first_of(widths_of(config.DIM_V), i), config)
+            delta_rows += gl.convert_layout(products, ROWS)
     delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
     if vectors.d_lse is not None:
         of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
@@ -98,12 +96,24 @@ def _products_of_rows(left, right):
 
 
 @gluon.jit
+def _products_in_memory(out, right, seq, row, first, config: gl.constexpr):
+    """The same of `out` in memory from a column on, and of a piece."""
+    COLS: gl.constexpr = right.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+    cols = first + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
+    pointers = slice_pointer(out, seq) + multiple((row + rows).to(gl.int64) * out.row, out.whole)[:, None] + (cols * out.col)[None, :]
+    out_rows = gl.load(pointers, mask=(row + rows < seq.len_q)[:, None] & (cols < config.VALUE_DIM)[None, :], other=0.0)
+    return gl.sum(out_rows.to(gl.float32) * right.load(LAYOUT).to(gl.float32), 1)
+
+
+@gluon.jit
 def added(sums, tiles, stage, config: gl.constexpr):
     """dQ with the last tile, whose keys are in a stage, under way."""
-    dq = ()
-    for i in gl.static_range(len(sums.dq)):
+    dq, keys = (), column_pieces(tiles.k, stage, config.DIM)
+    for i in gl.static_range(len(keys)):
         ds = as_factor(sums.ds, tiles.k.dtype, gl.DotOperandLayout(0, sums.dq[i].type.layout, 2))
-        dq += (warpgroup_mma(ds, piece(tiles.k, stage, i, config.DIM), sums.dq[i], is_async=True),)
+        dq += (warpgroup_mma(ds, keys[i], sums.dq[i], is_async=True),)
     return dq
 
 
@@ -155,13 +165,16 @@ def add_tile(
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, BLOCK_N, config.SUB, PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    AFTER: gl.constexpr = 0 if FIRST else len(context.q_pieces)  # products for dQ, behind dP
+    AFTER: gl.constexpr = 0 if FIRST else len(sums.dq)  # products for dQ, behind dP
     s = warpgroup_mma_wait(len(context.d_out_pieces) + AFTER, [s])
-    s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
+    tanh = capped(s, rules)
+    s = ruled(tanh, bias, hiding, rules, seq, row + rows, start + cols, EDGE)
     divisor_rows = context.divisor_rows
     if number is not None:
         divisor_rows = divisor_rows - number * exponent_factor(rules)
     p = gl.exp2(s * exponent_factor(rules) - divisor_rows[:, None])
+    if rules.softcap is not None:
+        p = p * (1.0 - tanh * tanh)  # for dS of the scores without a softcap
     d_p = warpgroup_mma_wait(AFTER, [d_p])
     d_s = p * (d_p - context.delta_rows[:, None])
     if not FIRST:

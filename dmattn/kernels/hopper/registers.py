@@ -176,12 +176,41 @@ def _in_interval(s, rows2, middle2, length):
 
 
 @gluon.jit
-def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
-    """Scores from the products of one tile, -inf where hidden; pairs are hidden only at an EDGE. See `scores`.
+def capped(products, rules):
+    """Products of a tile, or under a softcap the tanh of what the scores would be over it: scores over :func:`unit_of`.
 
-    They are in units of :func:`exponent_factor`, whichever costs no instruction more: the products themselves where there is no bias, or one of
-    keys, which is part of them (base/bias_columns.py); natural ones with a bias of pairs; and base 2 with any other, whose product with
-    LOG2E is made once for many pairs.
+    From 1 - 2 / (exp(2x) + 1): its error is that of numbers near 1, wherever the tanh lies, which `plans.MOST_SOFTCAP` bounds for scores.
+    """
+    if rules.softcap is None:
+        return products
+    else:
+        CODE: gl.constexpr = """{
+            .reg .f32 power;
+            ex2.approx.ftz.f32 power, $1;
+            add.f32 power, power, 0f3F800000;
+            rcp.approx.ftz.f32 power, power;
+            fma.rn.f32 $0, power, 0fC0000000, 0f3F800000;
+        }"""
+        exponents = products * (2 * LOG2E * rules.scale / rules.softcap)
+        return gl.inline_asm_elementwise(CODE, "=f,f", [exponents], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unit_of(rules):
+    """What numbers of :func:`capped` are multiplied by to be scores without a bias."""
+    if rules.softcap is None:
+        return rules.scale
+    else:
+        return rules.softcap
+
+
+@gluon.jit
+def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
+    """Scores from the products of one tile (:func:`capped`), -inf where hidden; pairs are hidden only at an EDGE. See `scores`.
+
+    They are in units of :func:`exponent_factor`, whichever costs no instruction more: as they are where there is no bias, or one of keys, which
+    is part of products (base/bias_columns.py); natural ones with a bias of pairs; and base 2 with any other, whose product with LOG2E is made
+    once for many pairs.
 
     `bias`, `rows` (queries) and `cols` (keys) broadcast to the tile, whichever way it stands, and so does all of
     `hiding` (:class:`Hiding`). A bias that is not of pairs comes times LOG2E. One of
@@ -190,9 +219,9 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
     if rules.bias is not None:
         if rules.bias_rows is not None and rules.bias_cols is not None:
             if bias is not None:
-                s = s * rules.scale + widened(bias)
+                s = s * unit_of(rules) + widened(bias)
         elif rules.bias_by_key is None:
-            s = s * (rules.scale * LOG2E) + bias
+            s = s * (unit_of(rules) * LOG2E) + bias
     if EDGE:
         if rules.mask is not None:
             s = gl.where(hiding.kept != 0, s, float("-inf"))
@@ -267,7 +296,7 @@ def exponent_factor(rules):
     if rules.bias_rows is not None and rules.bias_cols is not None:
         return LOG2E
     elif rules.bias is None or rules.bias_by_key is not None:
-        return rules.scale * LOG2E
+        return unit_of(rules) * LOG2E
     else:
         return 1.0
 

@@ -15,7 +15,8 @@ from dmattn.kernels.base.layout import Sequence, Span
 from dmattn.kernels.base.rules import Rules
 from dmattn.kernels.hopper import copies
 
-CUT = 96  # head dims of tiles in two pieces
+CUT = 80  # head dims of two pieces, in products and in results
+WIDE = 224  # those of four
 LOWEST, HIGHEST = 1.0, 2.0  # numbers at the ends of a table of distances
 
 
@@ -112,9 +113,9 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
     """The device functions of files, but for those about numbers in tensors and about memory."""
     return load(
         files, language, change, Span=Span, ALONE=len(Sequence._fields), NOWHERE=NOWHERE.value, BLOCK_M=case.block_m, BLOCK_N=case.block_n,
-        are_columns=lambda dtype: False, pieces_of=copies.pieces_of, widths_of=copies.widths_of, copied_dims=copies.copied_dims,
-        pieces=lambda tiles, number, dim: (tiles.index(number),) * (2 if tiles.shape[4] == CUT else 1),
-        piece=lambda tiles, number, i, dim: Anything(),
+        PANEL=64, are_columns=lambda dtype: False, widths_of=copies.widths_of, columns_of=copies.columns_of, copied_dims=copies.copied_dims,
+        pieces=lambda tiles, number, dim: (tiles.index(number),) * len(copies.widths_of(dim)),
+        column_pieces=lambda tiles, number, dim: (tiles.index(number),) * len(copies.columns_of(dim)),
         warpgroup_mma_wait=lambda count, products: products[0] if len(products) == 1 else tuple(products),
         _multiply=lambda rows, scale: None,
         intervals_of=lambda *given: (Anything(), Anything()),

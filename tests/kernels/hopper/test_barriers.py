@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from barrier_cases import CUT, Case, Tile, check_barriers, drawn, functions
+from barrier_cases import CUT, WIDE, Case, Tile, check_barriers, drawn, functions
 from barriers import Anything, Deadlock, Language, Place, Several, run
 
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.layout import Sequence
 from dmattn.kernels.base.place import LARGEST
+from dmattn.kernels.hopper import copies
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about device functions run as Python, which is the same in both halves")
 
@@ -55,10 +56,10 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     parts = chance.randint(2, 5) if kind == "parts" else None
     works = len(blocks) * (parts or 1)
     language, done = Language(works if parts else chance.randint(1, min(works, 3))), list[Tile]()
-    near = chance.choice((0, 0.5, 0.9, 1))  # how often a maximum stays
+    near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
-        RISEN=chance.choice((1, 2, 7)),
+        risen_of=lambda dtype: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
@@ -87,7 +88,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
     else:
-        dim = chance.choice((64, CUT, 256))
+        dim = chance.choice((64, CUT, WIDE, 256))
         given |= dict(
             DIM=dim,
             DIM_V=CUT if dim == CUT else 64,
@@ -187,21 +188,23 @@ def functions_by_key(
     """The device functions for dK and dV, and what they store, by the names of results. `alike`: heads have the same bias of keys."""
     stored: dict[str, list[Stored]] = {name: [] for name in ("dk", "dv", "key sums", "d_bias")}
 
-    def probabilities(context: Any, seq: Sequence, keys: Any, start: int, *more: Any) -> Sums:
+    def probabilities(context: Any, seq: Sequence, keys: Any, start: int, s: Any, *more: Any) -> Sums:
         *_, number, edge = more
+        assert s.holds == (seq.head, start), "other queries"
         return Sums((Tile(seq.head, start, (context.col,), edge, number),))
 
-    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, q: Any, d_out: Any, p: Sums, d_p: Any) -> Generator:
+    def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, p: Sums, slope: None, d_p: Any, config: Any) -> Generator:
         tiles, (of_scores, of_head) = context.tiles, (len(sums.dv) > 0, (seq.head, start))
         assert context.barriers.kv_full.index(0).phases == 1, "keys have not come"
         assert p.holds[0][:3] == (*of_head, (context.col,)), "probabilities of another tile"
-        assert q[0].holds == tiles.terms.index(turn.stage).holds == of_head, "other queries"
-        assert d_out[0].holds == of_head, "dO of other queries"
+        assert tiles.q.index(turn.stage).holds == tiles.terms.index(turn.stage).holds == of_head, "other queries"
+        assert tiles.d_out.index(turn.stage).holds == of_head, "dO of other queries"
+        assert d_p.holds in (None, of_head), "dP of other queries"
         if tiles.bias is not None:
             assert tiles.bias.index(turn.pairs).holds[1:] == [*of_head, context.col], "the bias of another tile"
         if of_scores and context.rules.bias_by_key is not None:
             assert context.bias_columns.holds == (0 if alike else seq.head, context.col), "the bias of other keys"
-        return (yield from add(context, seq, sums, turn, start, q, d_out, p, d_p))
+        return (yield from add(context, seq, sums, turn, start, p, slope, d_p, config))
 
     def store_d_bias(context: Any, seq: Sequence, start: int, ds: Any) -> None:
         tile, place = Tile(seq.head, start, (context.col,), True, None), context.tiles.d_bias.index(context.which)
@@ -211,7 +214,11 @@ def functions_by_key(
         stored["d_bias"].append(Stored(seq.head, context.col, (tile,)))
 
     def store_tile(result: Any, seq: Sequence, col: int, len_k: int, sums: Any, *more: Any, **how: Any) -> None:
-        stored[result.holds].append(Stored(seq.head, col, sums.holds or ()))
+        of_piece = Stored(seq.head, col, sums.holds or ())
+        if how.get("FIRST", 0) == 0:
+            stored[result.holds].append(of_piece)
+        else:
+            assert of_piece in stored[result.holds], "pieces of columns with other sums"
 
     def _store_sums(*given: Any) -> None:
         *_, seq, col, sums = given
@@ -225,9 +232,11 @@ def functions_by_key(
         store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),
         allocate_terms=lambda terms, count, rows: Several(Place, count),
         copy_terms=lambda terms, seq, head, start, full, place: full.copies.append((place, (head, start))),
-        no_sums_of_rows=lambda dim: (Sums(()),),
+        product_under_way=lambda rows, cols, s, use_acc: Anything(cols[0].holds), warpgroup_mma=lambda left, right, sums, **how: sums,
+        capped=lambda products, rules: products,
+        no_sums_of_rows=lambda dim: (Sums(()),) * len(copies.columns_of(dim)),
         lane_sums=lambda ds: Sums(ds.holds or ()), looked_at=lambda lanes: lanes, sums_of_lanes=lambda lanes, layout: lanes,
-        _times_rows=lambda pairs, tiles, sums: (sums[0] + pairs,),
+        _times_rows=lambda pairs, tiles, sums: tuple(x + pairs for x in sums),
         _slice=lambda result, seq: result,
         _room_for_gradients=lambda tiles, dim: Room(tiles.q.each),
     )  # fmt: skip
@@ -264,7 +273,7 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     language = Language(-(-case.lengths[0][1] // keys) + (2 if kind == "packed" else 0))
     cols = range(0, language.programs * keys, case.block_n)
     names, stored = functions_by_key(case, KEY_GRAD, language, change)
-    dim = chance.choice((64, CUT)) if blocks == consumers else 256
+    dim = chance.choice((64, CUT) if blocks == consumers else (WIDE, 256))
     wanted, by_group = {"dk": True, "dv": True, "key sums": chance.random() < 0.5, "d_bias": chance.random() < 0.5}, chance.random() < 0.5
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
@@ -293,7 +302,7 @@ def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | 
     bounds.head, bounds.row = 4 * len(cols), 4
     names, stored = functions_by_key(case, KEY_GRAD_INTERVALS, language, change, alike)
     wanted = {name: chance.random() < often for name, often in {"dk": 0.8, "dv": 0.8, "key sums": 0.6, "d_bias": 0.4}.items()}
-    by_group, dim = chance.random() < 0.5, {"one": chance.choice((64, CUT)), "in turns": 64, "split": 256}[form]
+    by_group, dim = chance.random() < 0.5, {"one": chance.choice((64, CUT)), "in turns": 64, "split": chance.choice((WIDE, 256))}[form]
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, d_out=Anything(),
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, bounds=bounds, terms=Anything(),
@@ -360,7 +369,7 @@ STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step
         (INTERVALS, "causal", "mbarrier.arrive(exchange.gradients.index(0), count=1)", "pass", WAITS),
         (INTERVALS, "causal", "mbarrier.wait(exchange.gradients.index(0), 0)", "pass", "other queries"),
         (INTERVALS, "plain", "exchange.key_sums.index(1), turn & 1)", "exchange.key_sums.index(1), (turn & 1) ^ 1)", "sums that have not come"),
-        (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "other queries"),
+        (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "dO of other queries"),
         (INTERVALS, "plain", "gl.minimum(attending.last_to_begin, seq.len_q)", "0", "an open tile hides a pair"),
     ],
     ids=range(14),

@@ -140,7 +140,7 @@ def test_a_mask_that_the_copy_engine_cannot_address_is_loaded_where_it_stands_ke
     "given",
     [
         dict(query=tensor(2, 4, LENGTH, 128, dtype=torch.float32), key=tensor(2, 2, LENGTH, 128, dtype=torch.float32), value=tensor(2, 2, LENGTH, 128, dtype=torch.float32)),
-        dict(softcap=5.0),
+        dict(softcap=500.0),
         dict(dropout_p=0.1),
         dict(head_dim=32),
         dict(value=tensor(2, 2, LENGTH, 32)),
@@ -318,7 +318,7 @@ def test_tiles_of_packed_sequences_follow_their_lengths(
         (512, 128, {}, (1, 64, 2, 2)),
         (1024, 128, {}, (2, 128, 2, 1)),
         (1024, 128, {"bias": (1, 4, 1024, 1024)}, (1, 64, 2, 2)),
-        (512, 80, {}, (2, 128, 2, 1)),
+        (512, 80, {}, (1, 64, 2, 2)),
         (512, 256, {}, (2, 64, 2, 1)),
     ],
 )
@@ -327,7 +327,7 @@ def test_programs_have_one_consumer_where_queries_meet_few_keys(
 ) -> None:
     bias = {"bias": tensor(*options["bias"])} if "bias" in options else {}
     one = leading.flattened(problem(head_dim, length, **options | bias))[0]
-    assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False) == sizes
+    assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False) == sizes
 
 
 def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
@@ -346,7 +346,10 @@ def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
         (1152, 64, 99, {}, (3, 64, 1)),
         (1024, 64, 99, {}, (1, 64, 2)),  # of which 192 waste rows
         (2048, 64, 99, {"causal": True}, (1, 64, 2)),
-        (2112, 64, 99, {"causal": True}, (2, 64, 1)),
+        (2112, 64, 99, {"causal": True}, (3, 64, 1)),
+        (2112, 64, 20, {"causal": True}, (2, 64, 1)),  # not so many
+        (2112, 64, 99, {"causal": True, "softcap": 9.0}, (2, 64, 1)),
+        (2112, 64, 99, {"softcap": 9.0}, (2, 64, 1)),
         (2112, 64, 2, {"causal": True}, (1, 64, 2)),  # few programs
         (1024, 32, 99, {}, (1, 32, 4)),
         (512, 128, 99, {"causal": True}, (1, 64, 2)),
@@ -398,7 +401,7 @@ def test_programs_under_intervals_have_one_consumer_where_two_fit(
         (128, 1, {}, 1),
         (128, 2, {}, 2),  # may be padding
         (128, 1, {"bias": (1, 2, 1, 4096)}, 2),
-        (80, 1, {}, 2),
+        (80, 1, {}, 1),
         (256, 1, {}, 2),
     ],
 )
@@ -409,7 +412,7 @@ def test_the_forward_pass_under_intervals_has_one_consumer_where_they_are_docume
     query, key = (torch.empty(1, dtype=torch.bfloat16).expand(batch, heads, 4096, head_dim) for heads in (4, 2))
     bias = tensor(*options["bias"]) if "bias" in options else None
     one = problem(query=query, key=key, value=key, mask=IntervalMask(first, first + 700), bias=bias)
-    assert forward_sizes.sizes_of(one, *hopper.cut_dims(one), loaded=False).consumers == consumers
+    assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False).consumers == consumers
 
 
 @pytest.mark.parametrize(("consumers", "programs"), [(2, 1), (3, 1), (1, 2), (1, 3), (1, 4)])
@@ -430,6 +433,7 @@ FORMS = (
     Case("window-gqa", 460, 520, heads=4, kv_heads=2, head_dim=40, window=(40, 20)),
     Case("block-mask", 393, 523, head_dim=128, mask="1hqk", keep="random", blocked=True),
     Case("distances-causal", 400, 700, heads=2, head_dim=64, bias="1hr", distances=129, causal=True),
+    Case("causal-gqa", 460, 720, heads=4, kv_heads=2, head_dim=64, causal=True),
     Case("causal-d32", 500, 700, batch=12, heads=12, kv_heads=4, head_dim=24, causal=True),
 )
 
@@ -510,25 +514,44 @@ def test_three_consumers_where_registers_and_lengths_allow(length: int, head_dim
 @pytest.mark.parametrize(
     ("dims", "forward", "backward"),
     [
+        ((20, 20), (32, 32), (32, 32)),
+        ((40, 40), (48, 64), (48, 48)),
         ((64, 64), (64, 64), (64, 64)),
-        ((72, 72), (80, 80), (80, 80)),
-        ((64, 72), (64, 80), (80, 80)),
+        ((72, 72), (80, 128), (80, 80)),
+        ((64, 72), (64, 128), (80, 80)),
         ((80, 88), (80, 128), (96, 96)),
-        ((96, 40), (128, 64), (96, 96)),
-        ((97, 20), (128, 64), (128, 128)),
+        ((96, 40), (96, 64), (96, 96)),
+        ((97, 20), (112, 32), (112, 112)),
         ((128, 128), (128, 128), (128, 128)),
-        ((160, 96), (192, 128), (192, 128)),
+        ((160, 96), (160, 128), (160, 128)),
+        ((40, 161), (128, 256), (128, 176)),
+        ((256, 250), (256, 256), (256, 256)),
     ],
     ids=str,
 )
-def test_padding_is_not_multiplied(dims: tuple[int, int], forward: tuple[int, int], backward: tuple[int, int]) -> None:
-    """But for a part of 16 or 32 dims; with head dims over 128 it is."""
+def test_padding_is_not_summed_over(dims: tuple[int, int], forward: tuple[int, int], backward: tuple[int, int]) -> None:
+    """But for parts of 16 dims. The forward pass has whole columns of values."""
     one = problem(query=tensor(1, 2, 9, dims[0]), key=tensor(1, 2, 9, dims[0]), value=tensor(1, 2, 9, dims[1]))
-    assert hopper.cut_dims(one) == forward
+    assert hopper.forward_dims(one) == forward
     assert hopper.backward_dims(one) == backward
-    for dim in (*forward, *backward):
-        widths = hopper.widths_of(dim)
-        assert sum(widths) == dim <= hopper.copied_dims(dim) == len(widths) * (dim if len(widths) == 1 else hopper.PANEL.value)
+    assert tuple(map(hopper.copied_dims, backward)) == hopper.padded_dims(one)
+    assert hopper.copied_dims(forward[1]) == forward[1]
+
+
+@pytest.mark.parametrize("dim", range(32, 257, 16))
+def test_pieces_of_head_dims_lie_within_tiles(dim: int) -> None:
+    """Those summed over are all the dims, those of results as many or more; each is a power of 2 in one tile, and results begin one by PANELs."""
+    whole = hopper.whole_of(dim)
+    widths, columns = hopper.widths_of(dim), hopper.columns_of(dim)
+    assert sum(widths) == dim <= sum(columns) <= hopper.copied_dims(dim) == hopper.tiles_of(dim) * whole
+    for pieces in (widths, columns):
+        for i, width in enumerate(pieces):
+            first = hopper.first_of(pieces, i)
+            assert width & (width - 1) == 0
+            assert first % whole + width <= whole
+            assert first % width == 0
+    assert len(columns) == (-(-dim // 64) if dim == 80 or 128 < dim <= 224 else 1)
+    assert all(hopper.first_of(columns, i) == i * hopper.PANEL.value for i in range(len(columns)))
 
 
 @needs_cuda
