@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...problem import Problem
 from ..base.described import typical_length
-from .copies import PANEL, consumers_of, whole_of
+from .copies import PANEL, consumers_of, copied_dims
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2
@@ -36,7 +36,7 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 
     Of head dims over 64 consumers have no registers for 128 keys of it.
     """
-    width = max(whole_of(dim), dim_v)
+    width = max(copied_dims(dim), dim_v)
     if _are_of_one(problem, width):
         return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
     keys = KEYS // 2 if loaded else _keys_of(problem, dim, dim_v)
