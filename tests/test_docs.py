@@ -266,7 +266,7 @@ def test_each_row_that_explain_may_name_has_a_line():
     from dmattn.kernels.dispatch import BACKWARD, FORWARD
 
     suffix = ", pairs loaded"
-    wanted = {PYTORCH, CPU_KERNEL, f"...{suffix}"} | {row.name.removesuffix(suffix) for row in FORWARD + BACKWARD}
+    wanted = {PYTORCH, CPU_KERNEL, f"NAME{suffix}"} | {row.name.removesuffix(suffix) for row in FORWARD + BACKWARD}
     assert names_of_rows((ROOT / "docs" / "commands.md").read_text()) == wanted
 
 
@@ -275,7 +275,7 @@ MODELS = rows((ROOT / "docs" / "biases.md").read_text(), 3)
 
 @pytest.mark.parametrize(("model", "bias", "options"), MODELS, ids=[row[0].split(":")[0].split(",")[0] for row in MODELS])
 def test_shapes_and_arguments_that_are_named_for_a_model_are_taken(model, bias, options):
-    sizes = dict(B=4, H=4, Hk=2, Sq=12, Sk=12, N=12, windows=1, rows=4, w=4)
+    sizes = dict(B=4, H=4, Hk=2, Sq=12, Sk=12, N=12, windows=1, rows=4, w=4, query_pre_attn_scalar=256)
     inputs = dict(key_padding_mask=torch.arange(12) < torch.tensor([[12], [7], [1], [9]]), ids=torch.arange(12).expand(4, -1) // 5)
     known = dict(sizes, IntervalMask=IntervalMask, prefix_lengths=torch.tensor([0, 3, 12, 5]), sinks=torch.zeros(4), **inputs)
     random = torch.Generator().manual_seed(0)
