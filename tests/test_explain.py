@@ -94,8 +94,8 @@ def test_a_refusal_names_all_that_is_in_the_way() -> None:
     assert reasons(transposed.passes[0])["Hopper"] == f"{halved}; {copied}"
     assert reasons(t5(1001, cut.bfloat16().mT).passes[0])["Hopper"] == copied
     assert reasons(t5(1001, empty(1, 16, 1001, 1008, dtype=FP32)[..., :1001]).passes[0])["Hopper"] == halved
-    refused = reasons(explain(*same(4, 16, 1001, 128), bias=cut, softcap=9.0, scale=-1.0, target="sm_90").passes[1])["Hopper: d_bias"]
-    assert refused == f"does not serve softcap; serves a scale from 2**-64 to 2**64, not -1.0; {halved}; rows of bias: {PAD}"
+    refused = reasons(explain(*same(4, 16, 1001, 128), bias=cut, dropout_p=0.1, scale=-1.0, target="sm_90").passes[1])["Hopper: d_bias"]
+    assert refused == f"does not serve dropout; serves a scale from 2**-64 to 2**64, not -1.0; {halved}; rows of bias: {PAD}"
     for bias in (cut, cut.mT, cut.bfloat16().mT):
         done = torch.nn.functional.pad(bias.bfloat16(), (0, 7)).contiguous()[..., :1001]
         assert t5(1001, done).passes[1].rows == wanted
@@ -150,7 +150,8 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
         {"one tile": "serves as many heads of keys as of queries, not 8 for 32; serves up to 64", "whole rows": "does not serve causal or window"},
     ),
     "dropout": (QUERY, dict(dropout_p=0.1), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve dropout", QUERIES: "does not serve dropout"}),
-    "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve softcap"}),
+    "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("Hopper",), (QUERIES, KEYS), {"whole rows": "does not serve softcap"}),
+    "a large softcap": (QUERY, dict(softcap=300.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "serves a softcap from 2**-40 to 256, not 300.0"}),
     "an Ampere GPU": (QUERY, {}, "sm_80", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not sm_80"}),
     "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not AMD's GPUs"}),
     "float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), OF_FLOAT32, {"Hopper": "query, key, value: float32 elements have more than 16 bits: convert to 16 bits"}),

@@ -333,6 +333,7 @@ def test_a_rehearsal_asks_for_the_kernels_of_its_passes(case: Case, monkeypatch:
     """By Triton's keys: also the backward pass that is rehearsed with the forward pass."""
     from dmattn.kernels import traits
     from dmattn.kernels.base import tiles
+    from dmattn.kernels.portable import bias_grad
 
     asked: list[tuple] = []
     monkeypatch.setattr(driver, "_active", NoDevice(gpu_target(TARGET[0])), raising=False)
@@ -344,7 +345,7 @@ def test_a_rehearsal_asks_for_the_kernels_of_its_passes(case: Case, monkeypatch:
     needs = tuple(x is not None for x in passes.learned_of(problem))
     gradients = backend.allocate_backward(problem, needs)
     with monkeypatch.context() as patch:
-        for module in (tiles, traits):
+        for module in (tiles, traits, bias_grad):
             patch.setattr(module, "device_family", lambda device: TARGET[0])
         kernels.forward(problem, out, lse)
         forward, before = set(asked), len(asked)
