@@ -51,7 +51,7 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     Consumers of their own programs wait for each other in nothing, but no two read one copy of the queries: a gain of short sequences, and of
     few, where a processor has room for two programs, or where their walks differ.
     """
-    batch, kv_heads, len_k, _ = problem.key.shape
+    batch, kv_heads, len_k = problem.key.shape[:3]
     width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
     if width > 128:
         return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
@@ -84,8 +84,9 @@ def _have_registers_for_three(problem: Problem, windowed: bool) -> bool:
         return True
     if problem.bias is not None or problem.is_masked or problem.left is not None or problem.right != 0:
         return False
-    batch, kv_heads, len_k, _ = problem.key.shape
-    blocks, shortest = triton.cdiv(len_k, 3 * ROWS) * kv_heads * batch, min(typical_length(problem, of_keys=x) for x in (False, True))
+    batch, kv_heads, len_k = problem.key.shape[:3]
+    blocks = triton.cdiv(len_k, 3 * ROWS) * kv_heads * batch
+    shortest = min(typical_length(problem, of_keys=False), typical_length(problem, of_keys=True))
     return shortest > LENGTH_OF_ONE and blocks >= BLOCKS_OF_THREE * processors(problem.query.device)
 
 
@@ -95,7 +96,7 @@ def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     One consumer walks all queries of its keys, so it has to be one of several programs on a processor. A bias of keys beside intervals is a
     dynamic mask's, whose longest walks would outlast the rest.
     """
-    batch, kv_heads, len_k, _ = problem.key.shape
+    batch, kv_heads, len_k = problem.key.shape[:3]
     if max(padded_dims(problem)) > 128:
         return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
     beside, stage = _bytes_of(problem, d_bias, ROWS)
