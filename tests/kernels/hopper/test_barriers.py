@@ -84,7 +84,12 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         CONSUMERS=consumers, REGISTERS=240,
     )  # fmt: skip
     if forward:
-        given |= dict(DIM=64, DIM_V=64, IN_TURN=consumers == 3, BIAS_FIRST=of_pairs and chance.random() < 0.5)
+        given |= dict(
+            DIM=64,
+            DIM_V=64,
+            IN_TURN=consumers == 3 or (consumers == 2 and chance.random() < 0.5),
+            BIAS_FIRST=of_pairs and chance.random() < 0.5,
+        )
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
     else:
