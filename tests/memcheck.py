@@ -133,6 +133,7 @@ CASES = (
     Case("hopper-wide-key-bias-causal-grouped", 197, 264, heads=4, kv_heads=2, head_dim=192, value_dim=128, bias="bg1k", causal=True),
     Case("hopper-wide-dense-bias-causal", 136, 264, heads=2, head_dim=256, bias="bhqk", causal=True),
     Case("hopper-wide-shared-bias-odd-dims", 200, 136, batch=3, heads=2, head_dim=160, value_dim=136, bias="1hqk"),
+    Case("hopper-wide-shared-bias-fp32-causal", 197, 264, batch=3, heads=2, head_dim=256, bias="1hqk", bias_dtype=torch.float32, causal=True),
     Case("hopper-wide-mask-dense-bias", 136, 208, heads=2, head_dim=256, mask="b1qk", keep="blocks", bias="bhqk"),
     Case("hopper-wide-blocked-mask-window", 393, 523, head_dim=192, value_dim=128, mask="bhqk", keep="random", blocked=True, window=(300, 50)),
     Case("hopper-wide-documents-grouped", 200, heads=4, kv_heads=2, head_dim=256, intervals="documents", bias="bg1k"),
@@ -169,6 +170,7 @@ LENGTHS, ODD = dict(lengths_q=(198, 3, 0, 70), lengths_k=(206, 0, 40, 130)), dic
 LONG = dict(lengths_q=(400, 3, 130), lengths_k=(2070, 65, 130))
 PACKED = (
     packed_cases.Case("packed-dense-bias-causal", bias="nhqk", **LENGTHS, head_dim=128, value_dim=128, options=dict(causal=True)),
+    packed_cases.Case("packed-shared-bias-wide", bias="1hqk", **LENGTHS, head_dim=192, value_dim=128, options=dict(causal=True)),
     packed_cases.Case("packed-shared-bias-window", bias="1gqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(window=(90, 20))),
     packed_cases.Case(
         "packed-mask-shared-bias-softcap", mask="nhqk", bias="1hqk", **LENGTHS, head_dim=64, value_dim=64, options=dict(softcap=3.0)

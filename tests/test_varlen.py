@@ -83,6 +83,7 @@ CASES = (
     Case("pair-mask-longer-than-a-tile", lengths_q=(40, 3, 0, 100), lengths_k=(66, 0, 40, 150), mask="n1qk", head_dim=16, reason="sequences of fewer tiles than the longest, some of them full"),
     Case("pair-mask-window-longer-than-a-tile", lengths_q=(100, 40), lengths_k=(150, 66), mask="11qk", bias="nh1k", head_dim=16, options=dict(window=(90, 40)), reason="likewise of one mask for all"),
     Case("softcap-wide-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=160, options=dict(causal=True, softcap=2.0), reason="head dims of three pieces on Hopper"),
+    Case("shared-pair-bias-of-wide-heads-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(136, 0, 90), head_dim=160, value_dim=192, bias="1hqk", options=CAUSAL, reason="dBias of sequences in turns, in panels"),
     Case("softcap-shared-pair-bias-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=128, bias="1hqk", options=dict(softcap=2.0), reason="dBias of sequences in turns"),
     Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip

@@ -399,9 +399,7 @@ def hopper_interval_keys(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def hopper_shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """A loaded bias of float32 has no room in shared memory beside wide heads. Narrow heads only where the portable kernel is slower."""
+    """Narrow heads only where the portable kernel is slower."""
     if _are_narrow(traits) and "mask of keys" in traits.features:
         yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) to the portable kernel, which is faster"
-    if loads_pairs and block_dim(traits.head_dim) > 64 and traits.bias is not None and traits.bias.dtype.itemsize > 2:
-        yield f"bias: {_word(traits.bias.dtype)} leaves no room in shared memory beside head dims over 64: convert it to 16 bits"
-    yield _on_hopper(traits, (64, 128), "d_out", loads_pairs=loads_pairs)
+    yield _on_hopper(traits, (64, 128, 256), "d_out", loads_pairs=loads_pairs)

@@ -42,6 +42,7 @@ SPILLED_IN = {
     "loaded-dense-bias-causal-d256": 1024,
     "loaded-mask-dense-bias-fp32-d128": 1536,
     "loaded-shared-bias-d128": 1280,
+    "loaded-shared-bias-fp32-softcap-window-d256": 1024,
     "mask-shared-bias-d192": 768,
     "mask-softcap-d128": 1280,
     "packed-mask-key-bias-d256": 1536,

@@ -2,7 +2,7 @@
 
 A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
 copies the members' queries, keys, dO and values to shared memory ahead of them. The kernel is bound by how often members are read, so tiles are
-as large as registers allow.
+as large as registers allow. Shared memory has a ring of panels, some dims each: in turns of queries and keys, and of dO and values.
 """
 
 from typing import Any, NamedTuple
@@ -27,22 +27,23 @@ from .addressing import copyable
 from .copies import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
+    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_pairs,
     allocate_tiles,
-    copied_dims,
     copy,
-    copy_tile,
-    pieces,
+    first_of,
     place_of_keys,
     place_of_queries,
     product_layout,
     product_under_way,
+    room,
     stage_of,
     summed_dims,
     tiled,
     whole_of,
+    widths_of,
 )
 from .registers import Hiding, capped, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
 
@@ -55,18 +56,16 @@ class Config(NamedTuple):
 
     DIM: Any  # as they are multiplied (`summed_dims`)
     DIM_V: Any
-    STAGES: Any  # of queries and keys
-    LATE_STAGES: Any  # of dO and values
+    COLUMNS: Any  # dims of a panel
+    STAGES: Any  # panels in shared memory
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
 
 
 class Tiles(NamedTuple):
-    """Tiles in shared memory, of a member in each stage; those of queries by twos, one for each consumer."""
+    """Tiles in shared memory; those of queries by twos, one for each consumer."""
 
-    q: Any  # [2 STAGES, 1, 1, BLOCK_M, DIM], padded to `copied_dims`; as the next
-    k: Any  # [STAGES, 1, 1, BLOCK_N, DIM]
-    d_out: Any  # [2 LATE_STAGES, 1, 1, BLOCK_M, DIM_V]; likewise
-    v: Any  # [LATE_STAGES, 1, 1, BLOCK_N, DIM_V]
+    rows: Any  # of queries or dO, [2 STAGES, 1, 1, BLOCK_M, COLUMNS]
+    cols: Any  # of keys or values, [STAGES, 1, 1, BLOCK_N, COLUMNS]
     bias: Any  # [2, 1, 1, BLOCK_M, BLOCK_N], of all members
 
 
@@ -74,10 +73,8 @@ class Barriers(NamedTuple):
     """Barriers: full when a copy has come, free when both consumers have used it."""
 
     bias_full: Any  # [1, 1]
-    full: Any  # [STAGES, 1], of queries and keys
+    full: Any  # [STAGES, 1], of panels
     free: Any  # [STAGES, 1]
-    late_full: Any  # [LATE_STAGES, 1], of dO and values
-    late_free: Any  # [LATE_STAGES, 1]
 
 
 class Context(NamedTuple):
@@ -114,14 +111,15 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     parts = sharing.parts(d_bias)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
+    columns, stages = panels_of(dim, dim_v, problem.bias.dtype.itemsize)
     launch(
         _shared_gradient_kernel,
         tiles * sharing.splits,
-        q=tiled(problem.query, block_m, whole_of(dim)),
-        k=tiled(problem.key, block_n, whole_of(dim)),
-        v=tiled(problem.value, block_n, whole_of(dim_v)),
+        q=tiled(problem.query, block_m, columns),
+        k=tiled(problem.key, block_n, columns),
+        v=tiled(problem.value, block_n, columns),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
+        d_out=tiled(incoming.d_out, block_m, columns),
         rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
@@ -134,23 +132,34 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         len_k=len_k,
         DIM=dim,
         DIM_V=dim_v,
-        STAGES=2,
-        LATE_STAGES=2 if whole_of(max(dim, dim_v)) == 64 else 1,
+        COLUMNS=columns,
+        STAGES=stages,
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
     sharing.sum_parts(parts, d_bias)
 
 
+def panels_of(dim: int, dim_v: int, bias_bytes: int) -> tuple[int, int]:
+    """Dims of a panel, and how many panels there is room for beside a bias of numbers of so many bytes.
+
+    Up to 128 dims a panel has all, but beside a loaded bias of float32. It has fewer else, which are given back sooner.
+    """
+    whole = whole_of(max(dim, dim_v))
+    columns = whole if max(dim, dim_v) <= 128 and bias_bytes == 2 else PANEL.value
+    block_m, block_n = 2 * BLOCK_M.value, BLOCK_N.value
+    return columns, (room() - block_m * block_n * bias_bytes) // (2 * (block_m + block_n) * columns)
+
+
 @gluon.jit
 def _shared_gradient_kernel(
     q, k, v, bias, d_out, rules, lse, delta, parts, sharing, spread, heads, groups, len_q, len_k,
-    DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr, LATE_STAGES: gl.constexpr,
+    DIM: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
-    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES tiles of queries and keys
-    are in shared memory, and LATE_STAGES of dO and values, which are needed later.
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES panels of COLUMNS dims are
+    in shared memory.
     """
     follow()
     slice_batch, sharing_heads, members, members_per_part = sharing
@@ -175,20 +184,16 @@ def _shared_gradient_kernel(
     if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
         begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
-    config: gl.constexpr = Config(DIM, DIM_V, STAGES, LATE_STAGES, PAIRS)
+    config: gl.constexpr = Config(DIM, DIM_V, COLUMNS, STAGES, PAIRS)
     tiles = Tiles(
-        q=allocate_tiles(q, STAGES * 2, BLOCK_M, DIM),
-        k=allocate_tiles(k, STAGES, BLOCK_N, DIM),
-        d_out=allocate_tiles(d_out, LATE_STAGES * 2, BLOCK_M, DIM_V),
-        v=allocate_tiles(v, LATE_STAGES, BLOCK_N, DIM_V),
+        rows=allocate_tiles(q, STAGES * 2, BLOCK_M, COLUMNS),
+        cols=allocate_tiles(k, STAGES, BLOCK_N, COLUMNS),
         bias=allocate_pairs(rules.bias, 2, BLOCK_M, BLOCK_N),
     )
     barriers = Barriers(
         bias_full=allocate_barriers(1, 1),
         full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
-        late_full=allocate_barriers(LATE_STAGES, 1),
-        late_free=allocate_barriers(LATE_STAGES, 2),
     )
     fence_async_shared()
     if bias is not None:  # else consumers load it
@@ -239,26 +244,37 @@ def _has_tile(context, rules, seq):
     return (row < seq.len_q) & (col < seq.len_k) & seen
 
 
+@gluon.constexpr_function
+def _panels(dim, columns):
+    """The dims of each panel of so many columns."""
+    return tuple(min(columns, dim - first) for first in range(0, dim, columns))
+
+
 @gluon.jit
 def _copy_member(q, k, d_out, v, context, seq, groups, step, config: gl.constexpr):
-    """Copy the tiles of a member, which is that of a step."""
+    """Copy the panels of a member, which is that of a step."""
+    EARLY: gl.constexpr = len(_panels(config.DIM, config.COLUMNS))
+    LATE: gl.constexpr = len(_panels(config.DIM_V, config.COLUMNS))
+    for i in gl.static_range(EARLY + LATE):
+        if i < EARLY:
+            _copy_panel(q, k, context, seq, groups, step * (EARLY + LATE) + i, i, config)
+        else:
+            _copy_panel(d_out, v, context, seq, groups, step * (EARLY + LATE) + i, i - EARLY, config)
+
+
+@gluon.jit
+def _copy_panel(by_query, by_key, context, seq, groups, turn, panel: gl.constexpr, config: gl.constexpr):
+    """Copy one of the panels of a member's queries and keys, or of dO and values, once a turn's stage is free."""
     tiles, barriers = context.tiles, context.barriers
     entry, row = place_of_queries(seq, context.row)
     col = place_of_keys(seq, context.col)[1]
-    stage, phase = stage_of(step, config.STAGES)
+    stage, phase = stage_of(turn, config.STAGES)
     mbarrier.wait(barriers.free.index(stage), phase ^ 1)
     full = barriers.full.index(stage)
-    mbarrier.expect(full, 2 * (2 * BLOCK_M + BLOCK_N) * copied_dims(config.DIM))
-    copy_tile(k, entry, seq.head // groups, col, full, tiles.k, stage, config.DIM)
-    copy_tile(q, entry, seq.head, row, full, tiles.q, 2 * stage, config.DIM)
-    copy_tile(q, entry, seq.head, row + BLOCK_M, full, tiles.q, 2 * stage + 1, config.DIM)
-    late, late_phase = stage_of(step, config.LATE_STAGES)
-    mbarrier.wait(barriers.late_free.index(late), late_phase ^ 1)
-    late_full = barriers.late_full.index(late)
-    mbarrier.expect(late_full, 2 * (2 * BLOCK_M + BLOCK_N) * copied_dims(config.DIM_V))
-    copy_tile(v, entry, seq.head // groups, col, late_full, tiles.v, late, config.DIM_V)
-    copy_tile(d_out, entry, seq.head, row, late_full, tiles.d_out, 2 * late, config.DIM_V)
-    copy_tile(d_out, entry, seq.head, row + BLOCK_M, late_full, tiles.d_out, 2 * late + 1, config.DIM_V)
+    mbarrier.expect(full, 2 * (2 * BLOCK_M + BLOCK_N) * config.COLUMNS)
+    copy(by_key, [entry, seq.head // groups, col, panel * config.COLUMNS], full, tiles.cols.index(stage))
+    for i in gl.static_range(2):
+        copy(by_query, [entry, seq.head, row + i * BLOCK_M, panel * config.COLUMNS], full, tiles.rows.index(2 * stage + i))
 
 
 @gluon.jit
@@ -311,26 +327,43 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     tiles, barriers = context.tiles, context.barriers
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    stage = step % config.STAGES
-    late = step % config.LATE_STAGES
+    EARLY: gl.constexpr = len(_panels(config.DIM, config.COLUMNS))
+    WIDTHS: gl.constexpr = _panels(config.DIM, config.COLUMNS) + _panels(config.DIM_V, config.COLUMNS)
+    turn = step * len(WIDTHS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
     delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
     rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     kept = mask_of(rules, seq, rows, cols, row, context.col)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
-    mbarrier.wait(barriers.full.index(stage), (step // config.STAGES) & 1)
-    s = product_under_way(pieces(tiles.q, 2 * stage + which, config.DIM), pieces(tiles.k, stage, config.DIM), zero, False)  # [BLOCK_M, BLOCK_N]
-    mbarrier.wait(barriers.late_full.index(late), (step // config.LATE_STAGES) & 1)
-    d_out_pieces = pieces(tiles.d_out, 2 * late + which, config.DIM_V)
-    d_p = product_under_way(d_out_pieces, pieces(tiles.v, late, config.DIM_V), zero, False)  # [BLOCK_M, BLOCK_N]
-    s = warpgroup_mma_wait(len(d_out_pieces), [s])
-    mbarrier.arrive(barriers.free.index(stage), count=1)
+    s, d_p = zero, zero
+    for i in gl.static_range(len(WIDTHS)):
+        stage, phase = stage_of(turn + i, config.STAGES)
+        mbarrier.wait(barriers.full.index(stage), phase)
+        row_pieces, col_pieces = _pieces(tiles.rows, 2 * stage + which, WIDTHS[i]), _pieces(tiles.cols, stage, WIDTHS[i])
+        if i < EARLY:
+            s = product_under_way(row_pieces, col_pieces, s, i > 0)
+        else:
+            d_p = product_under_way(row_pieces, col_pieces, d_p, i > EARLY)
+        if i > 0 and i <= EARLY:  # queries and keys of the panel before are no longer read
+            s = warpgroup_mma_wait(len(row_pieces), [s])
+            mbarrier.arrive(barriers.free.index((turn + i - 1) % config.STAGES), count=1)
     bias = tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
     s = ruled(capped(s, rules), bias, Hiding(kept), rules, seq, row + rows, context.col + cols, EDGE)
     if rules.ends is not None:  # a bias past the last query may be NaN
         s = up_to(s, row + rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
     d_p = warpgroup_mma_wait(0, [d_p])
-    mbarrier.arrive(barriers.late_free.index(late), count=1)
+    for i in gl.static_range(EARLY, len(WIDTHS)):
+        mbarrier.arrive(barriers.free.index((turn + i) % config.STAGES), count=1)
     return p * (d_p - delta_rows[:, None])
+
+
+@gluon.jit
+def _pieces(tiles, number, WIDTH: gl.constexpr):
+    """The pieces of one of some tiles that products sum over, in so many of its dims."""
+    tile = tiles.index(number).reshape([tiles.shape[3], tiles.shape[4]])
+    found = ()
+    for i in gl.static_range(len(widths_of(WIDTH))):
+        found += (tile.slice(first_of(widths_of(WIDTH), i), widths_of(WIDTH)[i], dim=1),)
+    return found

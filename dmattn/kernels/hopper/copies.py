@@ -90,8 +90,9 @@ def backward_dims(problem: Problem) -> tuple[int, int]:
 
 
 def summed_dims(problem: Problem) -> tuple[int, int]:
-    """Those of each."""
-    return _summed(problem.query.shape[3], problem), _summed(problem.value.shape[3], problem)
+    """Those of each, whatever the other has."""
+    dim, dim_v = (max(NARROWEST, -(-x.shape[3] // 16) * 16) for x in (problem.query, problem.value))
+    return dim, dim_v
 
 
 def _is_wide(problem: Problem) -> bool:

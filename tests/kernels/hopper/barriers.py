@@ -144,7 +144,8 @@ class Language(Anything):
 
     def warp_specialize(self, parts: list, *more: Any) -> None:
         self.parts |= {function(*given): self.program for function, given in parts}
-        self.barriers += [x for x in parts[0][1] if type(x).__name__ in ("Barriers", "Exchange")]
+        given = [x.barriers if type(x).__name__ == "Context" else x for x in parts[0][1]]
+        self.barriers += [x for x in given if type(x).__name__ in ("Barriers", "Exchange")]
 
     def wait(self, barrier: Barrier, phase: int) -> Callable[[], bool]:
         return lambda: barrier.phases & 1 != phase

@@ -32,11 +32,13 @@ KINDS = {
     "dQ": (*EVERYWHERE, "packed", "lists", "table", "parts"),
     "dK and dV": (*EVERYWHERE, "packed", "lists", "table", "bias of keys"),
     "dK and dV by intervals": (*EVERYWHERE, "bias of keys"),
+    "dBias": (*EVERYWHERE, "packed"),
 }
 SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
 KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_grad.py")
+BIAS_GRAD = (*SHARED, "hopper/bias_grad.py")
 KEY_GRAD_INTERVALS = (*SHARED, "hopper/key_tile.py", "hopper/attending_queries.py", "hopper/key_grad_intervals.py")
 
 
@@ -337,11 +339,78 @@ def bounds_of(intervals: list[tuple[int, int]], block_n: int) -> list[int]:
     return [min(firsts), max(ends), max(firsts), min(ends)]
 
 
+class Products(Anything):
+    """Products that may be under way, or dS made of them: of each panel, the places that they read, and what these held then."""
+
+    __sub__ = Anything.same  # of what is no product
+
+    def __init__(self, holds: tuple = (), done: int = 0) -> None:
+        super().__init__(holds)
+        self.done = done  # how many of them were waited for
+
+    def __mul__(self, other: Any) -> Products:
+        return Products(self.holds + other.holds) if isinstance(other, Products) else self
+
+    def check(self) -> None:
+        assert all(place.holds == what for place, what in self.holds[self.done :]), "a panel that is overwritten while it is read"
+
+
+def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+    """A shared dBias, whose members are as many sequences as there are."""
+    case = drawn(kind, False, chance)
+    case.lengths.sort(reverse=True)  # as packed sequences are listed
+    members, splits = len(case.lengths), chance.randint(1, 2)
+    per_part = -(-members // splits)
+    splits = -(-members // per_part)
+    len_q, len_k = (max(lengths) for lengths in zip(*case.lengths, strict=True))
+    language, done = Language(-(-len_q // (2 * case.block_m)) * -(-len_k // case.block_n) * splits), list[Tile]()
+
+    def product_under_way(rows: tuple, cols: tuple, sums: Any, use_acc: bool) -> Products:
+        former = sums if use_acc else Products()
+        return Products((*former.holds, *((place, place.holds) for place in (rows[0], cols[0]))), former.done)
+
+    def warpgroup_mma_wait(count: int, products: list[Products]) -> Products:
+        products[0].check()
+        return Products(products[0].holds, len(products[0].holds) - 2)  # its last product may be under way
+
+    language.exp2 = lambda s: s
+    names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
+    add = names["_member"]
+
+    def _member(context: Any, rules: Any, vectors: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
+        made = yield from add(context, rules, vectors, seq, row, step, which, config, EDGE)
+        factors = ("q", row, "k", context.col, config.DIM), ("d_out", row, "v", context.col, config.DIM_V)
+        panels = [(*ends, panel) for *ends, dim in factors for panel in range(0, dim, config.COLUMNS)]
+        assert [what for _, what in made.holds] == [
+            (name, 0, seq.head, start, panel) for *ends, panel in panels for name, start in (ends[:2], ends[2:])
+        ], "other panels"
+        done.append(Tile(seq.head, row, (context.col,), EDGE, None))
+        return Anything()
+
+    names.update(
+        product_under_way=product_under_way, warpgroup_mma_wait=warpgroup_mma_wait, _member=_member, PANEL=2,
+        _pieces=lambda tiles, number, width: (tiles.index(number),),
+        copy=lambda source, at, full, place: full.copies.append((place, (source.holds, *at))),
+        capped=lambda s, rules: s, ruled=lambda s, *more: s, up_to=lambda s, *more: s, Sequence=Sequence,
+        member_of=lambda ends, seq, member, *more: Sequence(0, member, *case.lengths[member]),
+    )  # fmt: skip
+    given = dict(
+        q=Anything("q"), k=Anything("k"), v=Anything("v"), d_out=Anything("d_out"), bias=Anything("bias") if chance.random() < 0.5 else None,
+        rules=case.rules, lse=Anything(), delta=Anything(), parts=Anything(), sharing=(1, 1, members, per_part), spread=None, heads=1, groups=1,
+        len_q=len_q, len_k=len_k, DIM=chance.choice((64, 160, 256)), DIM_V=chance.choice((64, 144, 256)), COLUMNS=64, STAGES=chance.choice((5, 6)),
+    )  # fmt: skip
+    run(names["_shared_gradient_kernel"], given, language, chance)
+    check_barriers(language, dict(full="free"))
+    case.check(done, {head: range(lengths[0]) for head, lengths in enumerate(case.lengths)})
+    return len(done)
+
+
 PASSES: dict[str, Callable[..., int]] = {
     "forward": partial(run_by_query, True),
     "dQ": partial(run_by_query, False),
     "dK and dV": run_by_key,
     "dK and dV by intervals": run_by_interval,
+    "dBias": run_shared,
 }
 
 
@@ -375,9 +444,12 @@ STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step
         (INTERVALS, "causal", "mbarrier.wait(exchange.gradients.index(0), 0)", "pass", "other queries"),
         (INTERVALS, "plain", "exchange.key_sums.index(1), turn & 1)", "exchange.key_sums.index(1), (turn & 1) ^ 1)", "sums that have not come"),
         (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "dO of other queries"),
+        ("dBias", "plain", "if i > 0 and i <= EARLY:", "if False:", WAITS),
+        ("dBias", "plain", "free=allocate_barriers(STAGES, 2)", "free=allocate_barriers(STAGES, 1)", "other panels"),
+        ("dBias", "packed", "step += 1\n            member = _member_after(context, own", "pass\n            member = _member_after(context, own", "other panels"),
         (INTERVALS, "plain", "gl.minimum(attending.last_to_begin, seq.len_q)", "0", "an open tile hides a pair"),
     ],
-    ids=range(14),
+    ids=range(17),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str) -> None:
     """In some case, with one line of a file changed."""
