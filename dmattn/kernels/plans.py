@@ -128,13 +128,9 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs:
     """
     if not traits.gluon:
         yield "needs Triton 3.6 or later"
-    dim, value_dim = block_dim(traits.head_dim), block_dim(traits.value_dim)
-    alike = dim == value_dim or (dim, value_dim) == (128, 64)  # values of 64 are copied as if they had 128
-    if max(dim, value_dim) not in dims:
+    if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) not in dims:
         least = 1 if dims[0] == 16 else dims[0] // 2 + 1
         yield f"serves head dims from {least} to {dims[-1]}, by the larger, not {_dims(traits)}"
-    elif not (alike or are_wide(traits)):
-        yield f"serves head dims that round up to the same power of 2, not {_dims(traits)}"
     if traits.len_q <= 64:
         yield f"is for more than 64 queries, not {traits.len_q}"
     if traits.len_k == 0:
@@ -233,8 +229,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
         return
     _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
-    packed = group > 1 and traits.len_q <= queries
-    if not packed and 2 * programs > traits.processors:
+    few = traits.len_q <= queries  # so that one tile holds those of a group
+    if not (few and group > 1) and programs > traits.processors // (1 if few else 2):
         yield f"batch and heads make {programs} programs, which keep {traits.processors} multiprocessors busy without splitting keys"
 
 

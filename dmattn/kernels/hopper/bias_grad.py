@@ -2,7 +2,7 @@
 
 A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
 copies the members' queries, keys, dO and values to shared memory ahead of them. The kernel is bound by how often members are read, so tiles are
-as large as registers allow. Shared memory has a ring of panels, some dims each: in turns of queries and keys, and of dO and values.
+as large as registers allow. Shared memory has a ring of panels of 64 dims: of a member's queries and keys, then of its dO and values.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +42,6 @@ from .copies import (
     stage_of,
     summed_dims,
     tiled,
-    whole_of,
     widths_of,
 )
 from .registers import Hiding, capped, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
@@ -56,7 +55,6 @@ class Config(NamedTuple):
 
     DIM: Any  # as they are multiplied (`summed_dims`)
     DIM_V: Any
-    COLUMNS: Any  # dims of a panel
     STAGES: Any  # panels in shared memory
     PAIRS: Any  # of [BLOCK_M, BLOCK_N]
 
@@ -64,8 +62,8 @@ class Config(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; those of queries by twos, one for each consumer."""
 
-    rows: Any  # of queries or dO, [2 STAGES, 1, 1, BLOCK_M, COLUMNS]
-    cols: Any  # of keys or values, [STAGES, 1, 1, BLOCK_N, COLUMNS]
+    rows: Any  # of queries or dO, [2 STAGES, 1, 1, BLOCK_M, PANEL]
+    cols: Any  # of keys or values, [STAGES, 1, 1, BLOCK_N, PANEL]
     bias: Any  # [2, 1, 1, BLOCK_M, BLOCK_N], of all members
 
 
@@ -111,15 +109,14 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     parts = sharing.parts(d_bias)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
-    columns, stages = panels_of(dim, dim_v, problem.bias.dtype.itemsize)
     launch(
         _shared_gradient_kernel,
         tiles * sharing.splits,
-        q=tiled(problem.query, block_m, columns),
-        k=tiled(problem.key, block_n, columns),
-        v=tiled(problem.value, block_n, columns),
+        q=tiled(problem.query, block_m, PANEL.value),
+        k=tiled(problem.key, block_n, PANEL.value),
+        v=tiled(problem.value, block_n, PANEL.value),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
-        d_out=tiled(incoming.d_out, block_m, columns),
+        d_out=tiled(incoming.d_out, block_m, PANEL.value),
         rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
         lse=lse,
         delta=delta,
@@ -132,34 +129,27 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         len_k=len_k,
         DIM=dim,
         DIM_V=dim_v,
-        COLUMNS=columns,
-        STAGES=stages,
+        STAGES=_stages(problem.bias.dtype.itemsize),
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
     sharing.sum_parts(parts, d_bias)
 
 
-def panels_of(dim: int, dim_v: int, bias_bytes: int) -> tuple[int, int]:
-    """Dims of a panel, and how many panels there is room for beside a bias of numbers of so many bytes.
-
-    Up to 128 dims a panel has all, but beside a loaded bias of float32. It has fewer else, which are given back sooner.
-    """
-    whole = whole_of(max(dim, dim_v))
-    columns = whole if max(dim, dim_v) <= 128 and bias_bytes == 2 else PANEL.value
+def _stages(bias_bytes: int) -> int:
+    """Panels that shared memory has room for beside a bias of numbers of so many bytes: all of dO and values of a member, and one more."""
     block_m, block_n = 2 * BLOCK_M.value, BLOCK_N.value
-    return columns, (room() - block_m * block_n * bias_bytes) // (2 * (block_m + block_n) * columns)
+    return (room() - block_m * block_n * bias_bytes) // (2 * (block_m + block_n) * PANEL.value)
 
 
 @gluon.jit
 def _shared_gradient_kernel(
     q, k, v, bias, d_out, rules, lse, delta, parts, sharing, spread, heads, groups, len_q, len_k,
-    DIM: gl.constexpr, DIM_V: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
-    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES panels of COLUMNS dims are
-    in shared memory.
+    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES panels are in shared memory.
     """
     follow()
     slice_batch, sharing_heads, members, members_per_part = sharing
@@ -184,10 +174,10 @@ def _shared_gradient_kernel(
     if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
         begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
-    config: gl.constexpr = Config(DIM, DIM_V, COLUMNS, STAGES, PAIRS)
+    config: gl.constexpr = Config(DIM, DIM_V, STAGES, PAIRS)
     tiles = Tiles(
-        rows=allocate_tiles(q, STAGES * 2, BLOCK_M, COLUMNS),
-        cols=allocate_tiles(k, STAGES, BLOCK_N, COLUMNS),
+        rows=allocate_tiles(q, STAGES * 2, BLOCK_M, PANEL),
+        cols=allocate_tiles(k, STAGES, BLOCK_N, PANEL),
         bias=allocate_pairs(rules.bias, 2, BLOCK_M, BLOCK_N),
     )
     barriers = Barriers(
@@ -245,16 +235,16 @@ def _has_tile(context, rules, seq):
 
 
 @gluon.constexpr_function
-def _panels(dim, columns):
-    """The dims of each panel of so many columns."""
-    return tuple(min(columns, dim - first) for first in range(0, dim, columns))
+def _panels(dim):
+    """The dims of each panel."""
+    return tuple(min(PANEL.value, dim - first) for first in range(0, dim, PANEL.value))
 
 
 @gluon.jit
 def _copy_member(q, k, d_out, v, context, seq, groups, step, config: gl.constexpr):
     """Copy the panels of a member, which is that of a step."""
-    EARLY: gl.constexpr = len(_panels(config.DIM, config.COLUMNS))
-    LATE: gl.constexpr = len(_panels(config.DIM_V, config.COLUMNS))
+    EARLY: gl.constexpr = len(_panels(config.DIM))
+    LATE: gl.constexpr = len(_panels(config.DIM_V))
     for i in gl.static_range(EARLY + LATE):
         if i < EARLY:
             _copy_panel(q, k, context, seq, groups, step * (EARLY + LATE) + i, i, config)
@@ -271,10 +261,10 @@ def _copy_panel(by_query, by_key, context, seq, groups, turn, panel: gl.constexp
     stage, phase = stage_of(turn, config.STAGES)
     mbarrier.wait(barriers.free.index(stage), phase ^ 1)
     full = barriers.full.index(stage)
-    mbarrier.expect(full, 2 * (2 * BLOCK_M + BLOCK_N) * config.COLUMNS)
-    copy(by_key, [entry, seq.head // groups, col, panel * config.COLUMNS], full, tiles.cols.index(stage))
+    mbarrier.expect(full, 2 * (2 * BLOCK_M + BLOCK_N) * PANEL)
+    copy(by_key, [entry, seq.head // groups, col, panel * PANEL], full, tiles.cols.index(stage))
     for i in gl.static_range(2):
-        copy(by_query, [entry, seq.head, row + i * BLOCK_M, panel * config.COLUMNS], full, tiles.rows.index(2 * stage + i))
+        copy(by_query, [entry, seq.head, row + i * BLOCK_M, panel * PANEL], full, tiles.rows.index(2 * stage + i))
 
 
 @gluon.jit
@@ -327,8 +317,8 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     tiles, barriers = context.tiles, context.barriers
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
-    EARLY: gl.constexpr = len(_panels(config.DIM, config.COLUMNS))
-    WIDTHS: gl.constexpr = _panels(config.DIM, config.COLUMNS) + _panels(config.DIM_V, config.COLUMNS)
+    EARLY: gl.constexpr = len(_panels(config.DIM))
+    WIDTHS: gl.constexpr = _panels(config.DIM) + _panels(config.DIM_V)
     turn = step * len(WIDTHS)
     lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
     delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]

@@ -20,6 +20,8 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
+# NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: docs/history.md.
+KEYS_OF_ONE_WINDOW = 640
 
 
 class Sizes(NamedTuple):
@@ -57,7 +59,8 @@ def _are_of_one(problem: Problem, width: int) -> bool:
         return pairs or problem.first is not None or mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
     if problem.first is not None:
         return width == 128 and problem.query.shape[0] == 1 and problem.bias is None
-    return mean_keys(problem) <= (2 if pairs else 1) * KEYS_OF_ONE_WIDE * width // 128
+    few = 2 * KEYS_OF_ONE_WIDE if pairs else KEYS_OF_ONE_WIDE if problem.left is None else KEYS_OF_ONE_WINDOW
+    return mean_keys(problem) <= few * width // 128
 
 
 def _programs_of(width: int) -> int:

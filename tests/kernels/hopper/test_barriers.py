@@ -380,7 +380,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     def _member(context: Any, rules: Any, vectors: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
         made = yield from add(context, rules, vectors, seq, row, step, which, config, EDGE)
         factors = ("q", row, "k", context.col, config.DIM), ("d_out", row, "v", context.col, config.DIM_V)
-        panels = [(*ends, panel) for *ends, dim in factors for panel in range(0, dim, config.COLUMNS)]
+        panels = [(*ends, panel) for *ends, dim in factors for panel in range(0, dim, 64)]
         assert [what for _, what in made.holds] == [
             (name, 0, seq.head, start, panel) for *ends, panel in panels for name, start in (ends[:2], ends[2:])
         ], "other panels"
@@ -397,7 +397,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     given = dict(
         q=Anything("q"), k=Anything("k"), v=Anything("v"), d_out=Anything("d_out"), bias=Anything("bias") if chance.random() < 0.5 else None,
         rules=case.rules, lse=Anything(), delta=Anything(), parts=Anything(), sharing=(1, 1, members, per_part), spread=None, heads=1, groups=1,
-        len_q=len_q, len_k=len_k, DIM=chance.choice((64, 160, 256)), DIM_V=chance.choice((64, 144, 256)), COLUMNS=64, STAGES=chance.choice((5, 6)),
+        len_q=len_q, len_k=len_k, DIM=chance.choice((64, 160, 256)), DIM_V=chance.choice((64, 144, 256)), STAGES=chance.choice((5, 6)),
     )  # fmt: skip
     run(names["_shared_gradient_kernel"], given, language, chance)
     check_barriers(language, dict(full="free"))
