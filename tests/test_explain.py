@@ -249,7 +249,7 @@ def test_tensors_of_no_device_need_a_target_where_there_is_no_gpu(monkeypatch: p
 def test_processors_decide_whether_keys_are_split() -> None:
     tensors = (empty(1, 40, 1, 128), empty(1, 40, 8192, 128), empty(1, 40, 8192, 128))
     assert explain(*tensors, target="sm_80").passes[0].rows == ("split keys",)
-    assert explain(*tensors, target="sm_80", processors=79).passes[0].rows == ("portable",)
+    assert explain(*tensors, target="sm_80", processors=39).passes[0].rows == ("portable",)
 
 
 @not_interpreted

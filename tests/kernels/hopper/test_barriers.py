@@ -339,6 +339,14 @@ def bounds_of(intervals: list[tuple[int, int]], block_n: int) -> list[int]:
     return [min(firsts), max(ends), max(firsts), min(ends)]
 
 
+class Panel(int):
+    """Its columns, as device functions and as functions of constexprs read them."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
 class Products(Anything):
     """Products that may be under way, or dS made of them: of each panel, the places that they read, and what these held then."""
 
@@ -388,7 +396,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
         return Anything()
 
     names.update(
-        product_under_way=product_under_way, warpgroup_mma_wait=warpgroup_mma_wait, _member=_member, PANEL=2,
+        product_under_way=product_under_way, warpgroup_mma_wait=warpgroup_mma_wait, _member=_member, PANEL=Panel(64),
         _pieces=lambda tiles, number, width: (tiles.index(number),),
         copy=lambda source, at, full, place: full.copies.append((place, (source.holds, *at))),
         capped=lambda s, rules: s, ruled=lambda s, *more: s, up_to=lambda s, *more: s, Sequence=Sequence,
