@@ -29,7 +29,12 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", **dtypes, default="bfloat16", help="of query, key and value (%(default)s); also bf16 and the like")
     parser.add_argument("--bias-dtype", **dtypes, help="by default that of query, key and value")
     parser.add_argument("--causal", action="store_true", help="hide the keys after a query, aligned at the last")
-    parser.add_argument("--window", type=window, metavar="LEFT,RIGHT", help="or one number for both; none for no bound")
+    parser.add_argument(
+        "--window",
+        type=window,
+        metavar="LEFT,RIGHT",
+        help="keys on each side of a query, or one number for both; 511,0: the last 512; none: no bound",
+    )
     parser.add_argument("--scale", type=float, help="by default D ** -0.5")
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--dropout", type=float, default=0.0, dest="dropout_p", metavar="P")

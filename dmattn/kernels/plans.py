@@ -13,7 +13,7 @@ import torch
 import triton
 
 from .base import tiles
-from .base.tiles import Tile, block_dim
+from .base.tiles import FEW_ROWS, Tile, block_dim
 from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
@@ -75,8 +75,11 @@ def _grouped(traits: Traits) -> str | None:
 
 
 def _are_narrow(traits: Traits) -> bool:
-    """Head dims of 64 exactly: the portable kernels lose by dims that are padded, which the copy engine fills up for nothing."""
-    return traits.head_dim == traits.value_dim == 64
+    """Head dims of 64, or of 64 and a smaller power of 2: the portable kernels lose by dims that they pad, which the copy engine fills up for
+    nothing.
+    """
+    dims = traits.head_dim, traits.value_dim
+    return max(dims) == 64 and all(dim == block_dim(dim) for dim in dims)
 
 
 def _are_narrowest(traits: Traits) -> bool:
@@ -92,14 +95,16 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     """
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
+    if loads_pairs:
+        yield f"{_OF_NARROWEST} loads no bias or mask (..., Sq, Sk)"
     others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
     most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT
     if traits.features >= PAIR_BIAS:
-        if loads_pairs or not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
+        if not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
             yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
         if not forward and traits.bias.batch == traits.batch:
             yield f"{_OF_NARROWEST} is for a bias that batch entries share"
-    elif loads_pairs or not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None:
+    elif not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None:
         yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias (..., 1, Sk) and sinks"
     if min(traits.len_q, traits.len_k) <= most:
         yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
@@ -128,9 +133,12 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs:
     """
     if not traits.gluon:
         yield "needs Triton 3.6 or later"
-    if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) not in dims:
+    narrow, wide = sorted((block_dim(traits.head_dim), block_dim(traits.value_dim)))
+    if wide not in dims:
         least = 1 if dims[0] == 16 else dims[0] // 2 + 1
         yield f"serves head dims from {least} to {dims[-1]}, by the larger, not {_dims(traits)}"
+    elif wide > 2 * narrow and not are_wide(traits):  # the narrow one is padded (`copies.padded_dims`)
+        yield f"serves head dims that round up to the same power of 2 or the next one, not {_dims(traits)}"
     if traits.len_q <= 64:
         yield f"is for more than 64 queries, not {traits.len_q}"
     if traits.len_k == 0:
@@ -216,7 +224,7 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def split_keys(traits: Traits) -> Iterator[str]:
-    """There are keys for two splits, and the programs would leave processors idle or one tile holds the queries of several heads."""
+    """There are keys for two splits, and one tile holds the queries of several heads or the programs would leave processors room for more."""
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
         yield _without_tile(traits)
@@ -229,8 +237,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
         return
     _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
-    few = traits.len_q <= queries  # so that one tile holds those of a group
-    if not (few and group > 1) and programs > traits.processors // (1 if few else 2):
+    packed, most = group > 1 and traits.len_q <= queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
+    if not packed and programs > most:
         yield f"batch and heads make {programs} programs, which keep {traits.processors} multiprocessors busy without splitting keys"
 
 
@@ -313,9 +321,12 @@ def shared_query(traits: Traits) -> Iterator[str | None]:
     if traits.bias is None:
         yield _UNBIASED
         return
-    blocks = hopper_shared_query_grad.blocks_of(traits.members, block_dim(traits.head_dim))
+    dim = max(block_dim(traits.head_dim), block_dim(traits.value_dim))
+    served = [str(members) for members in range(2, 9) if hopper_shared_query_grad.blocks_of(members, dim)]
+    blocks = hopper_shared_query_grad.blocks_of(traits.members, dim)
     if blocks == 0:
-        yield f"is for a bias that several (batch, head) share, as many as registers suffice for, not {traits.members}"
+        if served:
+            yield f"is for a bias that {', '.join(served[:-1])} or {served[-1]} (batch, head) share, not {traits.members}"
         return
     programs = triton.cdiv(traits.len_q, blocks * BLOCK_M.value) * traits.bias.batch * traits.bias.heads
     places = triton.cdiv(programs, traits.processors) * traits.processors

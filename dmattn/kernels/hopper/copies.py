@@ -78,7 +78,7 @@ def forward_dims(problem: Problem) -> tuple[int, int]:
     Products sum over dims by 16, so that those beyond are copied for nothing and not multiplied.
     """
     dim_v = padded_dims(problem)[1] if _is_wide(problem) else max(NARROWEST, block_dim(problem.value.shape[3]))
-    return _summed(problem.query.shape[3], problem), 256 if dim_v > 128 else dim_v
+    return _summed(problem.query.shape[3], _least(problem)), 256 if dim_v > 128 else dim_v
 
 
 def backward_dims(problem: Problem) -> tuple[int, int]:
@@ -86,21 +86,24 @@ def backward_dims(problem: Problem) -> tuple[int, int]:
     query_dim, value_dim = problem.query.shape[3], problem.value.shape[3]
     if not _is_wide(problem):
         query_dim = value_dim = max(query_dim, value_dim)
-    return _summed(query_dim, problem), _summed(value_dim, problem)
+    return _summed(query_dim, _least(problem)), _summed(value_dim, _least(problem))
 
 
 def summed_dims(problem: Problem) -> tuple[int, int]:
     """Those of each, whatever the other has."""
-    dim, dim_v = (max(NARROWEST, -(-x.shape[3] // 16) * 16) for x in (problem.query, problem.value))
-    return dim, dim_v
+    return _summed(problem.query.shape[3], NARROWEST), _summed(problem.value.shape[3], NARROWEST)
 
 
 def _is_wide(problem: Problem) -> bool:
     return padded_dim(problem) > 128
 
 
-def _summed(dim: int, problem: Problem) -> int:
-    return max(128 if _is_wide(problem) else NARROWEST, -(-dim // 16) * 16)
+def _least(problem: Problem) -> int:
+    return 128 if _is_wide(problem) else NARROWEST
+
+
+def _summed(dim: int, least: int) -> int:
+    return max(least, -(-dim // 16) * 16)
 
 
 def panel_of(dim: int) -> int:

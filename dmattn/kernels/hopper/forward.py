@@ -3,7 +3,8 @@
 The parts of a program run side by side: one to three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
 softmax the others multiply, or those of other programs on the processor. Three consumers do so in turn (as FlashAttention-3 does: Shah et al.,
-2024, https://arxiv.org/abs/2407.08608), and two where a program has one block of queries: they may stay in step with each other to its end.
+2024, https://arxiv.org/abs/2407.08608), and two
+sometimes, which would stay in step with each other (`are_in_turn`).
 
 Where there are more blocks of queries than programs have room, there are as many programs as have room. A producer begins the next block while
 the consumers end theirs. Where blocks are so few that they would leave processors idle, and keys enough, each block's keys are split over
@@ -49,7 +50,7 @@ from .copies import (
     whole_of,
 )
 from .distances import end_numbers, with_spread_table
-from .forward_sizes import sizes_of
+from .forward_sizes import are_in_turn, sizes_of
 from .forward_steps import BLOCK_M, own_steps, step_of
 from .forward_tile import (
     Barriers,
@@ -69,7 +70,6 @@ from .walk import (
     copy_blocks,
     copy_described,
     draw,
-    even_work,
     key_walk,
     lengths_of,
     listed_keys,
@@ -110,7 +110,6 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(problem, rules)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
-    in_turn = consumers == 3 or (consumers == 2 and lengths.works == programs and even_work(problem))
     parts, out_parts, lse_parts = lengths.parts, out, lse
     if parts is not None:
         out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
@@ -134,7 +133,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         DIM=dim,
         DIM_V=dim_v,
         CONSUMERS=consumers,
-        IN_TURN=in_turn,
+        IN_TURN=are_in_turn(problem, consumers, lengths.works == programs),
         EVEN_N=problem.ends_q is None and len_k % keys == 0,
         BIAS_FIRST=pairs and not 128 < dim <= 192 and problem.softcap is None and scales_exactly(problem),
         REGISTERS=consumer_registers(consumers, programs_each),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ...problem import Problem
 from ..base.described import typical_length
 from .copies import PANEL, consumers_of, copied_dims
+from .walk import even_work
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2
@@ -22,6 +23,9 @@ FEW_KEYS = 1024
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: docs/history.md.
 KEYS_OF_ONE_WINDOW = 640
+# NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
+# (docs/history.md).
+KEYS_IN_TURN = 8192
 
 
 class Sizes(NamedTuple):
@@ -41,8 +45,20 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
     width = max(copied_dims(dim), dim_v)
     if _are_of_one(problem, width):
         return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
-    keys = KEYS // 2 if loaded else _keys_of(problem, dim, dim_v)
-    return Sizes(consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, dim, dim_v), 1)
+    keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
+    return Sizes(consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
+
+
+def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
+    """Whether consumers of a program, each of which may have one block of queries, multiply in turn.
+
+    Two that begin together may stay in step with each other to the end, so that nobody multiplies during a softmax. Blocks that follow put them
+    out of step, and so do edges of masks and a bias.
+    """
+    if consumers != 2:
+        return consumers == 3
+    plain = even_work(problem) and problem.pair_bias is None and problem.first is None
+    return have_one_block and plain and problem.key.shape[2] >= KEYS_IN_TURN
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
@@ -77,13 +93,13 @@ def mean_keys(problem: Problem) -> int:
     return end - begin
 
 
-def _keys_of(problem: Problem, dim: int, dim_v: int) -> int:
+def _keys_of(problem: Problem, width: int, dim: int, dim_v: int) -> int:
     """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, and where
     many tiles of more would be at an edge.
     """
-    if max(dim, dim_v) < PANEL.value or (max(dim, dim_v) > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
+    if width < PANEL.value or (width > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    return KEYS // 2 if PANEL.value < max(dim, dim_v) <= 128 and _are_many_at_edges(problem) else KEYS
+    return KEYS // 2 if PANEL.value < width <= 128 and _are_many_at_edges(problem) else KEYS
 
 
 def _are_many_at_edges(problem: Problem) -> bool:
@@ -97,8 +113,8 @@ def _are_many_at_edges(problem: Problem) -> bool:
     return (windowed and problem.pair_bias is not None) or typical_length(problem, of_keys=True) <= few
 
 
-def _stages_of(keys: int, dim: int, dim_v: int) -> int:
+def _stages_of(keys: int, width: int) -> int:
     """Tiles in shared memory, which has room for more of fewer keys."""
-    if max(dim, dim_v) < PANEL.value:
+    if width < PANEL.value:
         return NARROW_STAGES
-    return STAGES if keys == KEYS or max(dim, dim_v) > 128 else STAGES + 1
+    return STAGES if keys == KEYS or width > 128 else STAGES + 1
