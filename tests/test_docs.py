@@ -35,7 +35,8 @@ TEXTS = [
 RESULTS = ROOT / "benchmarks" / "results"
 HISTORY = ROOT / "docs" / "history.md"
 SPEED = json.loads((RESULTS / "speed_nvidia_h200.json").read_text())
-PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa_cudnn": "SDPA's cuDNN"}
+MATRIX = json.loads((RESULTS / "matrix_nvidia_h200.json").read_text())
+PEERS = {"flex": "FlexAttention", "cudnn": "cuDNN", "sdpa": "SDPA", "sdpa_cudnn": "SDPA's cuDNN"}
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about texts, which are the same in both halves")
 
@@ -78,10 +79,14 @@ def test_links_that_lead_nowhere_are_found():
     assert anchors("# One\n## What `x` is, and *why*\n## One\n```\n# none\n```\n") == {"one", "what-x-is-and-why", "one-1"}
 
 
-@pytest.mark.parametrize("source", [ROOT / "README.md", ROOT / "docs" / "performance.md"], ids=lambda path: path.name)
-def test_speeds_are_said_to_be_of_the_commit_that_was_measured(source):
-    command = SPEED["environment"]["command"].split(" --json")[0]
-    assert re.search(rf"commit {SPEED['environment']['commit'][:7]}[^#]*?`{re.escape(command)}`", source.read_text(), flags=re.I)
+@pytest.mark.parametrize(
+    ("source", "result"),
+    [("README.md", MATRIX), ("docs/performance.md", MATRIX), ("docs/performance.md", SPEED)],
+    ids=("readme", "matrix", "speed"),
+)
+def test_speeds_are_said_to_be_of_the_commit_that_was_measured(source, result):
+    command = re.split(" --json| --rows", result["environment"]["command"])[0]
+    assert re.search(rf"commit {result['environment']['commit'][:7]}[^#]*?`{re.escape(command)}`", (ROOT / source).read_text(), flags=re.I)
 
 
 @pytest.mark.parametrize("source", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -333,8 +338,13 @@ def times() -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def test_speeds_of_the_readme_are_those_of_the_result_file():
-    measured = times()
-    both = {(*measured[name, "forward"][:3], *measured[name, "backward"][:3]): name for name, step in measured if step == "backward"}
+    measured = {(x["work"], x["pass"]): (f"{x['ours_ms']:.3f}", f"{PEERS[x['best_peer']]} {x['peer_ms']:.3f}", f"{x['peer_ms'] / x['ours_ms']:.2f}")
+                for x in MATRIX["rows"] if x["best_peer"] in PEERS}  # fmt: skip
+    both = {
+        (*measured[name, "forward"], *measured[name, "backward"]): name
+        for name, step in measured
+        if step == "backward" and (name, "forward") in measured
+    }
     table = rows((ROOT / "README.md").read_text(), 5)
     named = [both.get((ours, *peer(best), theirs, *peer(other))) for _, ours, best, theirs, other in table]
     assert len(table) == len(set(named)) == 6

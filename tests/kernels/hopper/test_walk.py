@@ -93,7 +93,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
     [
         (Case("plain", 130, 1000, heads=2, head_dim=128), 128),
         (Case("causal-sinks", 200, 777, heads=2, kv_heads=1, head_dim=64, causal=True, sinks="random", transposed=True), 64),
-        (Case("window-key-bias", 100, 900, heads=2, head_dim=72, window=(300, 20), bias="bh1k"), 128),
+        (Case("window-key-bias", 100, 900, heads=2, head_dim=72, window=(700, 20), bias="bh1k"), 128),
         (Case("dense-bias", 130, 520, heads=2, head_dim=128, bias="bhqk"), 64),
         (Case("empty-rows", 300, 150, heads=2, head_dim=192, value_dim=128, causal=True), 128),
     ],
