@@ -460,7 +460,7 @@ HOPPER = (
     Case("hopper-values-64-over-head-dim-32-mask-393x263", 393, 263, heads=3, head_dim=32, value_dim=64, mask="b11k", reason="queries narrower than values"),
     Case("hopper-values-128-over-head-dim-40-shared-bias-264x392", 264, 392, batch=5, heads=3, head_dim=40, value_dim=128, bias="11qk", padded=True, reason="dBias beside them"),
     Case("hopper-values-128-over-head-dim-40-four-members-264x392", 264, 392, batch=4, heads=24, head_dim=40, value_dim=128, bias="1hqk", reason="dQ made with dBias, which pads queries"),
-    Case("hopper-values-128-over-head-dim-64-three-members-264x392", 264, 392, batch=3, heads=24, head_dim=64, value_dim=128, bias="1hqk", reason="too many members for values of 128"),
+    Case("hopper-values-128-over-head-dim-64-three-members-264x392", 264, 392, batch=3, heads=24, head_dim=64, value_dim=128, bias="1hqk", reason="three members, too many for two blocks of queries"),
     Case("hopper-rows-resident-values-16-192x320", 192, 320, leading="bn", rows=140, heads=4, head_dim=32, value_dim=16, bias="b1hqk", reason="the bias on chip, values padded"),
     Case("hopper-narrow-values-16-513x449", 513, 449, batch=12, heads=12, head_dim=32, value_dim=16, reason="long rows without a bias"),
     Case("hopper-values-24-documents-key-bias-700", 700, **GQA, head_dim=56, value_dim=24, intervals="documents", bias="bh1k", causal=True, reason="dK and dV by intervals"),

@@ -75,7 +75,7 @@ def _grouped(traits: Traits) -> str | None:
 
 
 def _are_narrow(traits: Traits) -> bool:
-    """Head dims of 64, or of 64 and a smaller power of 2: the portable kernels lose by dims that they pad, which the copy engine fills up for
+    """Head dims of 64, or of 64 and 32: the portable kernels lose by dims that they pad, which the copy engine fills up for
     nothing.
     """
     dims = traits.head_dim, traits.value_dim
@@ -137,7 +137,7 @@ def _on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs:
     if wide not in dims:
         least = 1 if dims[0] == 16 else dims[0] // 2 + 1
         yield f"serves head dims from {least} to {dims[-1]}, by the larger, not {_dims(traits)}"
-    elif wide > 2 * narrow and not are_wide(traits):  # the narrow one is padded (`copies.padded_dims`)
+    elif wide > 2 * narrow and not are_wide(traits):  # the backward pass pads the narrow one (`copies.padded_dims`)
         yield f"serves head dims that round up to the same power of 2 or the next one, not {_dims(traits)}"
     if traits.len_q <= 64:
         yield f"is for more than 64 queries, not {traits.len_q}"

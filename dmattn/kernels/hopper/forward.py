@@ -3,8 +3,7 @@
 The parts of a program run side by side: one to three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its
 softmax the others multiply, or those of other programs on the processor. Three consumers do so in turn (as FlashAttention-3 does: Shah et al.,
-2024, https://arxiv.org/abs/2407.08608), and two
-sometimes, which would stay in step with each other (`are_in_turn`).
+2024, https://arxiv.org/abs/2407.08608), and two that might stay in step with each other (`are_in_turn`).
 
 Where there are more blocks of queries than programs have room, there are as many programs as have room. A producer begins the next block while
 the consumers end theirs. Where blocks are so few that they would leave processors idle, and keys enough, each block's keys are split over

@@ -50,10 +50,10 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
 
 
 def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
-    """Whether consumers of a program, each of which may have one block of queries, multiply in turn.
+    """Whether consumers of a program multiply in turn; `have_one_block` says that no program has a second block of queries.
 
     Two that begin together may stay in step with each other to the end, so that nobody multiplies during a softmax. Blocks that follow put them
-    out of step, and so do edges of masks and a bias.
+    out of step, and so do edges of masks and a bias of pairs.
     """
     if consumers != 2:
         return consumers == 3

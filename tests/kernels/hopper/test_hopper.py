@@ -338,6 +338,36 @@ def test_wide_queries_beside_values_to_128_have_two_consumers(dims: tuple[int, i
     assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False).consumers == 2
 
 
+@pytest.mark.parametrize(
+    ("consumers", "have_one_block", "keys", "options", "in_turn"),
+    [
+        (2, True, 8192, {}, True),
+        (2, True, 8192, {"bias": (1, 2, 1, 8192)}, True),
+        (2, True, 8191, {}, False),
+        (2, False, 8192, {}, False),
+        (2, True, 8192, {"bias": (1, 2, 70, 8192)}, False),
+        (2, True, 8192, {"causal": True}, False),
+        (2, True, 8192, {"mask": IntervalMask.padding(torch.ones(1, 8192, dtype=torch.bool), 70)}, False),
+        (3, False, 4096, {"causal": True}, True),
+        (1, True, 8192, {}, False),
+    ],
+)
+def test_two_consumers_multiply_in_turn_where_they_might_stay_in_step(
+    consumers: int, have_one_block: bool, keys: int, options: dict, in_turn: bool
+) -> None:
+    """512 queries over 50176 keys took 0.371 ms where in turn they take 0.312 (perceiver_cross_50k of the matrix)."""
+    key = tensor(1, 2, keys, 128)
+    bias = {"bias": tensor(*options["bias"])} if "bias" in options else {}
+    one = problem(query=tensor(1, 2, 70, 128), key=key, value=key, **options | bias)
+    assert forward_sizes.are_in_turn(one, consumers, have_one_block) == in_turn
+
+
+@pytest.mark.parametrize(("keys", "window", "consumers"), [(640, None, 2), (4096, (319, 320), 1), (4096, (320, 320), 2)])
+def test_programs_of_wide_heads_have_one_consumer_to_640_keys_of_a_window(keys: int, window: tuple[int, int] | None, consumers: int) -> None:
+    one = problem(128, keys, window=window)
+    assert forward_sizes.sizes_of(one, 128, 128, loaded=False).consumers == consumers
+
+
 def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
     key = tensor(2, 2, 1500, 64)
     for len_q, consumers in ((448, 1), (384, 3)):  # of 448 three would leave rows idle
