@@ -77,13 +77,13 @@ def test_takes(given: dict) -> None:
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (136, 40), (64, 256)])
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
-def test_takes_wide_heads_but_for_a_shared_bias_alone(head_dim: int, value_dim: int, bias: Tensor | None) -> None:
+def test_takes_wide_heads_but_for_d_query_and_a_shared_bias_at_once(head_dim: int, value_dim: int, bias: Tensor | None) -> None:
     one = problem(head_dim, value=tensor(2, 2, LENGTH, value_dim), bias=bias)
     out = tensor(2, 4, LENGTH, value_dim)
     assert serves("Hopper", one, out)
     assert serves("Hopper: d_query", one, out)
     assert serves("Hopper: d_key, d_value", one, out)
-    assert not serves("Hopper: d_bias", one, out)
+    assert serves("Hopper: d_bias", one, out)
     assert not serves("Hopper: d_query, d_bias", one, out)
 
 
@@ -113,11 +113,10 @@ def test_takes_masks_but_of_pairs_for_a_shared_bias(mask: Tensor, bias: Tensor |
 )
 def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_intervals(bias: Tensor) -> None:
     one, within = problem(bias=bias), problem(bias=bias, mask=IntervalMask.causal(LENGTH, LENGTH))
-    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
+    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value", "Hopper: d_bias"):
         assert not serves(row, one)
         assert serves(f"{row}, pairs loaded", one)
         assert not serves(f"{row}, pairs loaded", within)
-    assert serves("Hopper: d_bias, pairs loaded", one) == (bias.dtype != torch.float32)
 
 
 def test_takes_intervals_but_for_a_shared_bias() -> None:
