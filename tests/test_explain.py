@@ -110,18 +110,20 @@ def test_a_call_that_no_kernel_serves_says_what_to_do_instead() -> None:
         assert explain(*same(2, 8, 300, 320, dtype=dtype), target="sm_90").passes[0].rows
 
 
-def test_padding_beside_a_table_of_distances_is_told_to_pack() -> None:
-    """A mask leaves such a call to the portable kernels; packed sequences have none, and Hopper's kernels."""
+def test_hopper_serves_padding_beside_a_table_of_distances() -> None:
+    """A mask of pairs leaves such a call to the portable kernels."""
     table = RelativeBias(empty(16, 257, dtype=FP32))
     query, ends = same(4, 16, 1024, 64), torch.empty(4, 1, 1024, dtype=torch.int32, device="meta")
-    for mask in (torch.empty(4, 1, 1, 1024, dtype=torch.bool, device="meta"), IntervalMask(ends, ends, 1024)):
+    padding = torch.empty(4, 1, 1, 1024, dtype=torch.bool, device="meta")
+    keys = "Hopper: d_key, d_value"
+    for mask, of_keys in ((None, keys), (padding, keys), (IntervalMask(ends, ends, 1024), f"{keys} by intervals")):
         forward, backward = explain(*query, bias=table, mask=mask, scale=1.0, target="sm_90").passes
-        assert forward.rows == ("portable",)
-        assert not any(row.startswith("Hopper") for row in backward.rows)
-        assert reasons(forward)["Hopper"].startswith("serves no mask beside a RelativeBias: where it hides padding, dmattn.attention_varlen")
-    without = explain(*query, bias=table, scale=1.0, target="sm_90")
-    assert without.passes[0].rows == ("Hopper",)
-    assert "Hopper: d_key, d_value" in without.passes[1].rows
+        assert forward.rows == ("Hopper",)
+        assert {"Hopper: d_query", of_keys} <= set(backward.rows)
+    of_pairs = torch.empty(4, 1, 1024, 1024, dtype=torch.bool, device="meta")
+    forward, backward = explain(*query, bias=table, mask=of_pairs, scale=1.0, target="sm_90").passes
+    assert forward.rows == ("portable",)
+    assert "serves no mask beside a RelativeBias but one (..., 1, Sk), as of padding, or an IntervalMask" in reasons(forward)["Hopper"]
 
 
 QUERY = same(2, 8, 300, 128)

@@ -205,7 +205,11 @@ HOPPER_KEYS = Row(
     "Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP, plans.hopper_keys, **WITH_COLUMNS
 )
 HOPPER_INTERVAL_KEYS = Row(
-    "Hopper: d_key, d_value by intervals", OF_KEYS, BIASES | INTERVALS | WINDOW | EVERY | SOFTCAP, plans.hopper_interval_keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value by intervals",
+    OF_KEYS,
+    BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | SOFTCAP,
+    plans.hopper_interval_keys,
+    **WITH_COLUMNS,
 )
 HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
     name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=D_SCORES

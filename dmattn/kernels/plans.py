@@ -180,11 +180,11 @@ def _only_intervals(traits: Traits) -> str | None:
     return None if "intervals" in traits.features else "is for an IntervalMask, and there is none"
 
 
-def _without_distances(traits: Traits, *besides: frozenset[str]) -> str | None:
-    """A mask beside numbers of distances takes too many registers; the keys of a tile lie apart, and have no distances in common."""
-    if "bias of distances" not in traits.features or traits.features.isdisjoint(frozenset().union(*besides)):
+def _without_distances(traits: Traits) -> str | None:
+    """A mask of pairs beside numbers of distances takes too many registers."""
+    if "bias of distances" not in traits.features or traits.features.isdisjoint(MASKS - {"mask of keys"}):
         return None
-    return "serves no mask beside a RelativeBias: where it hides padding, dmattn.attention_varlen of the packed sequences needs none"
+    return "serves no mask beside a RelativeBias but one (..., 1, Sk), as of padding, or an IntervalMask"
 
 
 def always(traits: Traits) -> None:
@@ -245,7 +245,7 @@ def split_keys(traits: Traits) -> Iterator[str]:
 @joined
 def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
-    yield _without_distances(traits, MASKS, INTERVALS)
+    yield _without_distances(traits)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
     if _are_narrowest(traits):
@@ -375,7 +375,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
     """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
     if D_BIAS_OF_PAIRS in traits.wanted and not _is_stored_under_softcap(traits):
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
-    yield _without_distances(traits, MASKS, INTERVALS)
+    yield _without_distances(traits)
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
         yield "makes sums for the gradient of a RelativeBias beside d_query, which is not wanted"
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
@@ -391,7 +391,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
 @joined
 def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """A mask of pairs is copied, too, where the kernel loads no pairs."""
-    yield _without_distances(traits, MASKS)
+    yield _without_distances(traits)
     if _are_narrowest(traits):
         yield _narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)

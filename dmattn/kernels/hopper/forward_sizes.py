@@ -21,8 +21,8 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
-# NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: docs/history.md.
-KEYS_OF_ONE_WINDOW = 640
+# NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges, of head dim 64 and over it: docs/history.md.
+KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -70,12 +70,14 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     if width > 128:
         return False
     pairs = problem.pair_bias is not None
+    windowed = problem.left is not None and problem.left + 1 < typical_length(problem, of_keys=True)
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
-        return pairs or problem.first is not None or mean_keys(problem) <= (2 if two else 1) * KEYS_OF_ONE
+        few = 2 * KEYS_OF_ONE if two else KEYS_OF_ONE_WINDOW if windowed else KEYS_OF_ONE
+        return pairs or problem.first is not None or mean_keys(problem) <= few
     if problem.first is not None:
         return width == 128 and problem.query.shape[0] == 1 and problem.bias is None
-    few = 2 * KEYS_OF_ONE_WIDE if pairs else KEYS_OF_ONE_WIDE if problem.left is None else KEYS_OF_ONE_WINDOW
+    few = 2 * KEYS_OF_ONE_WIDE if pairs else KEYS_OF_ONE_WINDOW_WIDE if windowed else KEYS_OF_ONE_WIDE
     return mean_keys(problem) <= few * width // 128
 
 

@@ -160,7 +160,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
     if HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    if rules.table is None:
+    if rules.table is None or LISTS:
         sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
@@ -301,8 +301,8 @@ def _scores(
     Beside a table of distances scores lack the `number` that all pairs take, if there is one.
     """
     tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
-    start = 0  # where there are intervals, nothing needs it
-    if rules.first is None:
+    start = 0  # where there are intervals, only a table needs it
+    if rules.first is None or rules.table is not None:
         key = step_of(walk, step, config)
         start = listed_key(rules, seq, context.row, key, block=0, walk=walk, BLOCK_M=config.QUERIES, SUB=config.SUB)
     row = context.row + which * BLOCK_M

@@ -47,6 +47,7 @@ from .copies import (
     tiled,
     whole_of,
 )
+from .distances import with_spread_table
 from .key_tile import (
     BLOCK_N,
     PROBABILITIES,
@@ -118,7 +119,7 @@ def key_gradients(
         bias=tiled(problem.pair_bias, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n),
-        rules=rules_of(problem),
+        rules=with_spread_table(problem, rules_of(problem)),
         bounds=strided(block_bounds(problem, block_n), heads),
         terms=tiled_terms(incoming, block_m),
         d_k=strided(d_key, heads),

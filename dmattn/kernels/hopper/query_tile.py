@@ -130,8 +130,8 @@ def add_tile(
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
     PAIRS: gl.constexpr = config.PAIRS
-    start = 0  # where there are intervals, nothing needs it
-    if rules.first is None:
+    start = 0  # where there are intervals, only a table needs it
+    if rules.first is None or rules.table is not None:
         start = listed_key(rules, seq, context.row, step, 0, context.walk, config.CONSUMERS * BLOCK_M, config.SUB)
     row = context.row + which * BLOCK_M
     stage, phase = stage_of(sums.turn, STAGES)

@@ -54,9 +54,10 @@ def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
     last = gl.maximum(seq.len_q, 1) - 1
     row = gl.minimum(row, last)
     rows = gl.minimum(rows, last - row)
-    pointers = slice_pointer(t, seq) + gl.cast(row, gl.int64) * t.row + gl.cast(col, gl.int64) * t.col
+    EVENLY: gl.constexpr = rows.shape[1] == 1  # a lane has pairs of neighbours in a row of the tile
+    pointers = slice_pointer(t, seq, EVENLY) + multiple(gl.cast(row, gl.int64) * t.row + gl.cast(col, gl.int64) * t.col, t.whole, EVENLY)
     if rows.shape[1] == 1:  # what is added last differs by register alone, and is part of the instructions that load
-        pointers = (pointers + rows * t.row) + cols * t.col
+        pointers = (pointers + rows * multiple(t.row, t.whole, EVENLY)) + cols * t.col
     else:
         pointers = (pointers + cols * t.col) + rows * t.row
     if EDGE:

@@ -108,7 +108,8 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
     """(rules, packed intervals and bias columns for the copy engine, keys of a block of them) for a walk over tiles of `block_n` keys.
 
     Where keys have intervals, tiles are made of blocks: of KEYS_TOGETHER beside a bias of keys, as a dynamic mask has it, whose lives are
-    short, and else of PANEL, of which a list names more. The rules have no window then, as packed intervals leave out what it hides.
+    short, and else of PANEL, of which a list names more; but of one beside a table of distances, whose places follow one another. The rules
+    have no window then, as packed intervals leave out what it hides.
     """
     if problem.first is None:
         sub = block_n
@@ -116,7 +117,7 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
         rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed)
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
-        sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n)
+        sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n) if problem.zero is None else block_n
         lists, intervals, bias_columns = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_columns(bias_columns, sub), sub
