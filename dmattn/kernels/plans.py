@@ -265,7 +265,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield "is for a bias that batch entries share"
     if traits.len_k > most:
         yield f"serves up to {most} keys, not {traits.len_k}"
-    yield _on_hopper(traits, (16, hopper_resident.DIM), *copied)
+    yield _on_hopper(traits, (16, hopper_resident.DIM), *copied, loads_pairs=True)
     if bias.dtype != traits.dtype:
         yield f"serves a bias in query's {_word(traits.dtype)}, not {_word(bias.dtype)}"
     if traits.members < fewest:
