@@ -152,8 +152,8 @@ def keep_bias(
 
 @gluon.jit
 def _load_chunk(tile, rules, seq, row, col):
-    """Put a chunk of the bias where a copy would have put it: a warp loads 32 keys of a query at once."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    """Put a chunk of the bias where a copy would have put it: 32 keys of a query side by side."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LINES))[:, None]  # [HEIGHT, 1]
     cols = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LINES))[None, :]  # [1, WIDTH]
     tile.store(load_pairs(rules.bias, seq, rows, cols, row, col, EDGE=True))
