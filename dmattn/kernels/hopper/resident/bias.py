@@ -98,8 +98,8 @@ def keep_bias(
     each pair, or two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is
     stored, and none has probabilities.
 
-    The copy engine fills the memory, which nobody must be reading, or threads do where there is no descriptor of the bias. What it holds is then
-    put in order in its place. These are loops, for code that runs once is waited for.
+    The copy engine fills the memory, which nobody must be reading; without a descriptor of the bias threads do. What it holds then is put in
+    order in its place. These are loops, for code that runs once is waited for.
     """
     HEIGHT: gl.constexpr = memory.shape[3]
     WIDTH: gl.constexpr = memory.shape[4]
