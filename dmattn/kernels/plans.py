@@ -88,24 +88,26 @@ def _are_narrowest(traits: Traits) -> bool:
 
 @joined
 def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for rows that are many and long enough.
+    """Why another row serves head dims to 32; None for rows that are many and long enough, and beside a bias of pairs that has to be loaded.
 
-    A bias of pairs is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known to be the
-    faster ones.
+    A bias of pairs that is copied is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known
+    to be the faster ones.
     """
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
     if loads_pairs:
-        yield f"{_OF_NARROWEST} loads no bias or mask (..., Sq, Sk)"
+        if "bias" not in dict(traits.uncopyable):
+            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) that the copy engine cannot read, and a mask beside it"
+        return
     others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
     most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT
     if traits.features >= PAIR_BIAS:
         if not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
             yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
         if not forward and traits.bias.batch == traits.batch:
-            yield f"{_OF_NARROWEST} is for a bias that batch entries share"
-    elif not traits.features <= WINDOW | EVERY | {"bias of keys"} or traits.left is not None:
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias (..., 1, Sk) and sinks"
+            yield f"{_OF_NARROWEST} copies only a bias that batch entries share"
+    elif not traits.features <= WINDOW | EVERY | {"bias of keys", "mask of keys"} or traits.left is not None:
+        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks"
     if min(traits.len_q, traits.len_k) <= most:
         yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
     blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
@@ -265,7 +267,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield "is for a bias that batch entries share"
     if traits.len_k > most:
         yield f"serves up to {most} keys, not {traits.len_k}"
-    yield _on_hopper(traits, (16, hopper_resident.DIM), *copied)
+    yield _on_hopper(traits, (16, hopper_resident.DIM), *copied, loads_pairs=True)
     if bias.dtype != traits.dtype:
         yield f"serves a bias in query's {_word(traits.dtype)}, not {_word(bias.dtype)}"
     if traits.members < fewest:
@@ -351,7 +353,9 @@ def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[
     yield stores_d_scores(traits)
     if traits.softcap is not None and are_wide(traits):
         yield f"serves no softcap beside head dims over 128, not {_dims(traits)}"
-    yield _on_hopper(traits, (64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
+    if _are_narrowest(traits):
+        yield _narrowest(traits, loads_pairs)
+    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
 @joined

@@ -55,8 +55,8 @@ FORWARD = {
     "one tile": one_tile_forward,
     "split keys": split_keys,
     "Hopper": hopper_forward,
-    "Hopper, pairs loaded": hopper_forward,
     "Hopper, bias on chip": hopper_resident_forward,
+    "Hopper, pairs loaded": hopper_forward,
     "portable": portable_forward,
 }
 

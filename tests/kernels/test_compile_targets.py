@@ -41,6 +41,7 @@ SPILLED_IN = {
     "leading-rows-shared-bias-d32": 1024,
     "loaded-dense-bias-causal-d256": 1024,
     "loaded-mask-dense-bias-fp32-d128": 1536,
+    "loaded-rows-shared-bias-d32": 1024,
     "loaded-shared-bias-d128": 1280,
     "loaded-shared-bias-fp32-softcap-window-d256": 1024,
     "mask-shared-bias-d192": 768,

@@ -14,7 +14,7 @@ from ..base.bias_columns import COLUMNS
 from ..base.described import typical_length
 from ..base.device import processors
 from .copies import PANEL, consumers_of, padded_dims, room
-from .forward_sizes import KEYS_OF_ONE, mean_keys
+from .forward_sizes import KEYS_OF_ONE, hides_pairs, mean_keys
 
 ROWS = 64  # queries or keys of a consumer, and of a tile that it meets, or half as many
 STAGES = 2  # tiles of queries in shared memory
@@ -115,7 +115,7 @@ def query_sizes(problem: Problem) -> QuerySizes:
     if width > PANEL.value or (padded and mean_keys(problem) > KEYS_OF_ONE):
         consumers, programs = 2, 1
     else:
-        consumers, programs = 1, 2 if width == PANEL.value else 3
+        consumers, programs = 1, 2 if width == PANEL.value or hides_pairs(problem) else 3
     described = (8 if problem.first is not None else 0) + (2 * COLUMNS.value if problem.key_bias is not None else 0)  # bytes of a key
     beside = 2 * consumers * ROWS * dims + (2 * ROWS * COLUMNS.value if problem.key_bias is not None else 0)
     of_key = 2 * dims + described + (2 * consumers * ROWS if problem.pair_bias is not None else 0)

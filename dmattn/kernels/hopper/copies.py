@@ -207,7 +207,8 @@ def allocate_tiles(descriptor, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl
 def allocate_pairs(t, count: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Shared memory for so many tiles of a tensor of pairs (`layout.Strided`), as if they were to be copied."""
     DTYPE: gl.constexpr = t.ptr.dtype.element_ty
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
+    SWIZZLE: gl.constexpr = 128 if COLS >= PANEL else 64  # as in `tiled`
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=DTYPE.primitive_bitwidth, rank=4)
     return gl.allocate_shared_memory(DTYPE, [count, 1, 1, ROWS, COLS], LAYOUT)
 
 

@@ -44,7 +44,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
     """
     width = max(copied_dims(dim), dim_v)
     if _are_of_one(problem, width):
-        return Sizes(1, KEYS // 2, STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1, _programs_of(width))
+        stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
+        return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
     return Sizes(consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
@@ -81,9 +82,16 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     return mean_keys(problem) <= few * width // 128
 
 
-def _programs_of(width: int) -> int:
-    """Programs of one consumer that have registers for such head dims on a processor."""
+def _programs_of(problem: Problem, width: int, loaded: bool) -> int:
+    """Programs of one consumer that have registers for such head dims on a processor, and for what they load."""
+    if width < PANEL.value and loaded:
+        return 2 if hides_pairs(problem) else 3
     return 4 if width < PANEL.value else 3 if width == PANEL.value else 2
+
+
+def hides_pairs(problem: Problem) -> bool:
+    """Whether there is a mask of pairs, or a block mask."""
+    return problem.pair_mask is not None or problem.bits is not None
 
 
 def mean_keys(problem: Problem) -> int:
@@ -109,7 +117,7 @@ def _are_many_at_edges(problem: Problem) -> bool:
     if problem.first is not None:
         return problem.key_bias is None
     windowed = problem.left is not None
-    if problem.pair_mask is not None or problem.bits is not None or not (windowed or problem.right is not None or problem.is_masked):
+    if hides_pairs(problem) or not (windowed or problem.right is not None or problem.is_masked):
         return False
     few = FEW_KEYS if problem.ends_q is None else 3 * FEW_KEYS // 2
     return (windowed and problem.pair_bias is not None) or typical_length(problem, of_keys=True) <= few

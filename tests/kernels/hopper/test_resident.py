@@ -43,6 +43,9 @@ SMALL = (
     ),
     Case("odd-79x136", 79, 136, batch=9, heads=3, head_dim=24, bias="1hqk", reason="odd lengths and head dims"),
     Case("padded-200x251", 200, 251, batch=9, heads=3, head_dim=32, bias="1hqk", padded=True, reason="rows of dBias beside padding"),
+    Case("unaligned-200x251", 200, 251, batch=9, heads=3, head_dim=32, bias="1hqk", reason="threads load the bias"),
+    Case("unaligned-most-381x383", 381, 383, batch=7, heads=3, head_dim=24, bias="1hqk", reason="the same with three consumers everywhere"),
+    Case("unaligned-heads-share-77x99", 77, 99, batch=5, heads=6, head_dim=16, bias="11qk", scale=0.7, reason="the same, one tile"),
     Case("one-tile-128x64", 128, 64, batch=9, heads=2, head_dim=32, bias="1hqk", reason="one tile of keys, half filled"),
     Case(
         "sinks-197x321",
@@ -124,8 +127,9 @@ def served(what: str, one: Problem, out: Tensor, d_out: Tensor | None = None, d_
         (dict(len_q=360, bias=(1, 4, 360, 384)), True, True),
         (dict(len_k=328, bias=(1, 4, 384, 328)), True, True),
         (dict(bias_dtype=torch.float16), False, False),
+        (dict(len_k=325, bias=(1, 4, 384, 325)), True, True),
     ],
-    ids=["rows", "shared-by-heads", "grouped", "long-queries", "long-keys", "few", "own-bias", "by-key", "wide", "float32", "causal", "negative-scale", "float16", "odd-dims", "odd-queries", "odd-keys", "bias-of-another-type"],
+    ids=["rows", "shared-by-heads", "grouped", "long-queries", "long-keys", "few", "own-bias", "by-key", "wide", "float32", "causal", "negative-scale", "float16", "odd-dims", "odd-queries", "odd-keys", "bias-of-another-type", "unaligned"],
 )  # fmt: skip
 def test_takes(given: dict, forward: bool, backward: bool) -> None:
     one = problem(**given)

@@ -17,8 +17,8 @@ from ...base.device import processors
 from ...base.layout import PLAIN, Sequence, own_entry
 from ...base.leading import spread_of
 from ...base.place import member_of
-from ..copies import copy, store, sync_threads
-from ..registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
+from ..copies import allocate_pairs, copy, store, sync_threads
+from ..registers import by_rows, by_threads, in_pairs, load_pairs, order_of, rounded_pairs, up_to, widened
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
 KEYS = gl.constexpr(128)  # of a tile
@@ -78,12 +78,12 @@ def sequence_of(part, member):
 
 
 @gluon.jit
-def allocate_bias(bias, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
-    """Shared memory of each consumer for so many chunks of the bias, which are tiles of its descriptor: WIDE for float32, else in 16 bits."""
+def allocate_bias(rules, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, WIDE: gl.constexpr):
+    """Shared memory of each consumer for so many chunks of the bias, of so many queries and keys: WIDE for float32, else in 16 bits."""
     PLACES: gl.constexpr = CHUNKS * (2 if WIDE else 1)
     made = ()
     for _consumer in gl.static_range(CONSUMERS):
-        made += (gl.allocate_shared_memory(bias.dtype, [PLACES, 1, 1, bias.block_shape[2], bias.block_shape[3]], bias.layout),)
+        made += (allocate_pairs(rules.bias, PLACES, ROWS, COLS),)
     return made
 
 
@@ -98,11 +98,11 @@ def keep_bias(
     each pair, or two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is
     stored, and none has probabilities.
 
-    The copy engine fills the memory, which nobody must be reading, and what was copied is put in order in its place. That is a loop, for code
-    that runs once is waited for.
+    The copy engine fills the memory, which nobody must be reading; without a descriptor of the bias threads do. What it holds then is put in
+    order in its place. These are loops, for code that runs once is waited for.
     """
-    HEIGHT: gl.constexpr = bias.block_shape[2]
-    WIDTH: gl.constexpr = bias.block_shape[3]
+    HEIGHT: gl.constexpr = memory.shape[3]
+    WIDTH: gl.constexpr = memory.shape[4]
     PLACES: gl.constexpr = 2 if WIDE else 1
     CHUNKS: gl.constexpr = memory.shape[0] // PLACES
     QUADRUPLES: gl.constexpr = HEIGHT * WIDTH // 1024 * PLACES  # of a thread in a chunk
@@ -111,15 +111,20 @@ def keep_bias(
     chunks = memory._reinterpret(TYPE, [CHUNKS, QUADRUPLES, 128, 4], ORDER)
     down = HEIGHT if KEYS_DOWN else 0
     across = 0 if KEYS_DOWN else WIDTH
-    entry = 0
-    if len(rules.bias) != PLAIN:
-        entry = own_entry(rules.bias, seq.batch)
     fence_async_shared()
     sync_threads()
-    mbarrier.expect(full, CHUNKS * bias.block_type.nbytes)
-    for i in range(CHUNKS):
-        copy(bias, [entry, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
-    mbarrier.wait(full, parity)
+    if bias is None:
+        for i in range(CHUNKS):
+            _load_chunk(memory.index(i * PLACES).reshape([HEIGHT, WIDTH]), rules, seq, row + i * down, col + i * across)
+        sync_threads()
+    else:
+        entry = 0
+        if len(rules.bias) != PLAIN:
+            entry = own_entry(rules.bias, seq.batch)
+        mbarrier.expect(full, CHUNKS * bias.block_type.nbytes)
+        for i in range(CHUNKS):
+            copy(bias, [entry, seq.head // rules.bias.group, row + i * down, col + i * across], full, memory.index(i * PLACES))
+        mbarrier.wait(full, parity)
     used = gl.cdiv(seq.len_q - row, HEIGHT) if KEYS_DOWN else gl.cdiv(seq.len_k - col, WIDTH)
     near = _within(memory, gl.minimum(used, CHUNKS), PLACES, rules.scale)
     keys = gl.arange(0, WIDTH, gl.SliceLayout(1 if KEYS_DOWN else 0, PAIRS))
@@ -138,11 +143,20 @@ def keep_bias(
         else:
             pairs = in_pairs(given)  # half as many columns
             if ruled:
-                pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), bias.dtype)
+                pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), memory.dtype)
             pairs = pairs.reshape([4, 2, 8, QUADRUPLES, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([QUADRUPLES, 128, 4])
             chunks.index(i).store(gl.convert_layout(pairs, order_of(QUADRUPLES)))
     COUNT: gl.constexpr = COLS // 16 * PLACES
     return memory._reinterpret(TYPE, [CHUNKS * QUADRUPLES // COUNT, COUNT, 128, 4], ORDER)
+
+
+@gluon.jit
+def _load_chunk(tile, rules, seq, row, col):
+    """Put a chunk of the bias where a copy would have put it: 32 keys of a query side by side."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LINES))[:, None]  # [HEIGHT, 1]
+    cols = gl.arange(0, tile.shape[1], gl.SliceLayout(0, LINES))[None, :]  # [1, WIDTH]
+    tile.store(load_pairs(rules.bias, seq, rows, cols, row, col, EDGE=True))
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from ...base.layout import slice_pointer, strided
 from ...base.overlap import follow
 from ...base.rules import LOG2E, rules_of
 from ...base.softmax import join_sink, sink2_of, weights_of
+from ..addressing import copyable
 from ..copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -78,7 +79,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         q=tiled(problem.query, BLOCK_M.value, DIM),
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
-        bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
+        bias=tiled(copyable("bias", problem.bias), BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         out=tiled(out, BLOCK_M.value, DIM),
         lse=strided(lse, heads),
@@ -110,7 +111,7 @@ def _resident_forward_kernel(
         k=gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, config.DIM], k.layout),
         v=gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, config.DIM], v.layout),
         out=gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, BLOCK_M, config.DIM], out.layout),
-        bias=allocate_bias(bias, CONSUMERS, TILES * (KEYS // CHUNK), WIDE=False),
+        bias=allocate_bias(rules, CONSUMERS, TILES * (KEYS // CHUNK), BLOCK_M, CHUNK, WIDE=False),
     )
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()

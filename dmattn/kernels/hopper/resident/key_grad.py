@@ -18,6 +18,7 @@ from ...base.layout import strided
 from ...base.overlap import follow
 from ...base.query_terms import Incoming
 from ...base.rules import LOG2E, rules_of
+from ..addressing import copyable
 from ..copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -111,7 +112,7 @@ def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_
         v=tiled(problem.value, BLOCK_N.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=tiled_vectors(incoming.vectors, 2, BLOCK_M.value),
-        bias=tiled(problem.bias, CHUNK.value, BLOCK_N.value),
+        bias=tiled(copyable("bias", problem.bias), CHUNK.value, BLOCK_N.value),
         rules=rules_of(problem),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
@@ -155,7 +156,7 @@ def _resident_key_gradients_kernel(
         q=gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], q.layout),
         d_out=gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], d_out.layout),
         terms=gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout),
-        bias=allocate_bias(bias, CONSUMERS, TILES * (BLOCK_M // CHUNK), WIDE=False),
+        bias=allocate_bias(rules, CONSUMERS, TILES * (BLOCK_M // CHUNK), CHUNK, BLOCK_N, WIDE=False),
     )
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()

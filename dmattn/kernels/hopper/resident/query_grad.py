@@ -24,6 +24,7 @@ from ...base.place import member_of
 from ...base.query_terms import Incoming
 from ...base.rules import LOG2E, rules_of
 from ...portable.bias_grad import Sharing
+from ..addressing import copyable
 from ..copies import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
@@ -117,7 +118,7 @@ def query_gradients(
         v=tiled(problem.value, KEYS.value, DIM),
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=strided(incoming.vectors, heads),
-        bias=tiled(problem.bias, BLOCK_M.value, CHUNK.value),
+        bias=tiled(copyable("bias", problem.bias), BLOCK_M.value, CHUNK.value),
         rules=rules_of(problem),
         d_q=tiled(d_query, BLOCK_M.value, DIM),
         parts=strided(parts, bias_heads),
@@ -169,7 +170,7 @@ def _resident_query_gradients_kernel(
         d_out=gl.allocate_shared_memory(d_out.dtype, [STAGES, 1, 1, BLOCK_M, config.DIM], d_out.layout),
         k=gl.allocate_shared_memory(k.dtype, [STAGES * CONSUMERS, 1, 1, KEYS, config.DIM], k.layout),
         v=gl.allocate_shared_memory(v.dtype, [STAGES * CONSUMERS, 1, 1, KEYS, config.DIM], v.layout),
-        bias=allocate_bias(bias, CONSUMERS, KEYS // CHUNK, WIDE=True),
+        bias=allocate_bias(rules, CONSUMERS, KEYS // CHUNK, BLOCK_M, CHUNK, WIDE=True),
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
     barriers = _make_barriers(CONSUMERS)
