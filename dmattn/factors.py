@@ -188,10 +188,10 @@ def _width(tokens: Tensor, columns: int) -> int:
 
 
 class Form(NamedTuple):
-    """How factors become columns, in numbers for query and key that :func:`dmattn.kernels.join_factors` takes."""
+    """How factors become columns: times a number they are split into parts, and each of several pairs of parts is a column for each factor."""
 
-    held: tuple[int, ...]
-    inverses: tuple[float, ...]
+    held: tuple[int, ...]  # for query and key: which part each pair has of it, from the lowest two bits on
+    inverses: tuple[float, ...]  # for query and key: that number
     part: torch.dtype
     pairs: int
 
@@ -220,7 +220,7 @@ def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Tensor, ...]:
         order = (0, 2, 1, 3) if x.stride(-2) > x.stride(-3) else (0, 1, 2, 3)
         joined.append(torch.empty_permuted((*x.shape[:-1], width), order, dtype=x.dtype, device=x.device))
     module = kernels(tokens[0].device, interpreting())
-    module.join_factors(tokens, factors, tuple(joined), form.held, form.inverses, form.part, form.pairs)
+    module.join_factors(tokens, factors, tuple(joined), form)
     return tuple(joined)
 
 
@@ -228,12 +228,12 @@ def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Tensor, ...]:
 def _factor_gradients(d_joined: tuple[Tensor, ...], likes: tuple[Any, ...], form: Form, dim: int) -> tuple[Tensor, ...]:
     """Gradients of factors, each like (shape, dtype), from those of joined tensors, by one launch."""
     made = tuple(x.new_empty(shape, dtype=dtype) for x, (shape, dtype) in zip(d_joined, likes, strict=True))
-    kernels(d_joined[0].device, interpreting()).factor_gradients(d_joined, made, form.held, form.inverses, dim, form.pairs)
+    kernels(d_joined[0].device, interpreting()).factor_gradients(d_joined, made, form, dim)
     return made
 
 
 def _factor_gradient(d_joined: Tensor, like: Any, held: int, inverse: float, dim: int, pairs: int) -> Tensor:
-    """The same of one side, differentiable."""
+    """That of one side, by operations, so that it is differentiable."""
     (batch, heads, _, count), dtype = like
     first = [pair for pair in range(pairs) if held >> 2 * pair & 3 == 0]
     parts = d_joined[..., dim : dim + pairs * count].unflatten(-1, (pairs, count))[..., first, :].float().sum(-2)
@@ -257,13 +257,13 @@ class DmattnFactorColumns(torch.autograd.Function):
         form, dim, needs = ctx.form, ctx.dim, ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None if x is None or not needs[i] else x[..., :dim] for i, x in enumerate(d_joined)] + [None, None]
         sides = [side for side in (0, 1) if needs[2 + side] and d_joined[side] is not None]
-        given, likes, held, inverses = ([of[side] for side in sides] for of in (d_joined, ctx.likes, form.held, form.inverses))
-        if not sides:
-            return None, *found
-        if torch.is_grad_enabled() or not nothing_watches(given):  # to be differentiated again
-            made = [_factor_gradient(*each, dim, form.pairs) for each in zip(given, likes, held, inverses, strict=True)]
-        else:
-            made = _factor_gradients(tuple(given), tuple(likes), form._replace(held=tuple(held), inverses=tuple(inverses)), dim)
+        of_sides: Any = (tuple(of[side] for side in sides) for of in (d_joined, ctx.likes, form.held, form.inverses))
+        given, likes, held, inverses = of_sides
+        made: tuple[Tensor, ...] = ()
+        if sides and (torch.is_grad_enabled() or not nothing_watches(given)):  # it is to be differentiated again
+            made = tuple(_factor_gradient(*each, dim, form.pairs) for each in zip(given, likes, held, inverses, strict=True))
+        elif sides:
+            made = _factor_gradients(given, likes, form._replace(held=held, inverses=inverses), dim)
         for side, x in zip(sides, made, strict=True):
             found[2 + side] = x
         return None, *found

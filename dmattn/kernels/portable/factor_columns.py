@@ -28,50 +28,45 @@ class Side(NamedTuple):
     tokens: Any
     factors: Any
     joined: Any
-    parts: Any  # two bits for each pair of parts: which part its columns hold
-    inverse: Any  # of the scale
+    held: Any  # as a `dmattn.factors.Form` says
+    inverse: Any
     heads: Any  # of the slices that programs are for
     length: Any
     members: Any  # slices of the joined tensor that share one of the factors
 
 
 @on_its_device
-def join_factors(
-    tokens: Tensors, factors: Tensors, joined: Tensors, parts: tuple[int, ...], inverses: tuple[float, ...], part: torch.dtype, pairs: int
-) -> None:
+def join_factors(tokens: Tensors, factors: Tensors, joined: Tensors, form: Any) -> None:
     """Fill `joined`, (B, heads, length, width) each, with tokens (B, heads, length, D), columns of their factors, and zeros.
 
-    Arguments but the last two are tuples, for query and key; no tensor is empty. Factors (B or 1, heads or a divisor, length, R) of any dtype,
-    times the inverse, are split into numbers of the dtype `part`; each of the `pairs` of parts has R columns.
+    `form` is a `dmattn.factors.Form`; no tensor is empty. Factors are (B or 1, heads or a divisor, length, R), of any dtype.
     """
     dim, width = tokens[0].shape[3], joined[0].shape[3]
-    sizes: dict[str, Any] = dict(DIM=dim, PAIRS=pairs, WIDTH=width, BLOCK_D=block_dim(dim), BLOCK_C=block_dim(width - dim), PART=TRITON[part])
-    block = max(1, ELEMENTS // 2 // max(sizes["BLOCK_D"], sizes["BLOCK_C"]))
-    _launch(_join_factors_kernel, block, tokens, (tokens, factors, joined), parts, inverses, **sizes)
+    block_d, block_c = block_dim(dim), block_dim(width - dim)
+    sizes = dict(DIM=dim, WIDTH=width, BLOCK_D=block_d, BLOCK_C=block_c, PART=TRITON[form.part])
+    _launch(_join_factors_kernel, max(1, ELEMENTS // 2 // max(block_d, block_c)), tokens, (tokens, factors, joined), form, **sizes)
 
 
 @on_its_device
-def factor_gradients(d_joined: Tensors, d_factors: Tensors, parts: tuple[int, ...], inverses: tuple[float, ...], dim: int, pairs: int) -> None:
+def factor_gradients(d_joined: Tensors, d_factors: Tensors, form: Any, dim: int) -> None:
     """Fill the gradients of factors, of query and key or one of them, from those of the joined tensors. Sums are in float32."""
     most = max(x.shape[0] // of.shape[0] * (x.shape[1] // of.shape[1]) for x, of in zip(d_joined, d_factors, strict=True))
-    sizes = dict(
-        DIM=dim, PAIRS=pairs, MEMBERS=min(MEMBERS, triton.next_power_of_2(most)), BLOCK_R=triton.next_power_of_2(d_factors[0].shape[3])
-    )
-    block = max(1, ELEMENTS // 4 // (sizes["MEMBERS"] * sizes["BLOCK_R"]))
-    _launch(_factor_gradients_kernel, block, d_factors, (d_joined, d_factors, d_joined), parts, inverses, **sizes)
+    members, block_r = min(MEMBERS, triton.next_power_of_2(most)), triton.next_power_of_2(d_factors[0].shape[3])
+    sizes = dict(DIM=dim, MEMBERS=members, BLOCK_R=block_r)
+    _launch(_factor_gradients_kernel, max(1, ELEMENTS // 4 // (members * block_r)), d_factors, (d_joined, d_factors, d_joined), form, **sizes)
 
 
-def _launch(kernel: Any, block: int, walked: Any, tensors: Any, parts: Any, inverses: Any, **sizes: Any) -> None:
+def _launch(kernel: Any, block: int, walked: Any, tensors: tuple[Tensors, Tensors, Tensors], form: Any, **sizes: Any) -> None:
     """Launch a kernel with a program for each `block` tokens of each slice of what is `walked`."""
     sides = []
-    for of, x, factors, joined, held, inverse in zip(walked, *tensors, parts, inverses, strict=True):
+    for of, x, factors, joined, held, inverse in zip(walked, *tensors, form.held, form.inverses, strict=True):
         (batch, heads, length, _), all_heads = of.shape, joined.shape[1]
         members = joined.shape[0] // factors.shape[0] * (all_heads // factors.shape[1])
-        strides = (strided(t, all_heads) for t in (x, factors, joined))
-        sides.append(Side(batch * heads * triton.cdiv(length, block), *strides, held, inverse, heads, length, members))
-    options = dict(num_warps=4, enable_fp_fusion=False)  # what is split is the rounded product
-    programs, count = sum(side.programs for side in sides), tensors[1][0].shape[3]
-    launch(kernel, programs, sides=tuple(sides), COUNT=count, BLOCK_M=block, **sizes, **options)
+        x, factors, joined = (strided(t, all_heads) for t in (x, factors, joined))
+        sides.append(Side(batch * heads * triton.cdiv(length, block), x, factors, joined, held, inverse, heads, length, members))
+    sizes |= dict(COUNT=tensors[1][0].shape[3], PAIRS=form.pairs, BLOCK_M=block, num_warps=4)
+    sizes["enable_fp_fusion"] = False  # what is split is the rounded product
+    launch(kernel, sum(side.programs for side in sides), sides=tuple(sides), **sizes)
 
 
 @triton.jit
@@ -90,7 +85,7 @@ def _join_factors_kernel(
             dims = Span(0, tl.arange(0, BLOCK_D).to(tl.int64), None if DIM == BLOCK_D else DIM)
             store_tile(side.joined, seq, rows, dims, load_tile(side.tokens, seq, rows, dims))
             column = tl.arange(0, BLOCK_C)
-            held = (tl.full([BLOCK_C], 0, tl.int32) + side.parts) >> (2 * (column // COUNT)) & 3  # the part
+            held = (tl.full([BLOCK_C], 0, tl.int32) + side.held) >> (2 * (column // COUNT)) & 3  # the part
             rest = load_tile(side.factors, seq, rows, Span(0, (column % COUNT).to(tl.int64), None)).to(tl.float32) * side.inverse
             x = tl.full([BLOCK_M, BLOCK_C], 0.0, tl.float32)
             for part in tl.static_range(3):
@@ -126,7 +121,7 @@ def _factor_gradients_kernel(
                 corner = (batch + member // group) * side.joined.batch + (head * group + member % group) * side.joined.head
                 pointers = side.joined.ptr + corner[:, None, None] + places[None, :, :]
                 for pair in tl.static_range(PAIRS):
-                    mask = real[None, :, :] & ((member < side.members) & (side.parts >> 2 * pair & 3 == 0))[:, None, None]
+                    mask = real[None, :, :] & ((member < side.members) & (side.held >> 2 * pair & 3 == 0))[:, None, None]
                     total += tl.load(pointers + pair * COUNT * side.joined.col, mask=mask, other=0.0).to(tl.float32)
             x = _rounded(tl.sum(total, 0) * side.inverse, side.factors.ptr.dtype.element_ty)
             store_tile(side.factors, Sequence(batch, head * group, 0, 0), rows, factor, x)

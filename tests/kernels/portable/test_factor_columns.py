@@ -127,9 +127,9 @@ def test_numbers_without_room_are_the_same(scale: float, dtype: torch.dtype, dev
 def test_parts_stored_in_float32_are_those_of_operations(device: str) -> None:
     """As beside TF32, which drops what a part has beyond its dtype."""
     query, key, *of = (x.detach() for x in CASES[1].tensors(FP32, FP32, device))
-    width, held = 64, (0x940, 0x124)
+    width, form = 64, factors.Form((0x940, 0x124), (1.0, 1.0), BF16, 6)
     made = tuple(x.new_full((*x.shape[:-1], width), NAN) for x in (query, key))
-    kernels.join_factors((query, key), tuple(of), made, held, (1.0, 1.0), BF16, 6)
+    kernels.join_factors((query, key), tuple(of), made, form)
     pairs = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0))
     for side, (x, whole, tokens) in enumerate(zip(made, of, (query, key), strict=True)):
         parts = factors._parts(whole, BF16, 3, FP32)
