@@ -1,4 +1,4 @@
-"""A factored bias as columns of query and key: no kernel knows it.
+"""A factored bias as columns of query and key: kernels of attention do not know it.
 
 With columns of their own for what bfloat16 or float16 does not hold of a factor, the products say the bias as nearly as float32 does.
 """
@@ -10,9 +10,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .biases import FactoredBias
 from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale, hint_of_axes
+from .execution.backend import by_kernels, interpreting, kernels
+from .execution.replay import replayed
+from .execution.watching import nothing_watches
 from .graphs import asked_in_tracing
 from .precision import dot_precision
 from .problem import autocast
@@ -63,10 +67,14 @@ def joined(
         )
         expected = f"at most {most} factors, {each} beside query's head dim {query.shape[-1]} of at most {MAX_HEAD_DIM}"
         raise ValueError(f"dmattn: bias.rows: expected {expected}, received shape {tuple(bias.rows.shape)}")
-    computed = torch.promote_types(query.dtype, torch.float32)
-    rows, cols = rows.to(computed) / scale, cols.to(computed)
+    computed, inverse = torch.promote_types(query.dtype, torch.float32), 1 / scale
     if parted == torch.float16:
-        rows, cols = _balanced(rows, cols)
+        rows, cols = _balanced(rows.to(computed) * inverse, cols.to(computed))
+        inverse = 1.0
+    if _kernel_serves(query, key, rows, cols):
+        held = tuple(sum(pair[side] << 2 * place for place, pair in enumerate(pairs)) for side in (0, 1))
+        return Joined(*_by_kernel(Form(held, (float(inverse), 1.0), parted, len(pairs)), query, key, rows, cols), scale)
+    rows, cols = rows.to(computed) * inverse, cols.to(computed)
     if rows.shape[-3] != 1 and rows.shape[-3] != query.shape[-3]:
         rows = rows.repeat_interleave(query.shape[-3] // rows.shape[-3], dim=-3)
     row_parts, col_parts = (_parts(x, parted, count, query.dtype) for x, count in zip((rows, cols), parts, strict=True))
@@ -163,11 +171,102 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _beside(tokens: Tensor, parts: list[Tensor]) -> Tensor:
     """Query or key with columns after its own, and zeros up to a multiple of 16 bytes, in the order of heads and tokens in memory."""
-    width = tokens.shape[-1] + len(parts) * parts[0].shape[-1]
-    padding = -width % (16 // tokens.element_size())
+    count = len(parts) * parts[0].shape[-1]
+    padding = _width(tokens, count) - tokens.shape[-1] - count
     columns = torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], padding)], -1)  # few numbers, before heads share them
     columns = columns.expand(*tokens.shape[:-1], -1)  # the gradient is widened before it is summed
     if tokens.stride(-2) > tokens.stride(-3):  # heads lie side by side: PyTorch is slow to join what is not contiguous
         tokens, columns = tokens.transpose(-2, -3), columns.transpose(-2, -3)
         return torch.cat([tokens, columns.to(tokens.dtype).contiguous()], -1).transpose(-2, -3)
     return torch.cat([tokens, columns.to(tokens.dtype).contiguous()], -1)
+
+
+def _width(tokens: Tensor, columns: int) -> int:
+    """The head dim of query or key with so many columns."""
+    width = tokens.shape[-1] + columns
+    return width + -width % (16 // tokens.element_size())
+
+
+class Form(NamedTuple):
+    """How factors become columns: times a number they are split into parts, and each of several pairs of parts is a column for each factor."""
+
+    held: tuple[int, ...]  # for query and key: which part each pair has of it, from the lowest two bits on
+    inverses: tuple[float, ...]  # for query and key: that number
+    part: torch.dtype
+    pairs: int
+
+
+def _kernel_serves(*tensors: Tensor) -> bool:
+    """Whether one kernel makes both joined tensors; for others, and for who has to see operations, PyTorch's do."""
+    if not nothing_watches(tensors) or forward_ad._current_level >= 0:
+        return False
+    return by_kernels(tensors[0]) and tensors[0].ndim == 4 and all(x.numel() for x in tensors)
+
+
+def _by_kernel(form: Form, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key joined with rows and cols, as the operations of :func:`joined` do it, bit for bit. Differentiable."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _apply_directly(form, *tensors)
+    return _columns(tensors, form)
+
+
+@replayed
+def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Tensor, ...]:
+    """Query and key joined with rows and cols, by one launch."""
+    tokens, factors = tensors[:2], tensors[2:]
+    width = _width(tokens[0], form.pairs * factors[0].shape[-1])
+    joined = []
+    for x in tokens:
+        order = (0, 2, 1, 3) if x.stride(-2) > x.stride(-3) else (0, 1, 2, 3)
+        joined.append(torch.empty_permuted((*x.shape[:-1], width), order, dtype=x.dtype, device=x.device))
+    module = kernels(tokens[0].device, interpreting())
+    module.join_factors(tokens, factors, tuple(joined), form)
+    return tuple(joined)
+
+
+@replayed
+def _factor_gradients(d_joined: tuple[Tensor, ...], likes: tuple[Any, ...], form: Form, dim: int) -> tuple[Tensor, ...]:
+    """Gradients of factors, each like (shape, dtype), from those of joined tensors, by one launch."""
+    made = tuple(x.new_empty(shape, dtype=dtype) for x, (shape, dtype) in zip(d_joined, likes, strict=True))
+    kernels(d_joined[0].device, interpreting()).factor_gradients(d_joined, made, form, dim)
+    return made
+
+
+def _factor_gradient(d_joined: Tensor, like: Any, held: int, inverse: float, dim: int, pairs: int) -> Tensor:
+    """That of one side, by operations, so that it is differentiable."""
+    (batch, heads, _, count), dtype = like
+    first = [pair for pair in range(pairs) if held >> 2 * pair & 3 == 0]
+    parts = d_joined[..., dim : dim + pairs * count].unflatten(-1, (pairs, count))[..., first, :].float().sum(-2)
+    parts = parts.unflatten(1, (heads, -1)).sum(2)
+    return ((parts if batch == parts.shape[0] else parts.sum(0, keepdim=True)) * inverse).to(dtype)
+
+
+class DmattnFactorColumns(torch.autograd.Function):
+    """:func:`_columns` of query, key, rows and cols. Only the first part of a factor carries the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.form, ctx.dim, ctx.likes = form, tensors[0].shape[-1], [(tuple(x.shape), x.dtype) for x in tensors[2:]]
+        joined, needs = _columns(tensors, form), ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(x for side, x in enumerate(joined) if not (needs[side] or needs[2 + side])))
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *d_joined: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, dim, needs = ctx.form, ctx.dim, ctx.needs_input_grad[1:]
+        found: list[Tensor | None] = [None if x is None or not needs[i] else x[..., :dim] for i, x in enumerate(d_joined)] + [None, None]
+        sides = [side for side in (0, 1) if needs[2 + side] and d_joined[side] is not None]
+        of_sides: Any = (tuple(of[side] for side in sides) for of in (d_joined, ctx.likes, form.held, form.inverses))
+        given, likes, held, inverses = of_sides
+        made: tuple[Tensor, ...] = ()
+        if sides and (torch.is_grad_enabled() or not nothing_watches(given)):  # it is to be differentiated again
+            made = tuple(_factor_gradient(*each, dim, form.pairs) for each in zip(given, likes, held, inverses, strict=True))
+        elif sides:
+            made = _factor_gradients(given, likes, form._replace(held=held, inverses=inverses), dim)
+        for side, x in zip(sides, made, strict=True):
+            found[2 + side] = x
+        return None, *found
+
+
+_apply_directly = super(torch.autograd.Function, DmattnFactorColumns).apply  # without what torch.autograd.Function.apply does for torch.func

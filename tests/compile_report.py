@@ -36,6 +36,7 @@ from dmattn.bits import BLOCK, WORD
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
+from dmattn.factors import Form
 from dmattn.kernels.base.no_device import NoDevice, gpu_target
 from dmattn.problem import Problem
 from dmattn.states import GRANULE
@@ -208,6 +209,7 @@ PACKED = (  # as many sequences as the batch has entries, none longer than the l
 )
 DYNAMIC = Case("dynamic-gqa-d128", 4096, heads=16, kv_heads=8, head_dim=128, bias="bg1k")  # keys in another order
 JOINED = "joined-d128"  # results over two sets of keys
+FACTORS = (("factors-d32", BF16, BF16, 6, 64), ("factors-d32-fp16", FP16, FP16, 3, 48), ("factors-d32-tf32", FP32, BF16, 6, 64))  # of float32
 PLANS = (("plan-1k", 1000), ("plan-16k", 16384), ("plan-128k", 131072), ("plan-1m", 1 << 20))  # of a dynamic mask: lengths
 
 MOST_AT_ONCE = 4  # compilations, each in some hundred megabytes
@@ -406,6 +408,11 @@ def report(name: str, new: str = "key") -> list[dict[str, Any]]:
         out, lse = (torch.empty((1, 4096, *sizes), device="meta").transpose(1, 2) for sizes in ((16, 128), (16,)))
         for into in (out.to(BF16), out):
             kernels.join((out.to(BF16), lse), (out.to(BF16), lse), (into, lse))
+        for compiler.case, dtype, part, pairs, width in FACTORS:
+            tokens, columns = (torch.empty((4, 2048, 8, dim), dtype=dtype, device="meta").transpose(1, 2) for dim in (32, width))
+            factors, form = torch.empty((4, 1, 2048, 5), device="meta"), Form((1, 4), (0.3, 1.0), part, pairs)
+            kernels.join_factors((tokens, tokens), (factors, factors), (columns, columns), form)
+            kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
     for number, row in enumerate(compiler.rows):
         by_hash.setdefault(row.pop("hash", number), {"target": name, **row})

@@ -9,15 +9,16 @@ Reading order, by folder: `base` (what all kernels are made of), `visits` (the b
 dBias of a bias of pairs that nobody shares is stored by `key_grad` and its like, or by `query_grad`; of a shared one by `portable.bias_grad`
 and `hopper.bias_grad`, with dQ by `hopper.shared_query_grad` (few share it) and `hopper.resident.query_grad` (many narrow heads do), and by
 `portable.one_tile`; of keys by `key_grad` and its like with `base.key_sums`. The gradient of sinks is made by `portable.sink_grad`.
-`portable.join` joins results over two sets of keys, for `dmattn.distributed`.
+`portable.join` joins results over two sets of keys, for `dmattn.distributed`; `portable.factor_columns` factors with query and key.
 
 Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; `_tile` is a block on chip, `_rows` a vector with one value
 per row; `row_max`, `row_sum`, `acc` are the online softmax's maximum, sum and accumulator; `p` probabilities, `ds` the gradient of the scores.
 """
 
+from .portable.factor_columns import factor_gradients, join_factors
 from .portable.join import join
 from .run import backward, forward
 from .selection.lifetimes import lifetimes
 from .selection.top_keys import best
 
-__all__ = ["backward", "best", "forward", "join", "lifetimes"]
+__all__ = ["backward", "best", "factor_gradients", "forward", "join", "join_factors", "lifetimes"]
