@@ -610,7 +610,6 @@ HOPPER = (
     Case("hopper-narrow-unaligned-mask-of-pairs-261x325", 261, 325, heads=3, head_dim=32, bias="1hqk", mask="b1qk", keep="random-empty-rows", reason="a mask of pairs is loaded, too"),
     Case("hopper-narrow-unaligned-block-mask-261x389", 261, 389, heads=3, head_dim=32, value_dim=24, bias="bhqk", mask="1hqk", keep="blocks", blocked=True, reason="words of a block mask beside it"),
     Case("hopper-narrow-unaligned-bias-of-rows-133x77", 133, 77, leading="bn", heads=2, head_dim=32, bias="1nhqk", mask="bn11k", keep="padding", reason="batch entries that share the bias lie apart"),
-    Case("hopper-narrow-unaligned-bias-fp32-195x325", 195, 325, heads=3, head_dim=32, bias="bhqk", bias_dtype=torch.float32, reason="a bias of float32 is loaded"),
     Case("hopper-narrow-loaded-padded-bias-fp32-200x320", 200, 320, batch=3, heads=3, head_dim=32, bias="1hqk", bias_dtype=torch.float32, padded=True, reason="the same in aligned rows, shared"),
     Case("hopper-resident-unaligned-197x317", 197, 317, batch=133, heads=4, head_dim=32, bias="1hqk", reason="threads load the bias that stays on chip"),
     Case("hopper-resident-unaligned-bias-of-rows-201x100", 201, 100, leading="bn", batch=60, heads=4, head_dim=24, bias="1nhqk", reason="the same, members apart"),

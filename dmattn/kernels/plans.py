@@ -96,8 +96,8 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
     if loads_pairs:
-        if "bias" not in dict(traits.uncopyable):
-            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) that the copy engine cannot read, and a mask beside it"
+        if "bias" not in dict(traits.uncopyable) or traits.bias is None or traits.bias.dtype.itemsize > 2:
+            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
         return
     others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
     most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT

@@ -299,7 +299,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", LONG_ROWS | dict(batch=21), "with head dims to 32 is for 528 blocks of 128 queries or more, over batch and heads, not 504"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "block mask"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "mask of pairs"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), "with head dims to 32 loads only a bias (..., Sq, Sk) that the copy engine cannot read"),
+    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), "with head dims to 32 loads only a bias (..., Sq, Sk) of 16 bits that the copy engine"),
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(features=frozenset({"bias of pairs", "softcap"}), softcap=20.0), "with head dims to 32 serves no softcap"),
     ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), "with head dims to 32 loads only a bias"),
     ("backward: Hopper: d_key, d_value, d_bias", dict(head_dim=32, value_dim=32), "with head dims to 32 copies only a bias that batch entries share"),

@@ -24,8 +24,8 @@ from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step, key_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
-# Under a mask they do not, as batch entries keep more or fewer keys. NVIDIA H200, 2026-11-27: with 4 instead of 2, padding in 32 batch entries of
-# head dim 128 took 0.134 ms instead of 0.183, in 16 of head dim 64 0.043 instead of 0.040.
+# Under a mask they do not, as batch entries keep more or fewer keys. NVIDIA H200, 2026-11-27, padding, with 4 instead of 2: 32 batch entries of
+# head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 KEYS_PER_ROW = 32  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
