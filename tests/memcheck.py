@@ -163,6 +163,15 @@ CASES = (
     Case("distances-decoding-grouped", 2, 1100, heads=4, kv_heads=2, bias="1hr", distances=257, head_dim=128),
     Case("hopper-narrow-key-bias-causal", 393, 400, heads=4, kv_heads=2, head_dim=24, bias="bg1k", causal=True),
     Case("hopper-narrow-own-bias", 393, 400, heads=2, head_dim=32, bias="bhqk"),
+    Case("hopper-distances-padding", 197, 264, heads=2, head_dim=64, bias="1hr", distances=65, mask="b11k", keep="padding"),
+    Case("hopper-distances-documents-grouped", 200, heads=4, kv_heads=2, head_dim=128, bias="1hr", distances=65, intervals="documents"),
+    Case("hopper-resident-loaded-bias", 197, 317, batch=7, heads=2, head_dim=32, bias="1hqk"),
+    Case("hopper-narrow-loaded-own-bias-even-rows", 100, 198, heads=2, head_dim=32, bias="bhqk"),
+    Case("hopper-narrow-loaded-shared-bias-padding", 197, 265, batch=3, heads=2, head_dim=24, bias="1hqk", mask="b11k", keep="padding"),
+    Case("hopper-narrow-key-mask", 393, 400, heads=2, head_dim=32, mask="b11k", keep="padding"),
+    Case("hopper-loaded-bias-even-rows-causal", 197, 270, heads=2, head_dim=64, bias="bhqk", causal=True),
+    Case("factors-odd-dims", 97, 65, heads=4, kv_heads=2, head_dim=20, factors=("bh", "1g")),
+    Case("factors-shared-sequence-first", 70, 97, heads=2, head_dim=64, factors=("b1", "b1"), transposed=True),
     *cases.FAULTS,
 )
 # Of sequences: the longest, and two more, are multiples of 8 and 16, as the copy engine reads rows; or odd; or enough for narrow heads on Hopper.
