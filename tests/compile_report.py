@@ -126,6 +126,8 @@ LAUNCHES = (
     (Case("dropout-d512", 1023, heads=4, head_dim=512, bias="bhqk", dropout_p=0.1), BF16),
     (Case("distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),
     (Case("distances-key-mask-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257, mask="b11k"), BF16),
+    (Case("distances-padding-d128", 2048, batch=4, heads=16, head_dim=128, bias="1hr", distances=257, mask="b11k"), BF16),
+    (Case("distances-documents-d128", 2048, batch=4, heads=16, head_dim=128, bias="1hr", distances=257, intervals="b1k"), BF16),
     (Case("distances-causal-d128", 4096, batch=2, heads=16, head_dim=128, bias="1hr", distances=8191, causal=True), BF16),
     (Case("distances-mask-causal-d128", 4096, heads=16, kv_heads=4, head_dim=128, bias="1hr", distances=8191, mask="1hqk", causal=True), BF16),
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),

@@ -88,7 +88,7 @@ def _are_narrowest(traits: Traits) -> bool:
 
 @joined
 def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for rows that are many and long enough, and beside a bias of pairs that has to be loaded.
+    """Why another row serves head dims to 32; None for many long rows, and beside a bias of pairs in 16 bits that has to be loaded.
 
     A bias of pairs that is copied is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known
     to be the faster ones.
@@ -183,7 +183,7 @@ def _only_intervals(traits: Traits) -> str | None:
 
 
 def _without_distances(traits: Traits) -> str | None:
-    """A mask of pairs beside numbers of distances takes too many registers."""
+    """Masks of other kinds than by key were not tried beside numbers of distances; one of pairs takes too many registers."""
     if "bias of distances" not in traits.features or traits.features.isdisjoint(MASKS - {"mask of keys"}):
         return None
     return "serves no mask beside a RelativeBias but one (..., 1, Sk), as of padding, or an IntervalMask"

@@ -21,7 +21,8 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
-# NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges, of head dim 64 and over it: docs/history.md.
+# NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
+# in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).

@@ -222,7 +222,7 @@ def _add_tile(
 @gluon.jit
 def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, config: gl.constexpr):
     """The same sums beside a table of distances: outer tiles of keys after the queries, inner ones, then outer ones of keys before."""
-    gl.static_assert(config.BACKWARDS)  # no mask is served beside a table, so there are no lists
+    gl.static_assert(config.BACKWARDS)  # where there are lists, each tile loads its numbers (`add_tiles`)
     rules, seq, walk = context.rules, context.seq, context.walk
     first, last = context.ends
     low, high = outer_places(rules.distances, first, last, BLOCK_M, config.BLOCK_N)

@@ -49,7 +49,7 @@ def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
     """A tile of a tensor of pairs (`layout.Strided`) at a query and a key, from memory wherever it lies there.
 
     `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
-    EDGE reaches, it is 0; past that of the queries it is the last one's.
+    EDGE reaches, it is 0; past that of the queries it is the last one's. The key is a multiple of 8.
     """
     last = gl.maximum(seq.len_q, 1) - 1
     row = gl.minimum(row, last)

@@ -117,7 +117,10 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
         rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed)
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
-        sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n) if problem.zero is None else block_n
+        if problem.zero is not None:
+            sub = block_n
+        else:
+            sub = KEYS_TOGETHER if problem.key_bias is not None else min(PANEL.value, block_n)
         lists, intervals, bias_columns = described_keys(problem, block_m, sub)
         rules = rules_of(problem._replace(left=None, right=None), lists)
     return rules, None if intervals is None else tiled_vectors(intervals, 1, 2 * sub), tiled_columns(bias_columns, sub), sub

@@ -24,8 +24,8 @@ from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, key_step, key_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
-# Under a mask they do not, as batch entries keep more or fewer keys. NVIDIA H200, 2026-11-27, padding, with 4 instead of 2: 32 batch entries of
-# head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
+# Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-27, padding, with 4 instead of 2: 32
+# batch entries of head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 KEYS_PER_ROW = 32  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
@@ -65,11 +65,15 @@ def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int
 
 
 def plan_of(problem: Problem) -> Plan:
-    """The division of a problem. The keys are split for a whole round of programs, or under a mask for two, as far as there are keys for it."""
+    """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it.
+
+    Under a mask of each batch entry there are two rounds.
+    """
     limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
     rows, queries, programs = packing(limits, group, len_q, kv_heads * batch)
-    uneven = problem.is_masked and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
+    differs = problem.mask is not None and problem.mask.shape[0] > 1
+    uneven = differs and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * processors(problem.query.device) // programs
     most = min(MOST_SPLITS, visible_keys(len_q, len_k, problem.left, problem.right) // least_keys(group, len_q))
     return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, most)))

@@ -14,14 +14,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def told(x) -> int:
     """What kernels are told that all strides but the last are multiples of."""
-    return max(1, len(strided(x, 4).whole) - 1)
+    return {1: 1, layout.ALIGNED.value: 8, layout.EVEN.value: 2}[len(strided(x, 4).whole)]
 
 
 def test_no_two_kinds_of_tensors_have_as_many_numbers() -> None:
-    """Or Triton takes one for the other: see `layout.WHOLE`."""
+    """Or Triton takes one for the other: see `layout.ALIGNED`."""
     kinds = layout.Strided, layout.Stepped, layout.SteppedThrice, layout.OfQueries, layout.OfKeys
-    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, layout.WHOLE + 1)]
-    assert len({*counts, len(layout.OfTerms._fields)}) == 2 * len(kinds) + 1
+    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, layout.ALIGNED.value, layout.EVEN.value)]
+    assert len({*counts, len(layout.OfTerms._fields)}) == 3 * len(kinds) + 1
 
 
 def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -31,9 +31,19 @@ def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize(
     ("dim", "dtype", "expected"),
-    [(72, BF16, 8), (24, torch.float16, 8), (64, BF16, 1), (80, BF16, 1), (36, BF16, 1), (36, FP32, 1), (72, FP32, 1), (72, torch.int32, 1)],
+    [
+        (72, BF16, 8),
+        (24, torch.float16, 8),
+        (64, BF16, 1),
+        (80, BF16, 1),
+        (36, BF16, 2),
+        (37, BF16, 1),
+        (36, FP32, 1),
+        (72, FP32, 1),
+        (72, torch.int32, 1),
+    ],
 )
-def test_rows_of_whole_16_bytes_are_told_where_triton_does_not_see_them(
+def test_rows_of_whole_16_or_4_bytes_are_told_where_triton_does_not_see_them(
     order: tuple[int, ...], dim: int, dtype: torch.dtype, expected: int
 ) -> None:  # fmt: skip
     assert told(of_layout((2, 4, 33, dim), order, dtype)) == expected
