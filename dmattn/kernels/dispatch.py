@@ -184,8 +184,8 @@ HOPPER_FORWARD = Row(
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
-    HOPPER_FORWARD,
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, plans.resident_forward, targets=HOPPER),
+    HOPPER_FORWARD,
     _loading(HOPPER_FORWARD),
     Row("portable", frozenset({OUT}), ALL, plans.portable),
 )

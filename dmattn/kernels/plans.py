@@ -31,7 +31,7 @@ _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 _OF_NARROWEST = "with head dims to 32"
 _SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads, where no kernel for short rows is: forward
-# without a bias of pairs, and in both passes beside one and a mask of keys
+# without a bias of pairs, and in both passes beside one and a mask of keys (beside one alone others are not: docs/history.md)
 _FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 # A tanh (`hopper.registers.capped`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding. The
 # least leaves room for the scale over it.
@@ -88,10 +88,9 @@ def _are_narrowest(traits: Traits) -> bool:
 
 @joined
 def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for many long rows, and beside a bias of pairs in 16 bits that has to be loaded.
+    """Why another row serves head dims to 32; None for many long rows, and for most rows beside a bias of pairs in 16 bits.
 
-    A bias of pairs that is copied is one that batch entries share, or in the forward pass their own. Of other calls these kernels are not known
-    to be the faster ones.
+    Of other calls these kernels are not known to be the faster ones.
     """
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
@@ -99,20 +98,22 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
         if "bias" not in dict(traits.uncopyable) or traits.bias is None or traits.bias.dtype.itemsize > 2:
             yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
         return
-    others_are_faster = "mask of keys" not in traits.features if traits.features >= PAIR_BIAS else not forward
-    most = hopper_resident.MOST_KEYS if others_are_faster else _SHORT
     if traits.features >= PAIR_BIAS:
         if not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
             yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
-        if not forward and traits.bias.batch == traits.batch:
-            yield f"{_OF_NARROWEST} copies only a bias that batch entries share"
-    elif not traits.features <= WINDOW | EVERY | {"bias of keys", "mask of keys"} or traits.left is not None:
+        if "mask of keys" in traits.features and min(traits.len_q, traits.len_k) <= _SHORT:
+            lengths = f"{traits.len_q} and {traits.len_k}"
+            yield f"{_OF_NARROWEST} is, beside a mask (..., 1, Sk), for more than {_SHORT} queries and keys, not {lengths}"
+        return
+    if not traits.features <= WINDOW | EVERY | {"bias of keys", "mask of keys"} or traits.left is not None:
         yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks"
+    most = _SHORT if forward else hopper_resident.MOST_KEYS
     if min(traits.len_q, traits.len_k) <= most:
-        yield f"{_OF_NARROWEST} is for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
+        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
     blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
     if blocks < _FULL * traits.processors:
-        yield f"{_OF_NARROWEST} is for {_FULL * traits.processors} blocks of 128 queries or more, over batch and heads, not {blocks}"
+        least = f"{_FULL * traits.processors} blocks of 128 queries or more"
+        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for {least}, over batch and heads, not {blocks}"
 
 
 def are_wide(traits: Traits) -> bool:

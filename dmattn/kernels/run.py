@@ -54,8 +54,8 @@ Made = dict[str, Tensor]  # the results that a row makes in a call, by the names
 FORWARD = {
     "one tile": one_tile_forward,
     "split keys": split_keys,
-    "Hopper": hopper_forward,
     "Hopper, bias on chip": hopper_resident_forward,
+    "Hopper": hopper_forward,
     "Hopper, pairs loaded": hopper_forward,
     "portable": portable_forward,
 }

@@ -262,6 +262,7 @@ BACKWARD_SERVED = {
 LONG_ROWS: dict[str, Any] = dict(
     batch=64, heads=4, kv_heads=4, len_q=768, len_k=768, head_dim=32, value_dim=32, features=frozenset({"bias of pairs"}), bias=Bias(BF16, 1, 4)
 )
+PLAIN_ROWS = LONG_ROWS | dict(features=frozenset(), bias=None)
 
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -294,15 +295,14 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal,"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), "with head dims to 32 is, without a bias (..., Sq, Sk), for"),
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs"})), "with head dims to 32 is for a bias (..., Sq, Sk) that the copy"),
-    ("backward: Hopper: d_key, d_value", LONG_ROWS | dict(bias=Bias(BF16, 64, 4)), "with head dims to 32 copies only a bias that batch entries share"),
-    ("forward: Hopper", LONG_ROWS | dict(len_k=384), "with head dims to 32 is for more than 384 queries and keys, not 768 and 384"),
-    ("forward: Hopper", LONG_ROWS | dict(batch=21), "with head dims to 32 is for 528 blocks of 128 queries or more, over batch and heads, not 504"),
+    ("forward: Hopper", LONG_ROWS | dict(len_k=128, features=frozenset({"bias of pairs", "mask of keys"})), "with head dims to 32 is, beside a mask (..., 1, Sk), for more than 128"),
+    ("forward: Hopper", PLAIN_ROWS | dict(len_k=128), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 128 queries and keys, not 768 and 128"),
+    ("forward: Hopper", PLAIN_ROWS | dict(batch=21), "with head dims to 32 is, without a bias (..., Sq, Sk), for 528 blocks of 128 queries or more, over batch and heads, not 504"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "block mask"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "mask of pairs"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), "with head dims to 32 loads only a bias (..., Sq, Sk) of 16 bits that the copy engine"),
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(features=frozenset({"bias of pairs", "softcap"}), softcap=20.0), "with head dims to 32 serves no softcap"),
     ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), "with head dims to 32 loads only a bias"),
-    ("backward: Hopper: d_key, d_value, d_bias", dict(head_dim=32, value_dim=32), "with head dims to 32 copies only a bias that batch entries share"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(head_dim=16, value_dim=16), "serves head dims from 17 to 256, by the larger, not 16 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),
@@ -354,8 +354,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or 257 keys and more"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"block mask"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
-    ("backward: Hopper: d_query", LONG_ROWS | dict(len_q=384), "with head dims to 32 is for more"),
-    ("backward: Hopper: d_key, d_value", LONG_ROWS | dict(len_q=384), "with head dims to 32 is for more than 384 queries and keys, not 384 and 768"),
+    ("backward: Hopper: d_query", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more"),
+    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 384 queries and keys"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances", "mask of pairs"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "makes sums for the gradient of a RelativeBias beside d_query, which is not wanted"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
