@@ -382,7 +382,7 @@ HOPPER = (
     Case("hopper-distances-padding-700x1100", 700, 1100, batch=3, heads=2, head_dim=64, bias="1hr", distances=257, mask="b11k", keep="padding", scale=1.0, reason="T5's table beside padding"),
     Case("hopper-distances-of-all-padding-causal-391x520", 391, 520, **GQA, head_dim=128, bias="1hr", distances=1039, zero=519, mask="b11k", keep="padding", causal=True, reason="ALiBi's table beside it"),
     Case("hopper-distances-padding-window-80-330x700", 330, 700, heads=3, head_dim=80, bias="bhr", distances=65, mask="b11k", keep="padding", window=(150, 40), sinks="random", reason="the same, in a window"),
-    Case("hopper-distances-key-mask-empty-rows-300x300", 300, batch=3, head_dim=64, bias="1hr", distances=33, mask="b11k", keep="random-empty-rows", reason="keys that a mask keeps lie apart"),
+    Case("hopper-distances-key-mask-300x300", 300, batch=3, head_dim=64, bias="1hr", distances=33, mask="b11k", reason="keys that a mask keeps lie apart"),
     Case("hopper-distances-documents-700", 700, batch=2, heads=2, head_dim=64, bias="1hr", distances=257, intervals="documents", reason="keys that follow one another, though blocks are listed"),
     Case("hopper-distances-prefix-grouped-128-400x390", 400, 390, **GQA, head_dim=128, bias="1gr", distances=300, intervals="prefix", reason="the same, of whole tiles of more keys"),
     Case("hopper-distances-random-intervals-80-330x700", 330, 700, **GQA, head_dim=80, bias="bhr", distances=65, intervals="random-per-head", sinks="random", reason="heads of a group with other intervals"),
