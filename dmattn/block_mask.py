@@ -71,11 +71,11 @@ class BlockMask:
             x = getattr(self, name)
             if not isinstance(x, Tensor) or x.dtype != dtype:
                 received = f"{x.dtype} tensor" if isinstance(x, Tensor) else kind(x)
-                raise TypeError(f"BlockMask: {name}: expected a {dtype} tensor, received {received}")
+                raise TypeError(f"dmattn: BlockMask: {name}: expected a {dtype} tensor, received {received}")
             if x.ndim != 4 or tuple(x.shape) != shape:
-                raise ValueError(f"BlockMask: {name}: expected shape {shape}, received {tuple(x.shape)}")
+                raise ValueError(f"dmattn: BlockMask: {name}: expected shape {shape}, received {tuple(x.shape)}")
             if x.device != self.blocks.device:
-                raise ValueError(f"BlockMask: {name}: expected device {self.blocks.device} as blocks has, received {x.device}")
+                raise ValueError(f"dmattn: BlockMask: {name}: expected device {self.blocks.device} as blocks has, received {x.device}")
 
     def __and__(self, other: object) -> NoReturn:
         """None: a mask is joined before it is prepared."""
@@ -87,7 +87,8 @@ class BlockMask:
 
     def __invert__(self) -> NoReturn:
         """None, likewise."""
-        raise TypeError("BlockMask: ~: expected a bool tensor, received a BlockMask; BlockMask.from_mask(~mask.to_dense()) is its inverse")
+        hint = "BlockMask.from_mask(~mask.to_dense()) is its inverse"
+        raise TypeError(f"dmattn: BlockMask: ~: expected a bool tensor, received a BlockMask; {hint}")
 
     __rand__, __ror__ = __and__, __or__
 
@@ -131,10 +132,10 @@ class BlockMask:
         """
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             received = f"{mask.dtype} tensor" if isinstance(mask, Tensor) else kind(mask)
-            raise TypeError(f"BlockMask.from_mask: mask: expected a bool tensor, received {received}{hint_for('mask', mask)}")
+            raise TypeError(f"dmattn: BlockMask.from_mask: mask: expected a bool tensor, received {received}{hint_for('mask', mask)}")
         if not 2 <= mask.ndim <= 4:
-            raise ValueError(f"BlockMask.from_mask: mask: expected 2 to 4 axes (B, H, Sq, Sk), received shape {tuple(mask.shape)}")
-        _check_device("BlockMask.from_mask: mask", mask.device)
+            raise ValueError(f"dmattn: BlockMask.from_mask: mask: expected 2 to 4 axes (B, H, Sq, Sk), received shape {tuple(mask.shape)}")
+        _check_device("dmattn: BlockMask.from_mask: mask", mask.device)
         mask = mask.detach()[(None,) * (4 - mask.ndim)]
         for axis in (0, 1):
             if mask.numel() and mask.shape[axis] > 1 and mask.stride(axis) == 0:
@@ -225,7 +226,7 @@ class BlockMask:
 def _refuse_operand(sign: str, other: object) -> NoReturn:
     expected = f"one mask_mod that says both, or BlockMask.from_mask(mask.to_dense() {sign} other) of a bool tensor"
     beside = "two BlockMasks" if isinstance(other, BlockMask) else f"a BlockMask beside {kind(other)}"
-    raise TypeError(f"BlockMask: {sign}: expected {expected}, received {beside}")
+    raise TypeError(f"dmattn: BlockMask: {sign}: expected {expected}, received {beside}")
 
 
 def _check_device(name: str, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from .unions import expect_none, read
 def check_lengths(constructor: str, **lengths: int) -> None:
     """Raise unless the lengths given to a method of IntervalMask, or without a name to itself, are integers that it can have."""
     for name, length in lengths.items():
-        where = f"IntervalMask.{constructor}" if constructor else "IntervalMask"
+        where = f"dmattn: IntervalMask.{constructor}" if constructor else "dmattn: IntervalMask"
         if isinstance(length, bool) or not isinstance(length, (numbers.Integral, torch.SymInt)):
             raise TypeError(f"{where}: {name}: expected an integer, received {kind(length)}")
         if length < 0:
@@ -26,9 +26,9 @@ def checked_sides(constructor: str, left: int | None, right: int | None, unbound
     """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
     for name, size in (("left", left), ("right", right)):
         if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool)):
-            raise TypeError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
+            raise TypeError(f"dmattn: IntervalMask.{constructor}: {name}: expected a non-negative integer or None, received {kind(size)}")
         if size is not None and size < 0:
-            raise ValueError(f"IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
+            raise ValueError(f"dmattn: IntervalMask.{constructor}: {name}: expected a non-negative integer, or None for off, received {size}")
     return (None if left is None or left >= unbounded else left), (None if right is None or right >= unbounded else right)
 
 
@@ -39,17 +39,16 @@ def check_bool(name: str, x: Any, true: str, lengths: str | None = None) -> None
         hint = f"; {argument}.bool() if nonzero means {true}" if isinstance(x, Tensor) else hint_for(argument, x)
         if lengths and isinstance(x, Tensor) and x.ndim == 1:
             hint = f"; of lengths: {lengths}"
-        raise TypeError(f"IntervalMask.{name}: expected a bool tensor, received {what(x)}{hint}")
+        raise TypeError(f"dmattn: IntervalMask.{name}: expected a bool tensor, received {what(x)}{hint}")
 
 
 def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:
     """Raise unless there is an integer for each batch row."""
     if not is_integer(numbers_of_rows):
-        raise TypeError(
-            f"IntervalMask.{constructor}: {name}: expected an integer tensor, received {what(numbers_of_rows)}{hint_for(name, numbers_of_rows)}"
-        )
+        received = f"{what(numbers_of_rows)}{hint_for(name, numbers_of_rows)}"
+        raise TypeError(f"dmattn: IntervalMask.{constructor}: {name}: expected an integer tensor, received {received}")
     if numbers_of_rows.ndim != 1:
-        raise ValueError(f"IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
+        raise ValueError(f"dmattn: IntervalMask.{constructor}: {name}: expected shape (B,), received {tuple(numbers_of_rows.shape)}")
 
 
 def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:

@@ -62,26 +62,27 @@ class IntervalMask:
 
     def __post_init__(self) -> None:
         if isinstance(self.len_q, Tensor) and self.len_q.ndim > 0:
-            raise TypeError("IntervalMask: len_q: expected an integer or None, received Tensor; a second interval is also_first=, also_last=")
+            hint = "a second interval is also_first=, also_last="
+            raise TypeError(f"dmattn: IntervalMask: len_q: expected an integer or None, received Tensor; {hint}")
         if (self.also_first is None) != (self.also_last is None):
             given, missing = ("also_last", "also_first") if self.also_first is None else ("also_first", "also_last")
-            raise TypeError(f"IntervalMask: {missing}: expected an int32 tensor beside {given}, received NoneType")
+            raise TypeError(f"dmattn: IntervalMask: {missing}: expected an int32 tensor beside {given}, received NoneType")
         if self.len_q is not None:
             check_lengths("", len_q=self.len_q)
         bounds = _fields(self)
         for name, bound in bounds:
             if not isinstance(bound, Tensor) or bound.dtype != torch.int32:
-                raise TypeError(f"IntervalMask: {name}: expected an int32 tensor, received {what(bound)}")
+                raise TypeError(f"dmattn: IntervalMask: {name}: expected an int32 tensor, received {what(bound)}")
             if bound.ndim < 1:
-                raise ValueError(f"IntervalMask: {name}: expected at least 1 axis (..., H, Sk), received shape {tuple(bound.shape)}")
+                raise ValueError(f"dmattn: IntervalMask: {name}: expected at least 1 axis (..., H, Sk), received shape {tuple(bound.shape)}")
         for number, (name, bound) in enumerate(bounds[1:], 1):
             if bound.device != self.first.device:
-                raise ValueError(f"IntervalMask: {name}: expected device {self.first.device} as first has, received {bound.device}")
+                raise ValueError(f"dmattn: IntervalMask: {name}: expected device {self.first.device} as first has, received {bound.device}")
             try:
                 torch.broadcast_tensors(*(x for _, x in bounds[: number + 1]))  # broadcast_shapes would import sympy, which takes seconds
             except RuntimeError:
                 expected = f"a shape that broadcasts with first's {tuple(self.first.shape)}"
-                raise ValueError(f"IntervalMask: {name}: expected {expected}, received {tuple(bound.shape)}") from None
+                raise ValueError(f"dmattn: IntervalMask: {name}: expected {expected}, received {tuple(bound.shape)}") from None
 
     def __repr__(self) -> str:
         shapes = " and ".join(str(tuple(getattr(first, "shape", ()))) for first, _ in self._intervals)
@@ -105,7 +106,7 @@ class IntervalMask:
     def __invert__(self) -> NoReturn:
         """None: the queries that do not attend a key may be more intervals than two."""
         hint = "~mask.to_dense(Sq) is one, which BlockMask.from_mask prepares"
-        raise TypeError(f"IntervalMask: ~: expected a bool tensor, received an IntervalMask; {hint}")
+        raise TypeError(f"dmattn: IntervalMask: ~: expected a bool tensor, received an IntervalMask; {hint}")
 
     __rand__, __ror__ = __and__, __or__  # of what is no mask of intervals: they raise
 
@@ -128,7 +129,8 @@ class IntervalMask:
         """That of both masks, which are to be joined."""
         len_q = other.len_q if self.len_q is None else self.len_q
         if other.len_q is not None and other.len_q != len_q:
-            raise ValueError(f"IntervalMask: {sign}: expected masks for the same number of queries, received {self.len_q} and {other.len_q}")
+            received = f"{self.len_q} and {other.len_q}"
+            raise ValueError(f"dmattn: IntervalMask: {sign}: expected masks for the same number of queries, received {received}")
         try:
             self._spread(other)
             fit = self.first.device == other.first.device
@@ -137,9 +139,9 @@ class IntervalMask:
         if not fit:
             keys, others = self.first.shape[-1], other.first.shape[-1]
             if keys != others and 1 not in (keys, others):
-                raise ValueError(f"IntervalMask: {sign}: expected masks of as many keys, received {keys} and {others}")
+                raise ValueError(f"dmattn: IntervalMask: {sign}: expected masks of as many keys, received {keys} and {others}")
             received = f"{tuple(self._shape)} and {tuple(other._shape)} on {self.first.device} and {other.first.device}"
-            raise ValueError(f"IntervalMask: {sign}: expected masks of broadcastable shapes on one device, received {received}")
+            raise ValueError(f"dmattn: IntervalMask: {sign}: expected masks of broadcastable shapes on one device, received {received}")
         return len_q
 
     def to(self, device: torch.device | str) -> IntervalMask:
@@ -150,7 +152,7 @@ class IntervalMask:
         """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
         check_lengths("to_dense", len_q=len_q)
         if self.len_q is not None and len_q != self.len_q:
-            raise ValueError(f"IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
+            raise ValueError(f"dmattn: IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
         query = torch.arange(len_q, device=self.first.device)[:, None]
         allowed, *also = ((first[..., None, :] <= query) & (query < last[..., None, :]) for first, last in self._intervals)
         return allowed | also[0] if also else allowed
@@ -184,10 +186,10 @@ class IntervalMask:
                 empty. Its numbers are not checked: wrong ones give a mask that means nothing. cu_seqlens_k: the same of the keys.
         """
         for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            check_cumulative(f"IntervalMask.packed: {name}", ends)
+            check_cumulative(f"dmattn: IntervalMask.packed: {name}", ends)
         if cu_seqlens_k.shape != cu_seqlens_q.shape or cu_seqlens_k.device != cu_seqlens_q.device:
             expected, received = (f"shape {tuple(x.shape)} on {x.device}" for x in (cu_seqlens_q, cu_seqlens_k))
-            raise ValueError(f"IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
+            raise ValueError(f"dmattn: IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
         check_lengths("packed", len_q=len_q, len_k=len_k)
         left, right = checked_sides("packed", left, right, len_q + len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
@@ -214,15 +216,15 @@ class IntervalMask:
         """
         if not is_integer(segment_ids):
             hint = hint_for("segment_ids", segment_ids)
-            raise TypeError(f"IntervalMask.documents: segment_ids: expected an integer tensor, received {what(segment_ids)}{hint}")
+            raise TypeError(f"dmattn: IntervalMask.documents: segment_ids: expected an integer tensor, received {what(segment_ids)}{hint}")
         if segment_ids.ndim not in (1, 2):
             received = tuple(segment_ids.shape)
-            raise ValueError(f"IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")
+            raise ValueError(f"dmattn: IntervalMask.documents: segment_ids: expected shape (B, S) or (S,), received {received}")
         if prefix is not None:
             check_bool("documents: prefix", prefix, "a token that its whole document attends")
             if prefix.shape != segment_ids.shape or prefix.device != segment_ids.device:
                 expected, given = (f"shape {tuple(x.shape)} on {x.device}" for x in (segment_ids, prefix))
-                raise ValueError(f"IntervalMask.documents: prefix: expected {expected} as segment_ids has, received {given}")
+                raise ValueError(f"dmattn: IntervalMask.documents: prefix: expected {expected} as segment_ids has, received {given}")
         length = segment_ids.shape[-1]
         position = torch.arange(length, dtype=torch.int32, device=segment_ids.device).expand(segment_ids.shape)
         starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -251,12 +253,12 @@ class IntervalMask:
         """
         check_lengths("chunked", len_q=len_q, len_k=len_k, size=max(size, 0) if isinstance(size, int) else size)
         if size < 1:
-            raise ValueError(f"IntervalMask.chunked: size: expected a positive integer, received {size}")
+            raise ValueError(f"dmattn: IntervalMask.chunked: size: expected a positive integer, received {size}")
         start: Tensor | int = 0
         if left_padding is not None:
             check_rows("chunked", "left_padding", left_padding)
             if device is not None:
-                raise ValueError(f"IntervalMask.chunked: device: expected None beside left_padding, received {device}")
+                raise ValueError(f"dmattn: IntervalMask.chunked: device: expected None beside left_padding, received {device}")
             start, device = left_padding[:, None].long(), left_padding.device
         size = min(size, 1 << 31)  # more places than there are
         begin = (torch.arange(len_k, device=device) - start) // size * size + start - (len_k - len_q)
@@ -281,13 +283,13 @@ class IntervalMask:
         if is_global.ndim not in (1, 3):
             hint = "; is_global[:, None] of (B, S)" if is_global.ndim == 2 else ""
             shape = tuple(is_global.shape)
-            raise ValueError(f"IntervalMask.global_tokens: is_global: expected shape (B, H, S) or (S,), received {shape}{hint}")
+            raise ValueError(f"dmattn: IntervalMask.global_tokens: is_global: expected shape (B, H, S) or (S,), received {shape}{hint}")
         length = is_global.shape[-1]
         starts = torch.ones_like(is_global)
         starts[..., 1:] = ~is_global[..., :-1]
         several = (is_global & starts).sum(-1) > 1
         expected = "one run of global tokens in each row"
-        refuse_several(several, f"IntervalMask.global_tokens: is_global: expected {expected}, received several runs")
+        refuse_several(several, f"dmattn: IntervalMask.global_tokens: is_global: expected {expected}, received several runs")
         position = torch.arange(length, dtype=torch.int32, device=is_global.device)
         any_key = torch.full_like(position, length)
         begin, end = torch.where(is_global, position, any_key), torch.where(is_global, position + 1, 0)
@@ -310,7 +312,7 @@ class IntervalMask:
         check_bool("from_mask: mask", mask, "a query that attends a key")
         if not 2 <= mask.ndim <= 4:
             expected = "(Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk)"
-            raise ValueError(f"IntervalMask.from_mask: mask: expected shape {expected}, received {tuple(mask.shape)}")
+            raise ValueError(f"dmattn: IntervalMask.from_mask: mask: expected shape {expected}, received {tuple(mask.shape)}")
         len_q = mask.shape[-2]
         for axis in range(mask.ndim - 2):
             if mask.stride(axis) == 0:
@@ -346,7 +348,7 @@ class IntervalMask:
             received = tuple(key_padding_mask.shape)
             of_one = "; for a batch of one, or one padding for all, key_padding_mask[None]" if key_padding_mask.ndim == 1 else ""
             further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else of_one
-            raise ValueError(f"IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}{further}")
+            raise ValueError(f"dmattn: IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}{further}")
         check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
@@ -354,7 +356,7 @@ class IntervalMask:
 
 def _refuse_operand(sign: str, other: object) -> NoReturn:
     hint = f"mask.to_dense(Sq) {sign} a bool tensor is a mask, too, which BlockMask.from_mask prepares"
-    raise TypeError(f"IntervalMask: {sign}: expected an IntervalMask beside an IntervalMask, received {kind(other)}; {hint}")
+    raise TypeError(f"dmattn: IntervalMask: {sign}: expected an IntervalMask beside an IntervalMask, received {kind(other)}; {hint}")
 
 
 def _fields(mask: IntervalMask) -> list[tuple[str, Tensor]]:
@@ -386,7 +388,8 @@ def _fewest(found: tuple[Interval, Interval, Tensor], len_q: int | None, made_by
     """The mask of what :func:`united` or :func:`runs_of` gives, with one interval a key where that is all."""
     lower, upper, third = found
     seen = read(third, upper[0] < upper[1])
-    expected, hint = f"IntervalMask: {made_by}: expected at most two intervals of queries a key", "a bool mask or a BlockMask has any number"
+    expected = f"dmattn: IntervalMask: {made_by}: expected at most two intervals of queries a key"
+    hint = "a bool mask or a BlockMask has any number"
     if seen is None:
         expect_none(third, f"{expected}, received three; {hint}")
     elif seen[0]:

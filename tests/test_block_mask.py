@@ -425,8 +425,9 @@ def test_a_rules_own_error_stays_as_it_is() -> None:
     ],
 )  # fmt: skip
 def test_errors(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         make()
+    assert str(raised.value).startswith("dmattn: ")
 
 
 @about_masks

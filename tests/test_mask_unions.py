@@ -257,8 +257,9 @@ STRIPES = torch.tensor([[True], [False], [True], [False], [True]])
     ],
 )
 def test_errors(make: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         make()
+    assert str(raised.value).startswith("dmattn: ")
 
 
 def test_a_mask_for_other_lengths_is_refused() -> None:

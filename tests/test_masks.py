@@ -87,7 +87,7 @@ def test_lengths_of_prefixes_may_have_any_integer_dtype(dtype: torch.dtype) -> N
 def test_a_number_of_queries_is_a_number(len_q: Any) -> None:
     bound = torch.zeros(3, dtype=torch.int32)
     for made in (lambda: IntervalMask(bound, bound, len_q), lambda: IntervalMask(bound, bound).to_dense(len_q)):
-        with pytest.raises((TypeError, ValueError), match=r"^IntervalMask(\.to_dense)?: len_q: expected a.* integer, received "):
+        with pytest.raises((TypeError, ValueError), match=r"^dmattn: IntervalMask(\.to_dense)?: len_q: expected a.* integer, received "):
             made()
 
 
@@ -180,8 +180,9 @@ INT = torch.zeros(3, dtype=torch.int32)
     ],
 )
 def test_errors(make, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         make()
+    assert str(raised.value).startswith("dmattn: ")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,9 @@ def test_errors(make, error: type[Exception], message: str) -> None:
     ],
 )
 def test_errors_of_constructors(make, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         make()
+    assert str(raised.value).startswith("dmattn: ")
 
 
 def test_to_another_device() -> None:
