@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -78,8 +78,9 @@ class FactoredBias:
                 expected = f"shape (..., {'Sq' if name == 'rows' else 'Sk'}, R) with R of at least 1"
                 raise ValueError(f"dmattn: bias.{name}: expected {expected}, received {tuple(factors.shape)}")
         if self.cols.shape[-1] != self.rows.shape[-1]:
-            expected = f"as many factors as bias.rows has, {self.rows.shape[-1]}"
-            raise ValueError(f"dmattn: bias.cols: expected {expected}, received shape {tuple(self.cols.shape)}")
+            expected = f"shape (..., Sk, R) with R = {self.rows.shape[-1]}, as bias.rows {tuple(self.rows.shape)} has"
+            hint = _hint_of_factors(self.rows.shape, self.cols.shape)
+            raise ValueError(f"dmattn: bias.cols: expected {expected}, received {tuple(self.cols.shape)}{hint}")
         if self.cols.device != self.rows.device:
             raise ValueError(f"dmattn: bias.cols: expected device {self.rows.device} as bias.rows has, received {self.cols.device}")
 
@@ -110,6 +111,13 @@ class FactoredBias:
                 raise ValueError(f"dmattn: bias.cols: expected {expected}, received {tuple(cols.shape[:-3])}")
             rows, cols = _same_heads(rows, cols.shape[-3]), _same_heads(cols, rows.shape[-3])
         return (rows @ cols.mT).to(dtype)
+
+
+def _hint_of_factors(rows: Sequence[int], cols: Sequence[int]) -> str:
+    """What a message adds where one side or both have the factors before the tokens; empty where that is not what is wrong."""
+    ways = {"rows.mT and cols.mT": rows[-2] == cols[-2], "cols.mT": rows[-1] == cols[-2], "rows.mT": rows[-2] == cols[-1]}
+    fitting = [way for way, fits in ways.items() if fits]
+    return f"; (..., R, S) layout? {' or '.join(fitting)}" if fitting else ""
 
 
 def _same_heads(x: Tensor, heads: int) -> Tensor:

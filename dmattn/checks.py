@@ -201,7 +201,7 @@ def broadcastable(
         elif (
             tensor.ndim == 1 - head_axis
             and tensor.shape[0] == math.prod(leading)
-            and _sizes_fit((*leading, *tensor.shape[1:]), full, kv_heads, head_axis)
+            and sizes_fit((*leading, *tensor.shape[1:]), full, kv_heads, head_axis)
         ):
             hint = f"; {name.removeprefix('bias.')}.unflatten(0, {leading}) fits"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
@@ -263,7 +263,7 @@ def _with_one_axis_more(name: str, sizes: tuple[int, ...], full: tuple[int, ...]
     """The indices that add an axis to sizes which then broadcast."""
     places = range(1, len(sizes) if len(sizes) < len(full) else 1)
     longer = {(*sizes[:at], 1, *sizes[at:]): at for at in reversed(places)}  # the first place of each shape
-    fitting = sorted(at for sizes, at in longer.items() if _sizes_fit(sizes, full[-len(sizes) :], kv_heads, head_axis))
+    fitting = sorted(at for sizes, at in longer.items() if sizes_fit(sizes, full[-len(sizes) :], kv_heads, head_axis))
     return [f"{name}[{':, ' * at}None]" for at in fitting]
 
 
@@ -278,7 +278,7 @@ def _with_fewer_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], k
     """What a message adds about sizes along more axes than there are."""
     extra = len(sizes) - len(full)
     joined = (math.prod(sizes[: extra + 1]), *sizes[extra + 1 :])
-    fits = _sizes_fit(joined, full, kv_heads, head_axis)
+    fits = sizes_fit(joined, full, kv_heads, head_axis)
     if not fits:
         return "; leading axes before the heads are the query's, which has fewer"
     return f"; {name.rpartition('.')[2]}.flatten(0, {extra}){_in_mask(name)} fits"
@@ -292,7 +292,7 @@ def _in_mask(name: str) -> str:
 def _of_joined_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> str:
     """What a message adds where the query's batch may be two axes, of which the tensor has one; empty where it is not."""
     own = sizes[0]
-    if not (0 < own < full[0] and full[0] % own == 0 and _sizes_fit((full[0], *sizes[1:]), full, kv_heads, -3)):
+    if not (0 < own < full[0] and full[0] % own == 0 and sizes_fit((full[0], *sizes[1:]), full, kv_heads, -3)):
         return ""
     ways = f"unflatten(0, (-1, {own})) if the last is {own} (windows), unflatten(0, ({own}, -1)) and {name}[:, None] if the first is (rows)"
     return f"; leading axes joined in one? query, key and value: {ways}"
@@ -305,10 +305,10 @@ def with_axes(x: Any, axes: int) -> Any:
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
     """Whether each axis is full or 1, or on the head axis `kv_heads`."""
-    return _sizes_fit(x.shape, full, kv_heads, head_axis)
+    return sizes_fit(x.shape, full, kv_heads, head_axis)
 
 
-def _sizes_fit(sizes: Sequence[int], full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
+def sizes_fit(sizes: Sequence[int], full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     heads = len(full) + head_axis
     return len(sizes) == len(full) and all(n == full[axis] or n == 1 or (axis == heads and n == kv_heads) for axis, n in enumerate(sizes))

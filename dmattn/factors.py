@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .biases import FactoredBias
-from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale, hint_of_axes
+from .checks import MAX_HEAD_DIM, check_qkv, check_tensor, checked_scale, hint_of_axes, sizes_fit
 from .execution.backend import by_kernels, interpreting, kernels
 from .execution.replay import replayed
 from .execution.watching import nothing_watches
@@ -51,8 +51,8 @@ def joined(
         raise ValueError(f"dmattn: softcap: expected None beside a FactoredBias, which would be capped with the products, received {softcap}")
     if not (scale == 0 or SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE):
         raise ValueError(f"dmattn: scale: expected 0, or a size from 2**-64 to 2**64 beside a FactoredBias, received {scale}")
-    rows = _placed("bias.rows", bias.rows, query, key.shape[-3], is_packed)
-    cols = _placed("bias.cols", bias.cols, key, key.shape[-3], is_packed, query.shape[-3])
+    rows = _placed("rows", bias, query, key.shape[-3], is_packed)
+    cols = _placed("cols", bias, key, key.shape[-3], is_packed, query.shape[-3])
     if scale == 0:
         query, scale = query * 0.0, 1.0
     parted = torch.bfloat16 if query.is_cuda and _rounds_products(query.dtype) else query.dtype  # TF32 holds any bfloat16 number
@@ -89,8 +89,9 @@ def _rounds_products(dtype: torch.dtype) -> bool:
     return dot_precision(dtype) == "tf32"
 
 
-def _placed(name: str, factors: Tensor, tokens: Tensor, kv_heads: int, is_packed: bool, query_heads: int = 0) -> Tensor:
-    """Factors with the leading axes of `tokens`, which are query or key, each of them full or 1; raises unless they are for these."""
+def _placed(side: str, bias: FactoredBias, tokens: Tensor, kv_heads: int, is_packed: bool, query_heads: int = 0) -> Tensor:
+    """One side of a bias with the leading axes of `tokens`, which are query or key, each full or 1; raises unless it is for these."""
+    name, factors = f"bias.{side}", getattr(bias, side)
     check_tensor(name, factors)
     if factors.device != tokens.device:
         raise ValueError(f"dmattn: {name}: expected query's device {tokens.device}, received {factors.device}")
@@ -104,28 +105,36 @@ def _placed(name: str, factors: Tensor, tokens: Tensor, kv_heads: int, is_packed
         fits = own == heads or own == kv_heads or own == 1  # with ==, which torch.compile can evaluate on symbolic sizes
         fits &= all(size == full or size == 1 for size, full in zip(factors.shape[-4::-1], leading[::-1], strict=False))
     if not fits:
-        _refuse(name, given, (*leading, heads, length, given[-1] if given else 1), kv_heads, is_packed, query_heads)
+        full = (*leading, heads, length, given[-1] if given else 1)
+        is_alike = bias.rows.shape[-2:-1] == bias.cols.shape[-2:-1]
+        if is_alike and _fits_transposed(given, full, kv_heads, is_packed):
+            _refuse(name, given, (*full[:-1], given[-2]), kv_heads, is_packed, "; (..., R, S) layout? FactoredBias(rows.mT, cols.mT)")
+        hint = ""
+        if query_heads > heads and (given[-2 if is_packed else -3] if len(given) > 2 else 1) == query_heads:
+            hint = "; for factors of each query head repeat key and value to as many heads"
+        _refuse(name, given, full, kv_heads, is_packed, hint)
     return factors[(None,) * (tokens.ndim - factors.ndim)]
 
 
-def _refuse(
-    name: str, given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool, query_heads: int
-) -> NoReturn:  # fmt: skip
+def _fits_transposed(given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool) -> bool:
+    """Whether factors of that shape have the tokens last, and would else do in the place of `full`, (..., heads, length, R)."""
+    if len(given) < 2 or given[-1] != full[-2]:
+        return False
+    return len(given) == 2 or (not is_packed and sizes_fit((*given[:-2], 1, 1), full[-len(given) :], kv_heads, -3))
+
+
+def _refuse(name: str, given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool, hint: str) -> NoReturn:
     """Raise for factors of that shape in the place of `full`, (..., heads, length, R)."""
     heads, length, count = full[-3:]
     allowed = f"{' or '.join(str(n) for n in sorted({heads, kv_heads, 1}, reverse=True))} heads"
     whose, axis, of_heads = ("query", "q", "H") if name == "bias.rows" else ("key", "k", "Hk")
-    own_heads = given[-2 if is_packed else -3] if len(given) > 2 else 1
-    hint = ""
-    if query_heads > heads and own_heads == query_heads:
-        hint = "; for factors of each query head repeat key and value to as many heads"
     if is_packed:
         shape = f"shape (total_{axis}, {of_heads}, R) = {(length, heads, count)} with {allowed}, or (total_{axis}, R) = {(length, count)}"
     else:
         shape = f"a shape broadcastable to ({'B' if len(full) == 4 else '...'}, {of_heads}, S{axis}, R) = {full} with {allowed}"
         if given[-2:-1] == (length,):
             hint = hint or hint_of_axes(name, given, full, kv_heads, -3)
-        elif given[-2:-1] == (1,):
+        elif given[-2:-1] == (1,) and not hint:
             hint = f"; its axis S{axis} is not broadcast"
     raise ValueError(f"dmattn: {name}: expected factors of {whose}, {shape}, received {given}{hint}")
 

@@ -381,7 +381,11 @@ ERRORS = [
     ("cols-complex", lambda: FactoredBias(normal(5, 3), normal(7, 3).cfloat()), TypeError, r"bias.cols: expected a float16, .* received torch.complex64 tensor$"),
     ("rows-one-axis", lambda: FactoredBias(normal(3), normal(7, 3)), ValueError, r"bias.rows: expected shape \(..., Sq, R\) with R of at least 1, received \(3,\)$"),
     ("cols-no-factor", lambda: FactoredBias(normal(5, 3), normal(7, 0)), ValueError, r"bias.cols: expected shape \(..., Sk, R\) with R of at least 1, received \(7, 0\)$"),
-    ("cols-other-rank", lambda: FactoredBias(normal(5, 3), normal(7, 4)), ValueError, r"bias.cols: expected as many factors as bias.rows has, 3, received shape \(7, 4\)$"),
+    ("cols-other-rank", lambda: FactoredBias(normal(5, 3), normal(7, 4)), ValueError, r"bias.cols: expected shape \(..., Sk, R\) with R = 3, as bias.rows \(5, 3\) has, received \(7, 4\)$"),
+    ("both-rank-first", lambda: FactoredBias(normal(3, 5), normal(3, 7)), ValueError, r"bias.cols: expected .* R = 5, as bias.rows \(3, 5\) has, received \(3, 7\); \(..., R, S\) layout\? rows.mT and cols.mT$"),
+    ("cols-rank-first", lambda: FactoredBias(normal(2, 5, 3), normal(2, 3, 7)), ValueError, r"bias.cols: .*; \(..., R, S\) layout\? cols.mT$"),
+    ("rows-rank-first", lambda: FactoredBias(normal(3, 5), normal(7, 3)), ValueError, r"bias.cols: .*; \(..., R, S\) layout\? rows.mT$"),
+    ("one-rank-first", lambda: FactoredBias(normal(5, 3), normal(3, 5)), ValueError, r"bias.cols: .*; \(..., R, S\) layout\? cols.mT or rows.mT$"),
     ("cols-device", lambda: FactoredBias(normal(5, 3), normal(7, 3).to("meta")), ValueError, r"bias.cols: expected device cpu as bias.rows has, received meta$"),
 ]  # fmt: skip
 CALLS = [
@@ -436,6 +440,28 @@ def test_other_errors_of_a_call() -> None:
         r"received \(4, 5, 3\)$",
     ):
         attention_varlen(*(x[0].transpose(0, 1) for x in (QUERY, KEY, KEY)), bias=FactoredBias(normal(4, 5, 3), normal(7, 3)), **packed)
+
+
+def test_factors_before_tokens_are_told_to_be_transposed() -> None:
+    """Of as many queries as keys both sides have as many numbers on their last axis, so that only a call sees it."""
+    query, key = QUERY, KEY[:, :, :5]
+    for heads in ((), (4,), (2, 1)):
+        rows, cols = normal(*heads, 3, 5), normal(3, 5)
+        with pytest.raises(
+            ValueError, match=r"R\) = \(2, 4, 5, 3\) with .*, received \(.*3, 5\); \(..., R, S\) layout\? FactoredBias\(rows.mT, cols.mT\)$"
+        ):
+            attention(query, key, key, bias=FactoredBias(rows, cols))
+        attention(query, key, key, bias=FactoredBias(rows.mT, cols.mT))
+    for rows, cols in ((normal(3, 4, 5), normal(3, 5)), (normal(6, 5), normal(3, 5))):  # which would not fit
+        with pytest.raises(ValueError, match=r"^dmattn: bias.rows: .*received \([0-9, ]*\)$"):
+            attention(query, key, key, bias=FactoredBias(rows, cols))
+    packed = dict(cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_k=torch.tensor([0, 5]), max_seqlen_q=5, max_seqlen_k=5)
+    tokens = [x[0].transpose(0, 1) for x in (query, key, key)]
+    with pytest.raises(
+        ValueError, match=r"or \(total_q, R\) = \(5, 3\), received \(3, 5\); \(..., R, S\) layout\? FactoredBias\(rows.mT, cols.mT\)$"
+    ):
+        attention_varlen(*tokens, bias=FactoredBias(normal(3, 5), normal(3, 5)), **packed)
+    attention_varlen(*tokens, bias=FactoredBias(normal(5, 3), normal(5, 3)), **packed)
 
 
 def test_points_of_batch_entries_without_heads_are_told_their_axis() -> None:
