@@ -168,6 +168,8 @@ def attention(
         advice.look_at_direction(bias, causal)
     if isinstance(bias, FactoredBias):
         query, key, scale = joined(query, key, value, bias, scale, softcap)
+        if advice.asked and not torch.compiler.is_compiling():
+            advice.look_at_factors(bias, query, key)
         bias = None
     out, lse = attend(query, key, value, mask, bias, causal, window, scale, softcap, dropout_p, sinks)
     return (out, lse) if return_lse else out

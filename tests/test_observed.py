@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn import RelativeBias, advice, attention, attention_varlen, compat, dynamic_mask_attention, explain, notices
+from dmattn import FactoredBias, RelativeBias, advice, attention, attention_varlen, compat, dynamic_mask_attention, explain, notices
 from dmattn.execution.backend import interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about the host, which does the same in both halves")
@@ -293,6 +293,31 @@ def test_the_check_finds_a_mask_of_heads_that_may_be_one_of_batch_entries(messag
     assert messages()[2:] == [
         f"dmattn: {expected.format('mask')}".replace("(4, 5, 5)", "(2, 5, 5)").replace("each head", "each key-value head")
     ]
+
+
+def test_the_check_finds_factors_of_heads_that_may_be_those_of_batch_entries(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As points of each batch entry are."""
+    monkeypatch.setattr(advice, "asked", True)
+    query, other, points = normal(4, 4, 5, D), normal(2, 4, 5, D), normal(4, 5, 3)
+    grouped, key = normal(2, 4, 5, D), normal(2, 2, 5, D)
+    for fine in (points[None], points[:, None], points[0], points[:1]):
+        attention(query, query, query, bias=FactoredBias(fine, fine))
+    attention(other, other, other, bias=FactoredBias(points, points))
+    packed = dict(cu_seqlens_q=torch.tensor([0, 4]), cu_seqlens_k=torch.tensor([0, 4]), max_seqlen_q=4, max_seqlen_k=4)
+    attention_varlen(*[normal(4, 4, D)] * 3, bias=FactoredBias(normal(4, 4, 3), normal(4, 4, 3)), **packed)
+    assert messages() == []
+
+    def expected(side: str, shape: tuple[int, ...], of: str) -> str:
+        readings = f"{side}[:, None] has one for each batch entry; {side}[None] means what is read, and ends this warning"
+        return f"dmattn: bias.{side}: of shape {shape} is read as one set of factors for each {of}; {readings}"
+
+    attention(query, query, query, bias=FactoredBias(points, points[:1]))
+    assert messages() == [expected("rows", (4, 5, 3), "head")]
+    attention(grouped, key, key, bias=FactoredBias(points[:1], points[:2]))
+    assert messages()[1:] == [expected("cols", (2, 5, 3), "key-value head")]
+    notices.forget()
+    attention(grouped, key, key, bias=FactoredBias(points[:2], points[0]))
+    assert messages()[2:] == [expected("rows", (2, 5, 3), "key-value head")]
 
 
 def test_the_check_finds_what_a_table_of_distances_is_not_for(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:
