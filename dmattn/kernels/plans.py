@@ -14,7 +14,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, SOFTCAP, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
@@ -86,6 +86,12 @@ def _are_narrowest(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) <= 32
 
 
+def _named(features: frozenset[str], traits: Traits) -> str:
+    """Features of a call in words. Of causal and the window the one that is there."""
+    window = "causal" if traits.left is None and traits.right == 0 else "a window"
+    return " and ".join(window if {feature} == WINDOW else named_feature(feature) for feature in sorted(features))
+
+
 @joined
 def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
     """Why another row serves head dims to 32; None for many long rows, and for most rows beside a bias of pairs in 16 bits.
@@ -95,18 +101,32 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
     if loads_pairs:
-        if "bias" not in dict(traits.uncopyable) or traits.bias is None or traits.bias.dtype.itemsize > 2:
-            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
+        loaded = f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
+        if traits.bias is None or not traits.features >= PAIR_BIAS:
+            yield f"{loaded}, and there is none"
+        elif traits.bias.dtype.itemsize > 2:
+            yield f"{loaded}, and this one is of {_word(traits.bias.dtype)}"
+        elif "bias" not in dict(traits.uncopyable):
+            yield f"{loaded}, and it reads this one"
         return
+    others = traits.features - EVERY - SOFTCAP - {"mask of keys"}
     if traits.features >= PAIR_BIAS:
-        if not traits.features <= PAIR_BIAS | EVERY | {"mask of keys"}:
-            yield f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
+        others -= PAIR_BIAS
+        if others:
+            yield (
+                f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks, "
+                f"not {_named(others, traits)}"
+            )
         if "mask of keys" in traits.features and min(traits.len_q, traits.len_k) <= _SHORT:
             lengths = f"{traits.len_q} and {traits.len_k}"
             yield f"{_OF_NARROWEST} is, beside a mask (..., 1, Sk), for more than {_SHORT} queries and keys, not {lengths}"
         return
-    if not traits.features <= WINDOW | EVERY | {"bias of keys", "mask of keys"} or traits.left is not None:
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks"
+    others -= {"bias of keys"} | (WINDOW if traits.left is None else set())
+    if others:
+        yield (
+            f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks, "
+            f"not {_named(others, traits)}"
+        )
     most = _SHORT if forward else hopper_resident.MOST_KEYS
     if min(traits.len_q, traits.len_k) <= most:
         yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
