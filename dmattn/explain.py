@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = ["Explanation", "Pass", "Refusal", "explain"]
 
 PYTORCH, CPU_KERNEL = "PyTorch, in chunks of query rows", "PyTorch's attention kernel for CPUs"
 NAMES = Gradients._fields  # of what can require a gradient
+RESULTS = ("out", *(f"d_{name}" for name in NAMES))
 
 
 class Refusal(NamedTuple):
@@ -39,6 +41,7 @@ class Refusal(NamedTuple):
 class Pass(NamedTuple):
     """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
 
+    `makes` says of each row which results it makes in this call: a row's name has all that it can make at once. One may make what others read.
     `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Where
     `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as they find worth it.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
@@ -48,6 +51,7 @@ class Pass(NamedTuple):
 
     name: str
     rows: tuple[str, ...]
+    makes: tuple[tuple[str, ...], ...]
     refusals: tuple[Refusal, ...]
     memory: int | None
     memory_is_least: bool
@@ -60,7 +64,7 @@ class Pass(NamedTuple):
         reasons: dict[str, list[str]] = {}
         for refusal in self.refusals:
             reasons.setdefault(refusal.reason, []).append(f'"{refusal.row}"')
-        names = [f'"{row}"' for row in self.rows]
+        names = [f'"{row}"{_unlike_its_name(row, made)}' for row, made in zip(self.rows, self.makes, strict=True)]
         seconds = "unknown" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         if self.seconds is not None:
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
@@ -231,15 +235,23 @@ class _Call:
         refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
         memory, is_least = self._memory(name, choices)
         flops = sum(self._products(choice.makes, choice.row.reads) for choice in choices)
-        return self._costing(name, tuple(choice.row.name for choice in choices), tuple(refusals), memory, is_least, flops, peak)
+        rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
+        return self._costing(name, rows, tuple(refusals), memory, is_least, flops, peak)
 
     def by_pytorch(self, name: str, row: str, peak: Peak | None) -> Pass:
         """A pass by PyTorch's operations, whose memory is not counted."""
         made = {"out"} if name == "forward" else {f"d_{name}" for name, need in zip(NAMES, self.needs, strict=True) if need}
-        return self._costing(name, (row,), (), None, False, self._products(made, ()), peak)
+        return self._costing(name, ((row, _results(made)),), (), None, False, self._products(made, ()), peak)
 
     def _costing(
-        self, name: str, rows: tuple[str, ...], refusals: tuple[Refusal, ...], memory: int | None, is_least: bool, flops: int, peak: Peak | None
+        self,
+        name: str,
+        rows: tuple[tuple[str, tuple[str, ...]], ...],
+        refusals: tuple[Refusal, ...],
+        memory: int | None,
+        is_least: bool,
+        flops: int,
+        peak: Peak | None,
     ) -> Pass:
         moved = self._bytes(name) if rows else 0
         seconds = None
@@ -247,7 +259,8 @@ class _Call:
             rate = peak.flops / (2 if self.problem.query.dtype == torch.float32 else 1)
             seconds = max(flops / rate, moved / peak.bandwidth)
         is_masked = self.problem.is_masked or self.problem.first is not None
-        return Pass(name, rows, refusals, memory, is_least, flops, moved, seconds, is_masked)
+        names, makes = tuple(row for row, _ in rows), tuple(made for _, made in rows)
+        return Pass(name, names, makes, refusals, memory, is_least, flops, moved, seconds, is_masked)
 
     def _products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
         """Operations of the matrix products with which a row makes its results."""
@@ -347,6 +360,18 @@ def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
         consumers = query_sizes(problem).consumers
     block = 64 * consumers
     return parts_of_keys(problem, batch * heads * -(-len_q // block), out if forward else d_query) > 1
+
+
+def _results(makes: Iterable[str]) -> tuple[str, ...]:
+    """The results among what a row makes, without the kind of a bias."""
+    names = {name.partition(" of ")[0] for name in makes}
+    return tuple(name for name in RESULTS if name in names)
+
+
+def _unlike_its_name(row: str, made: tuple[str, ...]) -> str:
+    """What a row makes in a call, for people, where its name has other results; else nothing."""
+    named = re.findall(r"(?<!of )d_[a-z]+", row.partition(": ")[2])
+    return f" (makes {', '.join(made)})" if named and set(named) != set(made) else ""
 
 
 def _sizes(x: Tensor) -> list[int]:

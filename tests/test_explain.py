@@ -216,6 +216,27 @@ def test_the_backward_pass_is_that_of_the_inputs_that_require_a_gradient(wanted:
     assert explain(**tensors, target="sm_90").passes[1].rows == rows
 
 
+def test_a_row_whose_name_has_other_results_says_what_it_makes() -> None:
+    """The kernel for dQ is that for dBias, too, and is named so without a bias."""
+    plain = explain(*QUERY, target="sm_80").passes
+    assert [one.makes for one in plain] == [(("out",),), (("d_query",), ("d_key", "d_value"))]
+    assert str(plain[1]).startswith('backward: "portable: d_query, d_bias" (makes d_query), "portable: d_key, d_value"\n')
+    constant = explain(*(x.detach().requires_grad_() for x in QUERY), bias=empty(2, 8, 300, 300), target="sm_80").passes[1]
+    assert constant.makes == plain[1].makes
+    learned = explain(*QUERY, bias=empty(2, 8, 300, 300), target="sm_80").passes[1]
+    assert learned.makes == ((), ("d_key", "d_value", "d_bias"), ("d_query",))
+    assert "makes" not in str(learned)
+    of_keys = explain(*QUERY, bias=empty(2, 8, 1, 300), sinks=empty(8), target="sm_90").passes[1]
+    assert dict(zip(of_keys.rows, of_keys.makes, strict=True)) == {
+        QUERIES: ("d_query",),
+        KEYS: ("d_key", "d_value", "d_bias"),
+        "d_sinks": ("d_sinks",),
+    }
+    assert f'"{QUERIES}", "{KEYS}" (makes d_key, d_value, d_bias), "d_sinks"\n' in str(of_keys)
+    double = explain(*same(2, 8, 30, 64, dtype=FP64), target="sm_80").passes
+    assert [one.makes for one in double] == [(("out",),), (("d_query", "d_key", "d_value"),)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
