@@ -42,8 +42,10 @@ class Pass(NamedTuple):
     """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
 
     `makes` says of each row which results it makes in this call: a row's name has all that it can make at once. One may make what others read.
-    `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Where
-    `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as they find worth it.
+    `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Under a
+    :class:`dmattn.FactoredBias` it has the copies of query and key that are joined with columns, and in the backward pass their gradients but
+    for d_query and d_key. Where `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as
+    they find worth it, and who joins query and key may add factors in float32.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
     that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
     are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that hides pairs may take less.
@@ -138,11 +140,10 @@ def explain(
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)
-    columns = 0
+    columns, own = 0, (query, key)
     if isinstance(given["bias"], FactoredBias):
-        head_dim = query.shape[-1] if isinstance(query, Tensor) else 0
         query, key, given["scale"] = joined(query, key, value, given["bias"], given["scale"], given["softcap"])
-        given["bias"], columns = None, query.shape[-1] - head_dim
+        given["bias"], columns = None, query.shape[-1] - own[0].shape[-1]
     problem = _canonical(query, key, value, given)
     table = given["bias"].table if isinstance(given["bias"], RelativeBias) else given["bias"]
     tensors = dict(query=query, key=key, value=value, **given | dict(bias=table))
@@ -151,7 +152,8 @@ def explain(
     needs = tuple(name in learned and (learned[name].requires_grad or not some) for name in NAMES)
     family, count = device_of(problem, target, processors)
     served, peak = _by_kernels(problem, target), PEAKS.get(family)
-    call = _Call(problem, needs, with_lse, served)
+    copies = _Copies(columns, (own[0].requires_grad or not some, own[1].requires_grad or not some)) if columns else None
+    call = _Call(problem, needs, with_lse, served, copies)
     if served:
         forward, backward = _chosen(call, (_table_family(family), count))
         passes = (call.explained("forward", forward, peak), call.explained("backward", backward, peak))
@@ -218,13 +220,20 @@ def _between_ends(problem: Problem) -> Problem:
     return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
 
 
+class _Copies(NamedTuple):
+    """Query and key with `columns` for the factors of a bias, and which of the two need a gradient themselves, not for the factors alone."""
+
+    columns: int
+    needs: tuple[bool, bool]
+
+
 class _Call:
     """A problem and its results on tensors without storage, and which of `NAMES` get a gradient. Kernels make states of a mask."""
 
-    def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool) -> None:
+    def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool, copies: _Copies | None = None) -> None:
         placed: dict[str, Any] = {name: without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
         self.problem = problem._replace(**placed)
-        self.needs, self.with_lse, self.seen = needs, with_lse, _Seen.of(problem)
+        self.needs, self.with_lse, self.copies, self.seen = needs, with_lse, copies, _Seen.of(problem)
         self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))
         self.out, self.lse, states = backend.allocate_forward(self.problem)
         self.states = states if by_kernels else None
@@ -234,6 +243,8 @@ class _Call:
         """A pass by kernels."""
         refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
         memory, is_least = self._memory(name, choices)
+        if self.copies is not None:
+            memory, is_least = memory + self._of_copies(name, self.copies), is_least or self._has_parts(name)
         flops = sum(self._products(choice.makes, choice.row.reads) for choice in choices)
         rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
         return self._costing(name, rows, tuple(refusals), memory, is_least, flops, peak)
@@ -340,6 +351,20 @@ class _Call:
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+
+    def _of_copies(self, name: str, copies: _Copies) -> int:
+        """Bytes of query and key with columns for factors; in a backward pass of their gradients, of which d_query and d_key are views."""
+        if name == "forward":
+            return _size(self.problem.query, self.problem.key)
+        width, total = self.problem.query.shape[-1], 0
+        for gradient, is_result in zip((self.gradients.query, self.gradients.key), copies.needs, strict=True):
+            total += _size(gradient) * (copies.columns if is_result else width) // width
+        return total
+
+    def _has_parts(self, name: str) -> bool:
+        """Whether making the columns of factors takes tensors besides: in float16, and where PyTorch's operations make them."""
+        query, key = self.problem.query, self.problem.key
+        return name == "forward" and (query.dtype == torch.float16 or query.ndim != 4 or not (query.numel() and key.numel()))
 
 
 def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:

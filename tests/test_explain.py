@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmattn
-from dmattn import BlockMask, IntervalMask, RelativeBias, attention, explain
+from dmattn import BlockMask, FactoredBias, IntervalMask, RelativeBias, attention, explain, factors
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
@@ -372,6 +372,38 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
                 assert explained.memory == allocated, f"{case.name}: {explained}"
                 exact += allocated > 0
     assert exact > 20
+
+
+@not_interpreted
+def test_memory_has_the_copies_that_are_made_for_factors(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of query and key, and of their gradients: those of query and key themselves are views of these."""
+    monkeypatch.setattr(factors, "_kernel_serves", lambda *tensors: True)  # as of tensors on the GPU that "meta" stands for
+    monkeypatch.setattr(factors, "_columns", factors._columns.__wrapped__)  # which no record is made of
+    given = dict(query=empty(2, 8, 300, 64), key=empty(2, 4, 200, 64), rows=empty(2, 1, 300, 5, dtype=FP32), cols=empty(4, 200, 5, dtype=FP32))
+    value = empty(2, 4, 200, 64)
+    for learned in (set(given), {"query"}, {"rows"}, {"rows", "cols"}):
+        query, key, rows, cols = (x.detach().requires_grad_(name in learned) for name, x in given.items())
+        bias = FactoredBias(rows, cols)
+        with Allocated() as made:
+            joined = factors.joined(query, key, value, bias, None, None)
+        whole = explain(query, key, value, bias=bias, target=target)
+        plain = explain(joined.query, joined.key, value, scale=joined.scale, target=target)
+        (forward, backward), (plain_forward, plain_backward) = whole.passes, plain.passes
+        assert [x.rows for x in whole.passes] == [x.rows for x in plain.passes]
+        assert made.bytes == 2 * (joined.query.numel() + joined.key.numel())
+        assert forward.memory == plain_forward.memory + made.bytes
+        assert not forward.memory_is_least
+        of_gradients = 0
+        for own, of_bias, x in ((query, rows, joined.query), (key, cols, joined.key)):
+            if own.requires_grad:
+                (gradient,) = torch.autograd.grad(x, own, torch.empty_like(x), retain_graph=True)
+                assert gradient.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+                of_gradients += 2 * (x.numel() - own.numel())
+            elif of_bias.requires_grad:
+                of_gradients += 2 * x.numel()
+        assert backward.memory == plain_backward.memory + of_gradients
+    halves = [given[name].half() for name in ("query", "key")]
+    assert explain(*halves, value.half(), bias=FactoredBias(given["rows"], given["cols"]), target=target).passes[0].memory_is_least
 
 
 SHAPES = {"square": (7, 7), "more keys": (3, 9), "more queries": (9, 4)}
