@@ -2,7 +2,7 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_80 --few     leaves out a launch whose types and constants earlier launches of the kernel have, each by itself
+python tests/compile_report.py sm_80 --few     compiles few launches that have all types and constants of each argument that any has
 python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -223,19 +223,19 @@ def nothing():
 
 
 class Compiler:
-    """Inside, launches become compilations for `target`: `rows` gets one for each that brings something new.
+    """Inside, launches for `target` are noted in `launches`, and those that are `wanted` become compilations: `rows` gets one for each.
 
-    That is, as `new` says, another "key" of Triton's; another "type" of an argument of the kernel or of a part of it, by itself, where an absent
-    tensor is a type and each constant is, too, such as a head dim; or another "kernel". Each compiles in a process of its own, because bad code generation may
+    A launch is a kernel with a key of Triton's, and is noted with what it has: the types of the kernel's arguments and of their parts, where an
+    absent tensor is a type, and constants, such as head dims. Each compiles in a process of its own, because bad code generation may
     abort it, and a few at once. A process is forked at the launch: it compiles as the launch would have, with the assembler that is set for
     it, and what has to be passed to a compiler cannot be sent.
     """
 
-    def __init__(self, target: GPUTarget, new: str) -> None:
-        self.target, self.new = target, new
+    def __init__(self, target: GPUTarget, wanted: Iterable[tuple] = ()) -> None:
+        self.target, self.wanted = target, set(wanted)
         self.case = ""
+        self.launches: dict[tuple, set[tuple]] = {}
         self.rows: list[dict[str, Any]] = []
-        self.known: set[tuple] = set()
         self.running: dict[Connection, tuple[dict[str, Any], Any]] = {}
         self.at_once = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
 
@@ -255,12 +255,13 @@ class Compiler:
             self.collect()
 
     def launched(self, function: jit.JITFunction, key: Any, others: tuple) -> None:
-        constants = {(str(place), repr(constant)) for place, constant in others[2].items()}
-        brought = {"key": {(key,)}, "type": constants.union(types(others[0])), "kernel": {()}}[self.new]
-        unknown = {(function, *each) for each in brought} - self.known
-        if not unknown:
+        launch = function, key
+        if launch in self.launches:
             return
-        self.known |= unknown
+        constants = {(str(place), repr(constant)) for place, constant in others[2].items()}
+        self.launches[launch] = {(function, *each) for each in constants.union(types(others[0]))}
+        if launch not in self.wanted:
+            return
         while len(self.running) >= self.at_once:
             self.collect()
         forked = multiprocessing.get_context("fork")
@@ -384,37 +385,61 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
 
 
+def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
+    """Few launches that together have all that these have: each the one that brings most of what is missing, the first of these."""
+    missing, chosen = set().union(*launches.values()), []
+    while missing:
+        chosen.append(max(launches, key=lambda launch: len(launches[launch] & missing)))
+        missing -= launches[chosen[-1]]
+    return chosen
+
+
+def launch_all(compiler: Compiler) -> None:
+    """Everything above, with the case's name in `compiler`."""
+    problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
+    problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED]
+    for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
+        out, lse, states = backend.allocate_forward(problem)
+        problem = problem.with_states(states)
+        gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
+        kernels.forward(problem, out, lse)
+        kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
+    for case, dtype in FORWARD:
+        compiler.case, problem = case.name, meta(case, dtype)
+        out, lse, states = backend.allocate_forward(problem)
+        kernels.forward(problem.with_states(states), out, lse)
+    for compiler.case, length in PLANS:
+        key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
+        valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
+        for scores in (key_bias, key_bias.float().contiguous()):
+            kernels.lifetimes(scores, valid, 1024, length)
+        for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
+            kernels.best(scores, valid, *backend.allocate_best(scores, 100, 1), 1)
+    compiler.case = JOINED
+    out, lse = (torch.empty((1, 4096, *sizes), device="meta").transpose(1, 2) for sizes in ((16, 128), (16,)))
+    for into in (out.to(BF16), out):
+        kernels.join((out.to(BF16), lse), (out.to(BF16), lse), (into, lse))
+    for compiler.case, dtype, part, pairs, width in FACTORS:
+        tokens, columns = (torch.empty((4, 2048, 8, dim), dtype=dtype, device="meta").transpose(1, 2) for dim in (32, width))
+        factors, form = torch.empty((4, 1, 2048, 5), device="meta"), Form((1, 4), (0.3, 1.0), part, pairs)
+        kernels.join_factors((tokens, tokens), (factors, factors), (columns, columns), form)
+        kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
+
+
+def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
+    return list({function: (function, key) for function, key in reversed(list(launches))}.values())
+
+
+CHOSEN = {"key": list, "type": cover, "kernel": first_of_each_kernel}
+
+
 def report(name: str, new: str = "key") -> list[dict[str, Any]]:
-    """A record for every kernel that a launch compiles for a target which brings something `new`; `ended` alone if it does not compile."""
-    with Compiler(gpu_target(name), new) as compiler:
-        problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
-        problems += [(case.name, packed(case, dtype)) for case, dtype in PACKED]
-        for compiler.case, problem in (*problems, (DYNAMIC.name, dynamic(DYNAMIC, BF16))):
-            out, lse, states = backend.allocate_forward(problem)
-            problem = problem.with_states(states)
-            gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
-            kernels.forward(problem, out, lse)
-            kernels.backward(problem, out, lse, torch.empty_like(out), lse, gradients)
-        for case, dtype in FORWARD:
-            compiler.case, problem = case.name, meta(case, dtype)
-            out, lse, states = backend.allocate_forward(problem)
-            kernels.forward(problem.with_states(states), out, lse)
-        for compiler.case, length in PLANS:
-            key_bias = torch.empty((1, length, 8), dtype=BF16, device="meta").transpose(1, 2)
-            valid = torch.empty((1, 1, length), dtype=torch.bool, device="meta").expand(1, 8, length)
-            for scores in (key_bias, key_bias.float().contiguous()):
-                kernels.lifetimes(scores, valid, 1024, length)
-            for scores in (key_bias, key_bias.half(), key_bias.float().contiguous()):
-                kernels.best(scores, valid, *backend.allocate_best(scores, 100, 1), 1)
-        compiler.case = JOINED
-        out, lse = (torch.empty((1, 4096, *sizes), device="meta").transpose(1, 2) for sizes in ((16, 128), (16,)))
-        for into in (out.to(BF16), out):
-            kernels.join((out.to(BF16), lse), (out.to(BF16), lse), (into, lse))
-        for compiler.case, dtype, part, pairs, width in FACTORS:
-            tokens, columns = (torch.empty((4, 2048, 8, dim), dtype=dtype, device="meta").transpose(1, 2) for dim in (32, width))
-            factors, form = torch.empty((4, 1, 2048, 5), device="meta"), Form((1, 4), (0.3, 1.0), part, pairs)
-            kernels.join_factors((tokens, tokens), (factors, factors), (columns, columns), form)
-            kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
+    """A record for every kernel that launches compile for a target: a launch for each `new` key, type or kernel; `ended` alone if one does not."""
+    with Compiler(gpu_target(name)) as noting:
+        launch_all(noting)
+    with Compiler(gpu_target(name), CHOSEN[new](noting.launches)) as compiler:
+        launch_all(compiler)
+    assert list(compiler.launches) == list(noting.launches)
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
     for number, row in enumerate(compiler.rows):
         by_hash.setdefault(row.pop("hash", number), {"target": name, **row})

@@ -14,10 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-
-from dmattn.bench.measuring import sources
-from dmattn.versions import installed
 
 TESTS = Path(__file__).parents[1]
 DONE = "piecemeal_done"  # what a process of xdist is told, all of them the same, also one that replaces another
@@ -40,7 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @cache
 def code() -> str:
-    """A digest of what decides how a test ends."""
+    """A digest of what decides how a test ends. Only the process that writes needs it, and what it imports takes seconds."""
+    import torch
+
+    from dmattn.bench.measuring import sources
+    from dmattn.versions import installed
+
     digest = hashlib.sha256(sources().encode())
     for file in sorted(TESTS.rglob("*.py")):
         digest.update(file.read_bytes())

@@ -141,7 +141,7 @@ def record(tree: Path, folder: Path, wanted: Wanted) -> None:
             passed = [x for parameter, x in zip(function.params, bound.arguments.values(), strict=True) if not parameter.is_constexpr]
             grid = tuple(grid(bound.arguments)) if callable(grid) else tuple(grid)
             numbers = hashlib.sha256(repr(list(_leaves(passed))).encode()).hexdigest()[:12]
-            launches.append([compiler[0].case, function.fn.__name__, grid, numbers])
+            launches.append([compiler[-1].case, function.fn.__name__, grid, numbers])
         return launch(function, *args, grid=grid, warmup=warmup, **kwargs)
 
     def launched(self: Any, function: Any, *others: Any) -> None:
@@ -150,6 +150,7 @@ def record(tree: Path, folder: Path, wanted: Wanted) -> None:
 
     def entered(self: Any) -> Any:
         enter(self)
+        launches.clear()  # of a compiler that only noted them
         compiler.append(self)
         return self
 
