@@ -71,24 +71,22 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
 def look_at_mask(mask: Any, query: Tensor, key: Tensor, name: str) -> None:
     """Log where a mask (n, Sq, Sk) is read as one of query or key heads, and is one of batch entries as likely: there are n of both."""
     if isinstance(mask, Tensor) and min(query.ndim, key.ndim) >= 4:
-        name = _caller.get().names.get(name, name)
-        _look_at_heads(mask, query.shape[-4], {key.shape[-3]: "key-value head", query.shape[-3]: "head"}, name, "mask")
+        _look_at_heads(mask, (query.shape[-3], key.shape[-3]), query, _caller.get().names.get(name, name), "mask")
 
 
 def look_at_factors(bias: Any, query: Tensor, key: Tensor) -> None:
     """The same of factors (n, length, R) of a FactoredBias, such as points of each batch entry."""
     if min(query.ndim, key.ndim) >= 4:
-        of_key = {key.shape[-3]: "key-value head"}
-        _look_at_heads(bias.rows, query.shape[-4], of_key | {query.shape[-3]: "head"}, "bias.rows", "set of factors")
-        _look_at_heads(bias.cols, query.shape[-4], of_key, "bias.cols", "set of factors")
+        _look_at_heads(bias.rows, (query.shape[-3], key.shape[-3]), query, "bias.rows", "set of factors")
+        _look_at_heads(bias.cols, (key.shape[-3],), query, "bias.cols", "set of factors")
 
 
-def _look_at_heads(x: Tensor, entries: int, heads: Mapping[int, str], name: str, what: str) -> None:
-    """Log where the first of three axes is as long as that of batch entries, and is read as one of `heads`: numbers of them, with names."""
-    if x.ndim == 3 and 1 < x.shape[0] == entries and entries in heads:
-        own = name.rpartition(".")[2]
+def _look_at_heads(x: Tensor, heads: tuple[int, ...], query: Tensor, name: str, what: str) -> None:
+    """Log where the first of three axes is as long as that of batch entries, and is read as one of heads, of which there are one of `heads`."""
+    if x.ndim == 3 and 1 < x.shape[0] == query.shape[-4] and x.shape[0] in heads:
+        own, of = name.rpartition(".")[2], "head" if x.shape[0] == query.shape[-3] else "key-value head"
         readings = f"{own}[:, None] has one for each batch entry; {own}[None] means what is read, and ends this warning"
-        finding = f"of shape {tuple(x.shape)} is read as one {what} for each {heads[entries]}; {readings}"
+        finding = f"of shape {tuple(x.shape)} is read as one {what} for each {of}; {readings}"
         once(logging.WARNING, f"{name}: {finding}", f"axes of {name}")
 
 

@@ -115,7 +115,10 @@ class FactoredBias:
 
 def _hint_of_factors(rows: Sequence[int], cols: Sequence[int]) -> str:
     """What a message adds where one side or both have the factors before the tokens; empty where that is not what is wrong."""
-    ways = {"rows.mT and cols.mT": rows[-2] == cols[-2], "cols.mT": rows[-1] == cols[-2], "rows.mT": rows[-2] == cols[-1]}
+    if not all(row in (col, 1) or col == 1 for row, col in zip(rows[-3::-1], cols[-3::-1], strict=False)):
+        return ""
+    both = rows[-2] == cols[-2] < min(rows[-1], cols[-1])  # fewer factors than tokens
+    ways = {"rows.mT and cols.mT": both, "cols.mT": rows[-1] == cols[-2], "rows.mT": rows[-2] == cols[-1]}
     fitting = [way for way, fits in ways.items() if fits]
     return f"; (..., R, S) layout? {' or '.join(fitting)}" if fitting else ""
 

@@ -45,8 +45,9 @@ class Pass(NamedTuple):
     `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Under a
     :class:`dmattn.FactoredBias` it has the copies of query and key that are joined with columns, and in the backward pass their gradients but
     for d_query and d_key. Where `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and sums in parts, as many as
-    they find worth it, and who joins query and key may add factors in float32.
-    `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once. `seconds` is the larger of the times
+    they find worth it, and joining query and key with columns may take factors in float32.
+    `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
+    `seconds` is the larger of the times
     that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
     are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that hides pairs may take less.
     """
@@ -72,7 +73,7 @@ class Pass(NamedTuple):
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
         if self.memory_is_least:
-            memory = f"at least {memory}, without lists of blocks, columns of a bias of keys and sums in parts"
+            memory = f"at least {memory}, without lists of blocks, columns of a bias of keys, sums in parts and factors in float32"
         return "\n".join(
             [
                 f"{self.name}: {', '.join(names) or 'nothing to compute'}",
@@ -244,7 +245,7 @@ class _Call:
         refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
         memory, is_least = self._memory(name, choices)
         if self.copies is not None:
-            memory, is_least = memory + self._of_copies(name, self.copies), is_least or self._has_parts(name)
+            memory, is_least = memory + self._of_copies(name, self.copies), is_least or self._has_factors_besides(name)
         flops = sum(self._products(choice.makes, choice.row.reads) for choice in choices)
         rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
         return self._costing(name, rows, tuple(refusals), memory, is_least, flops, peak)
@@ -361,10 +362,11 @@ class _Call:
             total += _size(gradient) * (copies.columns if is_result else width) // width
         return total
 
-    def _has_parts(self, name: str) -> bool:
-        """Whether making the columns of factors takes tensors besides: in float16, and where PyTorch's operations make them."""
+    def _has_factors_besides(self, name: str) -> bool:
+        """Whether the columns of factors, or their gradients, take tensors besides: in float16, and where PyTorch's operations make them."""
         query, key = self.problem.query, self.problem.key
-        return name == "forward" and (query.dtype == torch.float16 or query.ndim != 4 or not (query.numel() and key.numel()))
+        some = name == "forward" or self.gradients.query is not None or self.gradients.key is not None
+        return some and (query.dtype == torch.float16 or query.ndim != 4 or not (query.numel() and key.numel()))
 
 
 def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
@@ -396,7 +398,7 @@ def _results(makes: Iterable[str]) -> tuple[str, ...]:
 def _unlike_its_name(row: str, made: tuple[str, ...]) -> str:
     """What a row makes in a call, for people, where its name has other results; else nothing."""
     named = re.findall(r"(?<!of )d_[a-z]+", row.partition(": ")[2])
-    return f" (makes {', '.join(made)})" if named and set(named) != set(made) else ""
+    return f" (makes {', '.join(made) or 'what others read'})" if named and set(named) != set(made) else ""
 
 
 def _sizes(x: Tensor) -> list[int]:

@@ -51,11 +51,11 @@ def joined(
         raise ValueError(f"dmattn: softcap: expected None beside a FactoredBias, which would be capped with the products, received {softcap}")
     if not (scale == 0 or SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE):
         raise ValueError(f"dmattn: scale: expected 0, or a size from 2**-64 to 2**64 beside a FactoredBias, received {scale}")
-    rows = _placed("rows", bias, query, key.shape[-3], is_packed)
-    cols = _placed("cols", bias, key, key.shape[-3], is_packed, query.shape[-3])
+    rows, cols = [_placed(side, bias, query, key, is_packed) for side in ("rows", "cols")]
     if scale == 0:
         query, scale = query * 0.0, 1.0
-    parted = torch.bfloat16 if query.is_cuda and _rounds_products(query.dtype) else query.dtype  # TF32 holds any bfloat16 number
+    of_gpu = query.is_cuda or query.is_meta  # which stands for one in what explains a call
+    parted = torch.bfloat16 if of_gpu and _rounds_products(query.dtype) else query.dtype  # TF32 holds any bfloat16 number
     exact = rows.dtype == parted and isinstance(scale, float) and abs(math.frexp(scale)[0]) == 0.5
     parts = (1 if exact else PARTS.get(parted, 1), 1 if cols.dtype == parted else PARTS.get(parted, 1))
     pairs = [(i, j) for i in range(parts[0]) for j in range(parts[1]) if i + j < max(parts)]
@@ -89,9 +89,9 @@ def _rounds_products(dtype: torch.dtype) -> bool:
     return dot_precision(dtype) == "tf32"
 
 
-def _placed(side: str, bias: FactoredBias, tokens: Tensor, kv_heads: int, is_packed: bool, query_heads: int = 0) -> Tensor:
-    """One side of a bias with the leading axes of `tokens`, which are query or key, each full or 1; raises unless it is for these."""
-    name, factors = f"bias.{side}", getattr(bias, side)
+def _placed(side: str, bias: FactoredBias, query: Tensor, key: Tensor, is_packed: bool) -> Tensor:
+    """One side of a bias with the leading axes of query or key, each full or 1; raises unless it is for these."""
+    name, factors, tokens, kv_heads = f"bias.{side}", getattr(bias, side), query if side == "rows" else key, key.shape[-3]
     check_tensor(name, factors)
     if factors.device != tokens.device:
         raise ValueError(f"dmattn: {name}: expected query's device {tokens.device}, received {factors.device}")
@@ -106,21 +106,22 @@ def _placed(side: str, bias: FactoredBias, tokens: Tensor, kv_heads: int, is_pac
         fits &= all(size == full or size == 1 for size, full in zip(factors.shape[-4::-1], leading[::-1], strict=False))
     if not fits:
         full = (*leading, heads, length, given[-1] if given else 1)
-        is_alike = bias.rows.shape[-2:-1] == bias.cols.shape[-2:-1]
-        if is_alike and _fits_transposed(given, full, kv_heads, is_packed):
-            _refuse(name, given, (*full[:-1], given[-2]), kv_heads, is_packed, "; (..., R, S) layout? FactoredBias(rows.mT, cols.mT)")
+        own = (given[-2 if is_packed else -3]) if len(given) > 2 else 1
         hint = ""
-        if query_heads > heads and (given[-2 if is_packed else -3] if len(given) > 2 else 1) == query_heads:
+        is_alike = bias.rows.shape[-2:-1] == bias.cols.shape[-2:-1]
+        if is_alike and _fits_transposed(bias.rows, query, kv_heads, is_packed) and _fits_transposed(bias.cols, key, kv_heads, is_packed):
+            full, hint = (*full[:-1], given[-2]), "; (..., R, S) layout? FactoredBias(rows.mT, cols.mT)"
+        elif query.shape[-3] > heads and own == query.shape[-3]:
             hint = "; for factors of each query head repeat key and value to as many heads"
         _refuse(name, given, full, kv_heads, is_packed, hint)
     return factors[(None,) * (tokens.ndim - factors.ndim)]
 
 
-def _fits_transposed(given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool) -> bool:
-    """Whether factors of that shape have the tokens last, and would else do in the place of `full`, (..., heads, length, R)."""
-    if len(given) < 2 or given[-1] != full[-2]:
+def _fits_transposed(factors: Tensor, tokens: Tensor, kv_heads: int, is_packed: bool) -> bool:
+    """Whether factors have the tokens last, and would do with these before R."""
+    if factors.ndim < 2 or factors.shape[-1] != tokens.shape[-2]:
         return False
-    return len(given) == 2 or (not is_packed and sizes_fit((*given[:-2], 1, 1), full[-len(given) :], kv_heads, -3))
+    return factors.ndim == 2 or (not is_packed and sizes_fit((*factors.shape[:-2], 1, 1), tokens.shape[-factors.ndim :], kv_heads, -3))
 
 
 def _refuse(name: str, given: tuple[int, ...], full: tuple[int, ...], kv_heads: int, is_packed: bool, hint: str) -> NoReturn:

@@ -434,7 +434,10 @@ CHOSEN = {"key": list, "type": cover, "kernel": first_of_each_kernel}
 
 
 def report(name: str, new: str = "key") -> list[dict[str, Any]]:
-    """A record for every kernel that launches compile for a target: a launch for each `new` key, type or kernel; `ended` alone if one does not."""
+    """A record of each compilation for a target. Of launches, `new` says which compile: each key, few with every type, or one of each kernel.
+
+    A record has `ended`, the exit status, and no numbers where the compiler broke off.
+    """
     with Compiler(gpu_target(name)) as noting:
         launch_all(noting)
     with Compiler(gpu_target(name), CHOSEN[new](noting.launches)) as compiler:

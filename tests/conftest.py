@@ -97,30 +97,10 @@ def share_shapes() -> None:
     tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
 
 
-def cast_nothing_to_what_it_is() -> None:
-    """Spare it a tenth of that: it looks for the common type of operands that have one, and casts and broadcasts them to what they are."""
-    import triton.language as tl
-    from triton.language.semantic import TritonSemantic
-
-    check, smallest = TritonSemantic.binary_op_type_checking_impl, 2**31
-    alike = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # with numbers that take the type of the tensor beside them
-
-    def checked(self: TritonSemantic, lhs: object, rhs: object, *flags: bool, **named: bool) -> tuple:
-        if isinstance(lhs, tl.tensor) and lhs.dtype.name in alike:
-            if isinstance(rhs, tl.tensor) and rhs.dtype.name == lhs.dtype.name:
-                return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
-            if type(rhs) in alike[lhs.dtype.name] and (type(rhs) is float or -smallest <= rhs < smallest):
-                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
-        return check(self, lhs, rhs, *flags, **named)
-
-    TritonSemantic.binary_op_type_checking_impl = checked
-
-
 if interpreting():
     patch_the_language_once()
     compute_nothing_twice()
     share_shapes()
-    cast_nothing_to_what_it_is()
 
 NO_CUDA = (
     "needs a CUDA device, which is not here"

@@ -233,6 +233,10 @@ def test_a_row_whose_name_has_other_results_says_what_it_makes() -> None:
         "d_sinks": ("d_sinks",),
     }
     assert f'"{QUERIES}", "{KEYS}" (makes d_key, d_value, d_bias), "d_sinks"\n' in str(of_keys)
+    table = RelativeBias(empty(1, 8, 33, needs_grad=True), 16)
+    ends = explain(*same(2, 8, 300, 16), bias=table, target="sm_80").passes[1]
+    assert ends.makes[ends.rows.index("portable: d_query, d_bias")] == ()
+    assert '"portable: d_query, d_bias" (makes what others read)' in str(ends)
     double = explain(*same(2, 8, 30, 64, dtype=FP64), target="sm_80").passes
     assert [one.makes for one in double] == [(("out",),), (("d_query", "d_key", "d_value"),)]
 
@@ -402,8 +406,14 @@ def test_memory_has_the_copies_that_are_made_for_factors(target: str, monkeypatc
             elif of_bias.requires_grad:
                 of_gradients += 2 * x.numel()
         assert backward.memory == plain_backward.memory + of_gradients
+    monkeypatch.undo()
     halves = [given[name].half() for name in ("query", "key")]
-    assert explain(*halves, value.half(), bias=FactoredBias(given["rows"], given["cols"]), target=target).passes[0].memory_is_least
+    bias = FactoredBias(given["rows"], given["cols"])
+    assert all(one.memory_is_least for one in explain(*halves, value.half(), bias=bias, target=target).passes)
+    more_axes = [x[:, None] for x in (given["query"], given["key"], value)]
+    assert all(
+        one.memory_is_least for one in explain(*more_axes, bias=FactoredBias(given["rows"][:, None], given["cols"]), target=target).passes
+    )
 
 
 SHAPES = {"square": (7, 7), "more keys": (3, 9), "more queries": (9, 4)}

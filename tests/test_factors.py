@@ -382,6 +382,9 @@ ERRORS = [
     ("rows-one-axis", lambda: FactoredBias(normal(3), normal(7, 3)), ValueError, r"bias.rows: expected shape \(..., Sq, R\) with R of at least 1, received \(3,\)$"),
     ("cols-no-factor", lambda: FactoredBias(normal(5, 3), normal(7, 0)), ValueError, r"bias.cols: expected shape \(..., Sk, R\) with R of at least 1, received \(7, 0\)$"),
     ("cols-other-rank", lambda: FactoredBias(normal(5, 3), normal(7, 4)), ValueError, r"bias.cols: expected shape \(..., Sk, R\) with R = 3, as bias.rows \(5, 3\) has, received \(7, 4\)$"),
+    ("other-rank-of-as-many-tokens", lambda: FactoredBias(normal(40, 3), normal(40, 5)), ValueError, r"bias.cols: .*, received \(40, 5\)$"),
+    ("other-rank-of-heads", lambda: FactoredBias(normal(4, 40, 3), normal(4, 40, 5)), ValueError, r"bias.cols: .*, received \(4, 40, 5\)$"),
+    ("other-rank-packed", lambda: FactoredBias(normal(100, 8, 16), normal(90, 8, 12)), ValueError, r"bias.cols: .*, received \(90, 8, 12\)$"),
     ("both-rank-first", lambda: FactoredBias(normal(3, 5), normal(3, 7)), ValueError, r"bias.cols: expected .* R = 5, as bias.rows \(3, 5\) has, received \(3, 7\); \(..., R, S\) layout\? rows.mT and cols.mT$"),
     ("cols-rank-first", lambda: FactoredBias(normal(2, 5, 3), normal(2, 3, 7)), ValueError, r"bias.cols: .*; \(..., R, S\) layout\? cols.mT$"),
     ("rows-rank-first", lambda: FactoredBias(normal(3, 5), normal(7, 3)), ValueError, r"bias.cols: .*; \(..., R, S\) layout\? rows.mT$"),
@@ -452,6 +455,10 @@ def test_factors_before_tokens_are_told_to_be_transposed() -> None:
         ):
             attention(query, key, key, bias=FactoredBias(rows, cols))
         attention(query, key, key, bias=FactoredBias(rows.mT, cols.mT))
+    with pytest.raises(ValueError, match=r"^dmattn: bias.rows: .*received \(7, 5\)$"):  # the points of the keys on both sides
+        attention(query, KEY[:, :, :7], KEY[:, :, :7], bias=FactoredBias(normal(7, 5), normal(7, 5)))
+    with pytest.raises(ValueError, match=r"^dmattn: bias.rows: .*received \(5, 1\)$"):  # those of all queries, of which there is one now
+        attention(query[:, :, :1], key, key, bias=FactoredBias(normal(5, 1), normal(5, 1)))
     for rows, cols in ((normal(3, 4, 5), normal(3, 5)), (normal(6, 5), normal(3, 5))):  # which would not fit
         with pytest.raises(ValueError, match=r"^dmattn: bias.rows: .*received \([0-9, ]*\)$"):
             attention(query, key, key, bias=FactoredBias(rows, cols))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dmattn import FactoredBias, RelativeBias, advice, attention, attention_varlen, compat, dynamic_mask_attention, explain, notices
 from dmattn.execution.backend import interpreting
@@ -307,6 +308,12 @@ def test_the_check_finds_factors_of_heads_that_may_be_those_of_batch_entries(mes
     attention_varlen(*[normal(4, 4, D)] * 3, bias=FactoredBias(normal(4, 4, 3), normal(4, 4, 3)), **packed)
     assert messages() == []
 
+    def of_points(query: Tensor, points: Tensor) -> Tensor:
+        return attention(query, query, query, bias=FactoredBias(points, points))
+
+    make_fx(of_points, tracing_mode="symbolic")(other, points)  # of sizes that are no numbers
+    assert messages() == []
+
     def expected(side: str, shape: tuple[int, ...], of: str) -> str:
         readings = f"{side}[:, None] has one for each batch entry; {side}[None] means what is read, and ends this warning"
         return f"dmattn: bias.{side}: of shape {shape} is read as one set of factors for each {of}; {readings}"
@@ -318,6 +325,8 @@ def test_the_check_finds_factors_of_heads_that_may_be_those_of_batch_entries(mes
     notices.forget()
     attention(grouped, key, key, bias=FactoredBias(points[:2], points[0]))
     assert messages()[2:] == [expected("rows", (2, 5, 3), "key-value head")]
+    attention(query, query, query, bias=FactoredBias(points[:1], points))
+    assert messages()[3:] == [expected("cols", (4, 5, 3), "head")]
 
 
 def test_the_check_finds_what_a_table_of_distances_is_not_for(messages: Said, monkeypatch: pytest.MonkeyPatch) -> None:

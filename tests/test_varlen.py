@@ -243,7 +243,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("mask", [None, "111k", "11q1", "n1qk"])
 @pytest.mark.parametrize("bias", [None, "1h1k", "1hq1", "1hqk", "1hr"])
 def test_nothing_waits_and_nothing_quadratic_is_made(mask: str | None, bias: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    count, total, padded = 10, 130, 105  # sequences, tokens, and the room of the longest
+    count, total, padded = 12, 136, 105  # sequences, tokens, and the room of the longest
     lengths = (3,) * (count - 1) + (padded - 2,)
     case = Case("memory", mask, bias, lengths, lengths[::-1], 1, 1, 1, 1)
     given = inputs(case, torch.float32)

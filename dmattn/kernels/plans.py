@@ -89,7 +89,7 @@ def _are_narrowest(traits: Traits) -> bool:
 def _named(features: frozenset[str], traits: Traits) -> str:
     """Features of a call in words. Of causal and the window the one that is there."""
     window = "causal" if traits.left is None and traits.right == 0 else "a window"
-    return " and ".join(window if {feature} == WINDOW else named_feature(feature) for feature in sorted(features))
+    return ", ".join(window if {feature} == WINDOW else named_feature(feature) for feature in sorted(features))
 
 
 @joined
@@ -101,13 +101,12 @@ def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iter
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
     if loads_pairs:
-        loaded = f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
         if traits.bias is None or not traits.features >= PAIR_BIAS:
-            yield f"{loaded}, and there is none"
+            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"
         elif traits.bias.dtype.itemsize > 2:
-            yield f"{loaded}, and this one is of {_word(traits.bias.dtype)}"
+            yield f"{_OF_NARROWEST} loads only a bias of 16 bits, not of {_word(traits.bias.dtype)}"
         elif "bias" not in dict(traits.uncopyable):
-            yield f"{loaded}, and it reads this one"
+            yield f"{_OF_NARROWEST} loads only a bias that the copy engine cannot read, and it can read that of the call"
         return
     others = traits.features - EVERY - SOFTCAP - {"mask of keys"}
     if traits.features >= PAIR_BIAS:

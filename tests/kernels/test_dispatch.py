@@ -267,7 +267,7 @@ PLAIN_ROWS = LONG_ROWS | dict(features=frozenset(), bias=None)
 # What narrow heads are served with, before what is in the way.
 AT_MOST = "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks"
 BESIDE = "with head dims to 32 is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
-LOADED = "with head dims to 32 loads only a bias (..., Sq, Sk) of 16 bits that the copy engine cannot read, and a mask beside it"
+LOADED = "with head dims to 32 loads only a bias"
 
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -299,7 +299,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, not a mask (..., 1, 1)"),
     ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, not a RelativeBias"),
-    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"intervals", "window"}), left=9, right=0), f"{AT_MOST}, not an IntervalMask and a window"),
+    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"intervals", "window"}), left=9, right=0), f"{AT_MOST}, not an IntervalMask, a window"),
     ("backward: Hopper: d_query", PLAIN_ROWS | dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_QUERY})), f"{AT_MOST}, not a RelativeBias"),
     ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(features=frozenset({"block mask"})), f"{AT_MOST}, not a BlockMask"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), f"{AT_MOST}, not a window"),
@@ -311,11 +311,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", PLAIN_ROWS | dict(batch=21), "with head dims to 32 is, without a bias (..., Sq, Sk), for 528 blocks of 128 queries or more, over batch and heads, not 504"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "block mask"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "mask of pairs"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), f"{LOADED}, and it reads this one"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(bias=Bias(FP32, 1, 4)), f"{LOADED}, and this one is of float32"),
-    ("forward: Hopper, pairs loaded", PLAIN_ROWS, f"{LOADED}, and there is none"),
+    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
+    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(bias=Bias(FP32, 1, 4)), f"{LOADED} of 16 bits, not of float32"),
+    ("forward: Hopper, pairs loaded", PLAIN_ROWS, f"{LOADED} (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"),
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(features=frozenset({"bias of pairs", "softcap"}), softcap=20.0), "with head dims to 32 serves no softcap"),
-    ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), f"{LOADED}, and it reads this one"),
+    ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(head_dim=16, value_dim=16), "serves head dims from 17 to 256, by the larger, not 16 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),

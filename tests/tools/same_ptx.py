@@ -1,6 +1,6 @@
 """Compare what kernels compile to, and how they are launched, with an earlier commit.
 
-    python tests/tools/same_ptx.py BASE [--targets sm_80 sm_90 gfx942] [--python OTHER ...] [--few] [--kernels hopper_forward]
+    python tests/tools/same_ptx.py BASE [--targets sm_80 sm_90 gfx942] [--python OTHER ...] [--kernels hopper_forward]
                                     [--renamed _old_kernel=_new_kernel ...]
 
 For a change that should move or rename code alone. The launches are those of the compile report of each tree, on tensors without storage, so
@@ -37,7 +37,6 @@ class Wanted(NamedTuple):
     """Which compilations a record is to have."""
 
     target: str
-    few: bool
     kernels: str
 
 
@@ -46,7 +45,6 @@ def main() -> int:
     parser.add_argument("base", help="a commit")
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--python", nargs="*", default=[sys.executable])
-    parser.add_argument("--few", action="store_true", help="leave out launches that differ from others in size, not in kind")
     parser.add_argument(
         "--kernels",
         default="",
@@ -64,8 +62,8 @@ def main() -> int:
             [python, "-c", "import triton; print(triton.__version__)"], capture_output=True, text=True, check=True
         ).stdout.strip()
         for target in options.targets:
-            wanted = Wanted(target, options.few, options.kernels)
-            name = "-".join([target, triton, *["few"] * options.few, *re.findall(r"\w+", options.kernels)])
+            wanted = Wanted(target, options.kernels)
+            name = "-".join([target, triton, *re.findall(r"\w+", options.kernels)])
             base = with_names(renamed, _base(commit, python, wanted, name), KEPT / commit / name)
             here = _record(ROOT, python, wanted, KEPT / "here" / name)
             differences += compare(base, here, f"{target}, Triton {triton}")
@@ -164,7 +162,7 @@ def record(tree: Path, folder: Path, wanted: Wanted) -> None:
     compile_report.Compiler.__enter__, compile_report.Compiler.launched = entered, launched
     for old in folder.glob("*.txt"):
         old.unlink()
-    rows = compile_report.report(wanted.target, "type" if wanted.few else "key")
+    rows = compile_report.report(wanted.target)
     # One case compiles what others use too, and which one comes first is no difference.
     compilations = sorted({(row["kernel"], *row.get("compiled", ["does not compile"])) for row in rows})
     (folder / "record.json").write_text(json.dumps({"launches": launches, "compilations": compilations}))
