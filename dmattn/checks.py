@@ -304,11 +304,11 @@ def with_axes(x: Any, axes: int) -> Any:
 
 
 def _fits(x: Tensor, full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
-    """Whether each axis is full or 1, or on the head axis `kv_heads`."""
     return sizes_fit(x.shape, full, kv_heads, head_axis)
 
 
 def sizes_fit(sizes: Sequence[int], full: tuple[int, ...], kv_heads: int, head_axis: int) -> bool:
+    """Whether there are as many sizes as in `full`, and each is the full one or 1, or on the head axis `kv_heads`."""
     # written out with ==, which torch.compile can evaluate on lengths that it keeps symbolic; `in` it cannot
     heads = len(full) + head_axis
     return len(sizes) == len(full) and all(n == full[axis] or n == 1 or (axis == heads and n == kv_heads) for axis, n in enumerate(sizes))

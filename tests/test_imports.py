@@ -88,7 +88,7 @@ LAYERS = (
     ("execution.__init__", "execution.mapped", "execution.record", "execution.sequences", "execution.torch_kernel", "execution.watching"),
     ("execution.recorder", "execution.torch_path"),
     ("execution.backend", "execution.replay"),
-    ("execution.passes", "factors", "targets"),
+    ("costs", "execution.passes", "factors", "targets"),
     ("execution.derivatives",),
     ("execution.flops", "execution.operators"),
     ("execution.eager",),

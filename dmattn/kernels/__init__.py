@@ -1,7 +1,8 @@
 """Kernels, over `bits`, `broadcast`, `dropout`, `notices`, `own_rows`, `precision`, `problem`, `recording`, `rehearsal`, `selection`, `states`.
 
-`dispatch` has the table of kernels, which decides by the `traits` of a call, among them its `features`; `plans` say why a row does not serve.
-`run` calls what is chosen. docs/architecture.md follows a call through these.
+`dispatch` has the table of kernels, which decides by the `traits` of a call, among them its `features`; `plans`, and `narrow_heads` for the
+narrowest, say why a row does not serve, in the words of `reasons`. `run` calls what is chosen. docs/architecture.md follows a call through
+these.
 
 Reading order, by folder: `base` (what all kernels are made of), `visits` (the blocks of keys or queries that a program walks over), `portable`
 (kernels for every GPU), `hopper` (those for sm_90, in Gluon), `selection` (which plans a dynamic mask and follows the plan).

@@ -5,34 +5,29 @@ A plan gives all reasons in words for who makes the call, joined by "; ", or Non
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import ParamSpec
+from collections.abc import Iterator
 
 import torch
 import triton
 
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, SOFTCAP, WINDOW, named_family, named_feature
+from .features import INTERVALS, MASKS, PAIR_BIAS, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
+from .narrow_heads import are_narrowest, narrowest
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
+from .reasons import joined, word
 from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
 
-P = ParamSpec("P")
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
-_OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads, where no kernel for short rows is: forward
-# without a bias of pairs, and in both passes beside one and a mask of keys (beside one alone others are not: docs/history.md)
-_FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 # A tanh (`hopper.registers.capped`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding. The
 # least leaves room for the scale over it.
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-40, 256
@@ -45,27 +40,12 @@ def _find_tile(kernel: str, traits: Traits) -> Tile:
     return tiles.find((kernel,), traits.family, traits.dtype, traits.head_dim, traits.value_dim)
 
 
-def joined(reasons: Callable[P, Iterator[str | None]]) -> Callable[P, str | None]:
-    """A plan of what a function yields: reasons, or None where there is none."""
-
-    @wraps(reasons)
-    def plan(*args: P.args, **named: P.kwargs) -> str | None:
-        each = dict.fromkeys(filter(None, reasons(*args, **named)))
-        return "; ".join(each) if each else None
-
-    return plan
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _dims(traits: Traits) -> str:
     return f"{traits.head_dim} of queries and {traits.value_dim} of values"
 
 
 def _without_tile(traits: Traits) -> str:
-    return f"does not serve {_word(traits.dtype)} with head dims {_dims(traits)} on {named_family(traits.family)}"
+    return f"does not serve {word(traits.dtype)} with head dims {_dims(traits)} on {named_family(traits.family)}"
 
 
 def _grouped(traits: Traits) -> str | None:
@@ -80,59 +60,6 @@ def _are_narrow(traits: Traits) -> bool:
     """
     dims = traits.head_dim, traits.value_dim
     return max(dims) == 64 and all(dim == block_dim(dim) for dim in dims)
-
-
-def _are_narrowest(traits: Traits) -> bool:
-    return max(traits.head_dim, traits.value_dim) <= 32
-
-
-def _named(features: frozenset[str], traits: Traits) -> str:
-    """Features of a call in words. Of causal and the window the one that is there."""
-    window = "causal" if traits.left is None and traits.right == 0 else "a window"
-    return ", ".join(window if {feature} == WINDOW else named_feature(feature) for feature in sorted(features))
-
-
-@joined
-def _narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for many long rows, and for most rows beside a bias of pairs in 16 bits.
-
-    Of other calls these kernels are not known to be the faster ones.
-    """
-    if traits.softcap is not None:
-        yield f"{_OF_NARROWEST} serves no softcap"
-    if loads_pairs:
-        if traits.bias is None or not traits.features >= PAIR_BIAS:
-            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"
-        elif traits.bias.dtype.itemsize > 2:
-            yield f"{_OF_NARROWEST} loads only a bias of 16 bits, not of {_word(traits.bias.dtype)}"
-        elif "bias" not in dict(traits.uncopyable):
-            yield f"{_OF_NARROWEST} loads only a bias that the copy engine cannot read, and it can read that of the call"
-        return
-    others = traits.features - EVERY - SOFTCAP - {"mask of keys"}
-    if traits.features >= PAIR_BIAS:
-        others -= PAIR_BIAS
-        if others:
-            yield (
-                f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks, "
-                f"not {_named(others, traits)}"
-            )
-        if "mask of keys" in traits.features and min(traits.len_q, traits.len_k) <= _SHORT:
-            lengths = f"{traits.len_q} and {traits.len_k}"
-            yield f"{_OF_NARROWEST} is, beside a mask (..., 1, Sk), for more than {_SHORT} queries and keys, not {lengths}"
-        return
-    others -= {"bias of keys"} | (WINDOW if traits.left is None else set())
-    if others:
-        yield (
-            f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks, "
-            f"not {_named(others, traits)}"
-        )
-    most = _SHORT if forward else hopper_resident.MOST_KEYS
-    if min(traits.len_q, traits.len_k) <= most:
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
-    blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
-    if blocks < _FULL * traits.processors:
-        least = f"{_FULL * traits.processors} blocks of 128 queries or more"
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for {least}, over batch and heads, not {blocks}"
 
 
 def are_wide(traits: Traits) -> bool:
@@ -270,8 +197,8 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
     yield _without_distances(traits)
     if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-    if _are_narrowest(traits):
-        yield _narrowest(traits, loads_pairs, forward=True)
+    if are_narrowest(traits):
+        yield narrowest(traits, loads_pairs, forward=True)
     yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
 
 
@@ -289,7 +216,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield f"serves up to {most} keys, not {traits.len_k}"
     yield _on_hopper(traits, (16, hopper_resident.DIM), *copied, loads_pairs=True)
     if bias.dtype != traits.dtype:
-        yield f"serves a bias in query's {_word(traits.dtype)}, not {_word(bias.dtype)}"
+        yield f"serves a bias in query's {word(traits.dtype)}, not {word(bias.dtype)}"
     if traits.members < fewest:
         yield f"is for a bias that at least {fewest} (batch, head) share, not {traits.members}"
     walked = triton.cdiv(traits.len_q, height) * traits.batch * traits.heads
@@ -362,8 +289,8 @@ def stores_d_scores(traits: Traits) -> Iterator[str]:
     if traits.wanted.isdisjoint({D_KEY, D_VALUE}):
         yield "makes d_bias beside d_key or d_value, and neither is wanted"
     if traits.bias is not None and traits.bias.dtype not in (traits.dtype, torch.float32):
-        own = _word(traits.dtype)
-        yield f"d_bias in {_word(traits.bias.dtype)} loses more than {own} does: convert the bias to {own} or float32"
+        own = word(traits.dtype)
+        yield f"d_bias in {word(traits.bias.dtype)} loses more than {own} does: convert the bias to {own} or float32"
 
 
 @joined
@@ -373,8 +300,8 @@ def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[
     yield stores_d_scores(traits)
     if traits.softcap is not None and are_wide(traits):
         yield f"serves no softcap beside head dims over 128, not {_dims(traits)}"
-    if _are_narrowest(traits):
-        yield _narrowest(traits, loads_pairs)
+    if are_narrowest(traits):
+        yield narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
@@ -407,8 +334,8 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
         if not traits.features.isdisjoint(_PAIRWISE):
             yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
-    if _are_narrowest(traits):
-        yield _narrowest(traits, loads_pairs)
+    if are_narrowest(traits):
+        yield narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
 
 
@@ -416,8 +343,8 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
 def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """A mask of pairs is copied, too, where the kernel loads no pairs."""
     yield _without_distances(traits)
-    if _are_narrowest(traits):
-        yield _narrowest(traits, loads_pairs)
+    if are_narrowest(traits):
+        yield narrowest(traits, loads_pairs)
     yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 

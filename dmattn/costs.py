@@ -1,0 +1,194 @@
+"""What a call takes, from its shapes: the operations of its products, the bytes that it moves, and the memory of its kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .execution import backend
+from .masks import BOUNDS
+from .problem import Problem
+from .rehearsal import without_storage
+
+if TYPE_CHECKING:
+    from .kernels.dispatch import Choice
+
+
+class _Seen(NamedTuple):
+    """What causal and the window leave of one (batch, head)."""
+
+    queries: int
+    keys: int
+    pairs: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Seen:
+        len_q, len_k = problem.query.shape[-2], problem.key.shape[-2]
+        place = torch.arange(len_q, device="cpu") + (len_k - len_q)  # of the key that stands where a query does
+        begin = torch.zeros_like(place) if problem.left is None else (place - problem.left).clamp(0, len_k)
+        end = torch.full_like(place, len_k) if problem.right is None else (place + problem.right + 1).clamp(0, len_k)
+        pairs = (end - begin).clamp(min=0)
+        unseen = int(begin.min()) if len_q else 0
+        return cls(int((pairs > 0).sum()), len_k - unseen if len_q else 0, int(pairs.sum()))
+
+
+def _between_ends(problem: Problem) -> Problem:
+    """A problem whose window leaves the pairs of other distances than the ends of its table stand for."""
+    assert problem.bias is not None
+    assert problem.zero is not None
+    left, right = problem.zero - 1, problem.bias.shape[-1] - 2 - problem.zero
+    left = left if problem.left is None else min(left, problem.left)
+    return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
+
+
+class Copies(NamedTuple):
+    """Query and key with `columns` for the factors of a bias, and which of the two need a gradient themselves, not for the factors alone."""
+
+    columns: int
+    needs: tuple[bool, bool]
+
+
+class Call:
+    """A problem and its results on tensors without storage, and which of `Gradients` get a gradient. Kernels make states of a mask."""
+
+    def __init__(self, problem: Problem, needs: tuple[bool, ...], with_lse: bool, by_kernels: bool, copies: Copies | None = None) -> None:
+        placed: dict[str, Any] = {name: without_storage(x) for name, x in problem._asdict().items() if isinstance(x, Tensor)}
+        self.problem = problem._replace(**placed)
+        self.needs, self.with_lse, self.copies, self.seen = needs, with_lse, copies, _Seen.of(problem)
+        self.between_ends = self.seen if problem.zero is None else _Seen.of(_between_ends(problem))
+        self.out, self.lse, states = backend.allocate_forward(self.problem)
+        self.states = states if by_kernels else None
+        self.gradients = backend.allocate_backward(self.problem, needs)
+
+    def products(self, makes: Iterable[str], reads: Iterable[str]) -> int:
+        """Operations of the matrix products with which a row makes its results."""
+        *sequences, _, dim = self.problem.query.shape
+        value_dim = self.problem.value.shape[-1]
+        made = {name for name in makes if name.startswith(("out", "d_", "sums")) and name not in ("d_bias of queries", "d_sinks")}
+        if not made:
+            return 0
+        dims = {"out": value_dim, "d_query": dim, "d_key": dim, "d_value": value_dim}
+        size = sum(dims.get(name, 0) for name in made)
+        if "d_bias of pairs" not in reads:  # of which d_query is the product, with nothing to repeat
+            size += dim + (value_dim if made - {"out", "d_value"} else 0)
+        pairs = self.between_ends.pairs if "d_bias of distances" in made else self.seen.pairs
+        return 2 * size * pairs * math.prod(sequences)
+
+    def bytes_moved(self, name: str) -> int:
+        """Those of each input and each result once, without what causal and the window hide."""
+        problem, seen = self.problem, self.seen
+        total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
+        total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
+        if problem.bias is not None:
+            total += self._between(problem.bias) if problem.zero is None else _size(problem.bias)
+        total += _size(problem.sinks)
+        if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
+            total += self._between(problem.mask)
+        total += _size(problem.blocks, problem.bits, problem.states)
+        if name == "forward":
+            return total + _size(self.out, self.lse, self.states)
+        results = _size(*self.gradients)
+        read = self._along(self.out, seen.queries) + self._along(self.out, seen.queries) + self._along(self.lse[..., None], seen.queries)
+        return total + read + results + _size(self.states) + (_size(self.lse) if self.with_lse else 0)
+
+    def _along(self, x: Tensor, length: int) -> int:
+        *sequences, rows, cols = _sizes(x)
+        return math.prod(sequences) * min(rows, length) * cols * x.element_size()
+
+    def _between(self, x: Tensor) -> int:
+        (*sequences, rows, cols), seen = _sizes(x), self.seen
+        is_pairs = rows > 1 and cols > 1
+        entries = seen.pairs if is_pairs else min(rows, seen.queries) * min(cols, seen.keys)
+        return math.prod(sequences) * entries * x.element_size()
+
+    def memory(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
+        """(bytes, whether there may be more) of a pass, beyond inputs and results."""
+        memory, is_least = self._of_kernels(name, choices)
+        if self.copies is not None:
+            memory, is_least = memory + self._of_copies(name, self.copies), is_least or self._has_factors_besides(name)
+        return memory, is_least
+
+    def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
+        problem = self.problem
+        if not choices:
+            return 0, False
+        is_of_keys = problem.key_bias is not None
+        is_hopper = any(choice.row.targets is not None for choice in choices)
+        is_least = problem.is_masked or problem.first is not None or ((is_of_keys or problem.zero is not None) and is_hopper)
+        from .kernels.base.leading import flattened, flattened_gradients
+        from .kernels.base.query_terms import Incoming
+
+        problem, out, lse = flattened(problem, self.out, self.lse)
+        d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
+        is_least |= any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices)
+        if name == "forward":
+            return _size(self.states), is_least or choices[0].row.name == "split keys"
+        d_bias = flattened_gradients(self.gradients, self.problem).bias
+        makes = frozenset[str]().union(*(choice.makes for choice in choices))
+        total = 0
+        incoming = Incoming.without_terms(
+            out,
+            lse,
+            as_vectors="query terms" in makes,
+            as_delta="delta" in makes,
+            as_columns="columns of query terms" in makes,
+        )
+        total += _size(incoming.terms, incoming.delta, incoming.term_columns)
+        if d_bias is not None and is_of_keys:
+            from .kernels.base.key_sums import empty_key_sums
+
+            sums = empty_key_sums(d_bias, problem)
+            total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
+        if "sums at the ends" in makes:
+            total += 2 * _size(self.lse)
+        by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
+        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+
+    def _of_copies(self, name: str, copies: Copies) -> int:
+        """Bytes of query and key with columns for factors; in a backward pass of their gradients, of which d_query and d_key are views."""
+        if name == "forward":
+            return _size(self.problem.query, self.problem.key)
+        width, total = self.problem.query.shape[-1], 0
+        for gradient, is_result in zip((self.gradients.query, self.gradients.key), copies.needs, strict=True):
+            total += _size(gradient) * (copies.columns if is_result else width) // width
+        return total
+
+    def _has_factors_besides(self, name: str) -> bool:
+        """Whether the columns of factors, or their gradients, take tensors besides: in float16, and where PyTorch's operations make them."""
+        query, key = self.problem.query, self.problem.key
+        some = name == "forward" or self.gradients.query is not None or self.gradients.key is not None
+        return some and (query.dtype == torch.float16 or query.ndim != 4 or not (query.numel() and key.numel()))
+
+
+def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
+    """Whether kernels may split the keys of each block of queries, and merge results of the parts."""
+    kernel = row.removesuffix(", pairs loaded")
+    if kernel not in ("Hopper", "Hopper: d_query"):
+        return False
+    from .kernels.hopper.backward_sizes import query_sizes
+    from .kernels.hopper.copies import forward_dims
+    from .kernels.hopper.forward_sizes import sizes_of
+    from .kernels.hopper.walk import parts_of_keys
+
+    batch, heads, len_q, _ = problem.query.shape
+    forward = kernel == "Hopper"
+    if forward:
+        consumers = sizes_of(problem, *forward_dims(problem), loaded=row != kernel).consumers
+    else:
+        consumers = query_sizes(problem).consumers
+    block = 64 * consumers
+    return parts_of_keys(problem, batch * heads * -(-len_q // block), out if forward else d_query) > 1
+
+
+def _sizes(x: Tensor) -> list[int]:
+    """The lengths of all axes, 1 of one that was expanded."""
+    return [size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def _size(*tensors: Tensor | None) -> int:
+    return sum(math.prod(x.shape) * x.element_size() for x in tensors if x is not None)
