@@ -188,7 +188,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
     _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     packed, most = group > 1 and traits.len_q <= queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
     if not packed and programs > most:
-        yield f"batch and heads make {programs} programs, which keep {traits.processors} multiprocessors busy without splitting keys"
+        made = f"{programs}, of blocks of queries in all batch entries and heads"
+        yield f"splits keys where there are at most {most} programs for {traits.processors} multiprocessors, not {made}"
 
 
 @joined
