@@ -128,6 +128,13 @@ def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DO
     A tile that is no EDGE hides no pair, and nothing that hides is asked. With KEYS_DOWN both are [BLOCK_N, BLOCK_M], so that a sum over
     queries takes them for its left factor without leaving registers. `bias2` is what :func:`load_bias2` gave, where the caller has it already.
     """
+    # Tiles of pairs are loaded ahead of the product. After it, one of odd rows, whose elements are loaded one by one, would make the compiler
+    # compute what follows from rows in the layout of that load too, beside the product's (docs/history.md).
+    if bias2 is None and (rules.bias is not None or rules.table is not None):
+        bias2 = load_bias2(rules, seq, rows, cols, KEYS_DOWN)
+    attended = None
+    if EDGE and rules.mask is not None:
+        attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
     if KEYS_DOWN:
         s = over_dims(k_tiles, q_tiles, PRECISION)
     else:
@@ -140,8 +147,8 @@ def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DO
         s = tanh * (rules.softcap * LOG2E)
     if bias2 is not None:
         s += bias2
-    elif rules.bias is not None or rules.table is not None:
-        s += load_bias2(rules, seq, rows, cols, KEYS_DOWN)
+    if attended is not None:
+        s = tl.where(attended, s, float("-inf"))
     if EDGE:
         s = _visible(s, rules, seq, rows, cols, KEYS_DOWN)
     return s, tanh
@@ -149,14 +156,11 @@ def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DO
 
 @triton.jit
 def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
-    """Scores of a tile, -inf where the keys' end, the mask, intervals or the window hide the pair."""
+    """Scores of a tile, -inf where the keys' end, a block mask, intervals or the window hide the pair."""
     i = by_query(rows.start + rows.index, KEYS_DOWN)
     j = by_key(cols.start + cols.index, KEYS_DOWN)
     if cols.length is not None:
         s = tl.where(by_key(inside(cols), KEYS_DOWN), s, float("-inf"))
-    if rules.mask is not None:
-        attended = _load_pairs(rules.mask, rules.mask_rows, rules.mask_cols, seq, rows, cols, KEYS_DOWN) != 0
-        s = tl.where(attended, s, float("-inf"))
     if rules.bits is not None:
         s = tl.where(_load_bits(rules, seq, rows, cols, KEYS_DOWN) != 0, s, float("-inf"))
     if rules.first is not None:
