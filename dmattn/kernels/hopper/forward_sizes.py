@@ -21,6 +21,9 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
+# NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing, and to none where the copy engine is slow: rows
+# of 72, 88 and, without a bias of pairs, 40 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
+KEYS_OF_ONE_PADDED, SECTOR = 320, 32
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
@@ -48,7 +51,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
-    return Sizes(consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
+    few = _has_odd_rows(problem) and mean_keys(problem) <= KEYS_OF_ONE
+    return Sizes(2 if few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
 
 def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
@@ -76,11 +80,27 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
         few = 2 * KEYS_OF_ONE if two else KEYS_OF_ONE_WINDOW if windowed else KEYS_OF_ONE
+        if width == PANEL.value and _has_odd_rows(problem) and not windowed:
+            few = 0
         return pairs or problem.first is not None or mean_keys(problem) <= few
     if problem.first is not None:
         return width == 128 and problem.query.shape[0] == 1 and problem.bias is None
-    few = 2 * KEYS_OF_ONE_WIDE if pairs else KEYS_OF_ONE_WINDOW_WIDE if windowed else KEYS_OF_ONE_WIDE
-    return mean_keys(problem) <= few * width // 128
+    few = KEYS_OF_ONE_WIDE
+    if windowed and not pairs:
+        few = KEYS_OF_ONE_WINDOW_WIDE
+    elif _is_padded(problem, width):
+        few = 0 if _has_odd_rows(problem) else KEYS_OF_ONE_PADDED
+    return mean_keys(problem) <= (2 * few if pairs else few) * width // 128
+
+
+def _is_padded(problem: Problem, width: int) -> bool:
+    """Whether neither head dim fills the tiles."""
+    return max(problem.query.shape[3], problem.value.shape[3]) < width
+
+
+def _has_odd_rows(problem: Problem) -> bool:
+    """Whether rows of head dims, of 16 bits each, are no multiple of SECTOR bytes."""
+    return any(2 * x.shape[3] % SECTOR for x in (problem.query, problem.value))
 
 
 def _programs_of(problem: Problem, width: int, loaded: bool) -> int:
@@ -110,7 +130,8 @@ def _keys_of(problem: Problem, width: int, dim: int, dim_v: int) -> int:
     """
     if width < PANEL.value or (width > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    return KEYS // 2 if PANEL.value < width <= 128 and _are_many_at_edges(problem) else KEYS
+    few = _is_padded(problem, width) and typical_length(problem, of_keys=True) <= FEW_KEYS
+    return KEYS // 2 if PANEL.value < width <= 128 and (few or _are_many_at_edges(problem)) else KEYS
 
 
 def _are_many_at_edges(problem: Problem) -> bool:
