@@ -9,11 +9,11 @@ import triton
 from .features import EVERY, PAIR_BIAS, SOFTCAP, WINDOW, named_feature
 from .hopper.resident import bias as hopper_resident
 from .reasons import joined, word
-from .traits import Traits
+from .traits import D_BIAS_OF_PAIRS, Traits
 
 _OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys to which the portable kernels are faster of the narrowest heads, where no kernel for short rows is: forward
-# without a bias of pairs, and in both passes beside one and a mask of keys (beside one alone others are not: docs/history.md)
+_SHORT = 128  # queries and keys to which the portable forward kernel is faster of the narrowest heads without a bias of pairs
+LEAST_DIM = 8
 FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 
 
@@ -34,6 +34,12 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
 
     Of other calls these kernels are not known to be the faster ones.
     """
+    dim = max(traits.head_dim, traits.value_dim)
+    if dim <= LEAST_DIM:
+        yield f"is for head dims from {LEAST_DIM + 1}, not {dim}, as the copy engine fills up the others"
+    elif dim <= 16 and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
+        beside = "" if forward else " or a bias (B, H, Sq, Sk) whose gradient is wanted"
+        yield f"with head dims to 16 is for a mask (..., 1, Sk){beside}, as the portable kernel is faster for other calls"
     if traits.softcap is not None:
         yield f"{_OF_NARROWEST} serves no softcap"
     if loads_pairs:
@@ -52,9 +58,6 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
                 f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks, "
                 f"not {_named(others, traits)}"
             )
-        if "mask of keys" in traits.features and min(traits.len_q, traits.len_k) <= _SHORT:
-            lengths = f"{traits.len_q} and {traits.len_k}"
-            yield f"{_OF_NARROWEST} is, beside a mask (..., 1, Sk), for more than {_SHORT} queries and keys, not {lengths}"
         return
     others -= {"bias of keys"} | (WINDOW if traits.left is None else set())
     if others:

@@ -33,6 +33,7 @@ _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-40, 256
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
+DIMS = (16, 32, 64, 128, 256)  # of heads, padded, that Hopper's kernels without a name of their own serve
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:
@@ -200,7 +201,7 @@ def hopper_forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | 
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs, forward=True)
-    yield _on_hopper(traits, (32, 64, 128, 256), loads_pairs=loads_pairs)
+    yield _on_hopper(traits, DIMS, loads_pairs=loads_pairs)
 
 
 @joined
@@ -303,7 +304,7 @@ def hopper_keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[
         yield f"serves no softcap beside head dims over 128, not {_dims(traits)}"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
-    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *d_bias, loads_pairs=loads_pairs)
+    yield _on_hopper(traits, DIMS, "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
 @joined
@@ -337,7 +338,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
             yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
-    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", "out", loads_pairs=loads_pairs)
+    yield _on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)
 
 
 @joined
@@ -346,7 +347,7 @@ def hopper_keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | Non
     yield _without_distances(traits)
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
-    yield _on_hopper(traits, (32, 64, 128, 256), "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
+    yield _on_hopper(traits, DIMS, "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 
 @joined
