@@ -27,7 +27,7 @@ from dmattn.equivalence import Case, check
 from dmattn.kernels import narrow_heads, traits
 from dmattn.kernels.hopper import shared_query_grad as hopper_shared_query_grad
 from dmattn.kernels.hopper.resident import bias as hopper_resident
-from dmattn.kernels.portable import split_keys
+from dmattn.kernels.portable import group_parts, split_keys
 
 T = TypeVar("T")
 CASES = (
@@ -195,6 +195,7 @@ PACKED = (
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
+group_parts.LEAST_QUERIES = 0  # and groups of heads dealt out
 narrow_heads.FULL = 0  # and Hopper's kernels for few narrow rows
 hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias beside dQ
 

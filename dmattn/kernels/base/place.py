@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ...problem import Problem
+from .device import processors
 from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
@@ -46,14 +48,35 @@ def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
     return block, head, batch
 
 
+def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | None:
+    """How many programs begin side by side, one on each processor, where a causal mask alone hides pairs and all of a launch run at once.
+
+    Every second so many are then in the reverse order, so that a processor with long work has short work, too. Where the heads of a group are
+    dealt out to several programs, which have no queries in common, it is the number of all programs. None else.
+    """
+    causal = problem.left is None and problem.right is not None and problem.first is None and problem.ends_q is None
+    count = processors(problem.query.device)
+    if not causal:
+        return None
+    return count if count < programs <= places else programs if parts > 1 else None
+
+
 @triton.jit
-def place_keys(rules, length, heads, BLOCK: tl.constexpr):
+def place_keys(rules, length, heads, BLOCK: tl.constexpr, wave=None):
     """:func:`place` of a block of keys; but TOGETHER or TOGETHER_BY_INTERVALS sequences work on a block side by side in three cases.
 
     Where batch entries share a bias, its tiles are read once then. Under a causal mask, or intervals, the long work of all of them comes first,
-    and short work is left to end with, when processors wait for the last program.
+    and short work is left to end with, when processors wait for the last program. With a `wave` (:func:`wave_of`) all sequences do so.
     """
-    return _place(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if wave is None:
+        return _place(program, programs, rules, length, heads, BLOCK)
+    else:
+        begin = program // wave * wave
+        if program // wave % 2 == 1:
+            program = begin + tl.minimum(begin + wave, programs) - 1 - program
+        sequences = programs // tl.cdiv(length, BLOCK)
+        return program // sequences, program % sequences % heads, program % sequences // heads
 
 
 @triton.jit

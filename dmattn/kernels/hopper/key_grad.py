@@ -20,16 +20,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
+from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
-from ..base.key_sums import by_group, vectors_of
+from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.place import place_keys
+from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries, own_queries
+from ..portable.group_parts import GroupParts, numbers_of, of_part, part_of_group
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
 from .backward_sizes import key_sizes
@@ -120,9 +122,12 @@ def key_gradients(
     copies_d_bias = copyable("d_bias", d_bias) is not None
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
+    programs = count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads
+    places = programs_each * processors(problem.query.device)
+    parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums))
     launch(
         _key_gradients_kernel,
-        count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads,
+        programs * parts.count,
         q=tiled(problem.query, block_m, whole_of(dim)),
         k=tiled(problem.key, block_n, whole_of(dim)),
         v=tiled(problem.value, block_n, whole_of(dim_v)),
@@ -132,10 +137,12 @@ def key_gradients(
         d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming, block_m),
-        d_k=strided(d_key, heads),
-        d_v=strided(d_value, heads),
-        key_sums=strided(vectors_of(key_sums), heads),
+        d_k=strided(parts.d_key, heads),
+        d_v=strided(parts.d_value, heads),
+        key_sums=strided(vectors_of(parts.key_sums), heads),
         extents=Extents(heads, heads // kv_heads, len_q, len_k),
+        dealt=parts.dealt,
+        wave=wave_of(problem, programs * parts.count, places, parts.count),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -145,11 +152,13 @@ def key_gradients(
         STAGES=stages,
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
         COPIES_D_BIAS=copies_d_bias,
-        BY_GROUP=by_group(problem, key_sums),
+        BY_GROUP=parts.by_group,
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
     )
+    if parts.count > 1:
+        parts.add()
 
 
 @gluon.constexpr_function
@@ -160,20 +169,28 @@ def blocks_of(consumers, dim, dim_v):
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents,
+    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents, dealt, wave,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+    """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries,
+    or those that are `dealt` to it.
 
     q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
     is read from rules. `extents` are :class:`key_tile.Extents`.
     """
     follow()
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
-    block, kv_head, batch = place_keys(rules, extents.len_k, extents.heads // extents.group, BLOCKS * BLOCK_N)
-    seq = sequence(rules.ends, batch, kv_head * extents.group, extents.len_q, extents.len_k)
+    block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCKS * BLOCK_N, wave)
+    kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
+    if d_k is not None:
+        d_k = of_part(d_k, part, dealt)
+    if d_v is not None:
+        d_v = of_part(d_v, part, dealt)
+    if BY_GROUP:
+        key_sums = of_part(key_sums, part, dealt)
+    seq = sequence(rules.ends, batch, head, extents.len_q, extents.len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
     k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
@@ -220,9 +237,9 @@ def _key_gradients_kernel(
     ones = Ones(key_ones, score_ones, d_p_ones)
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
-            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, extents.group, col, which, config))
+            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which, config))
             if which < CONSUMERS
-            else (_produce, (sources, tiles, barriers, rules, seq, extents.group, col, config))
+            else (_produce, (sources, tiles, barriers, rules, seq, groups, col, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],

@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...problem import Problem
-from ..base.key_sums import by_group, vectors_of
+from ..base.device import processors
+from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Strided, slice_pointer, strided
 from ..base.overlap import follow
@@ -26,6 +27,7 @@ from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step
+from ..portable.group_parts import GroupParts, numbers_of, of_part, part_of_group
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
 from .backward_sizes import interval_key_sizes
@@ -109,10 +111,12 @@ def key_gradients(
         dim, dim_v = padded_dims(problem)  # in turns consumers exchange whole columns
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
+    programs, places = triton.cdiv(len_k, block_n) * kv_heads * batch, programs_each * processors(problem.query.device)
+    parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums), order)
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
     launch(
         _key_gradients_kernel,
-        triton.cdiv(len_k, block_n) * kv_heads * batch,
+        programs * parts.count,
         q=tiled(problem.query, block_m, whole_of(dim)),
         k=tiled(problem.key, block_n, whole_of(dim)),
         v=tiled(problem.value, block_n, whole_of(dim_v)),
@@ -122,11 +126,12 @@ def key_gradients(
         rules=with_spread_table(problem, rules_of(problem)),
         bounds=strided(block_bounds(problem, block_n), heads),
         terms=tiled_terms(incoming, block_m),
-        d_k=strided(d_key, heads),
-        d_v=strided(d_value, heads),
-        key_sums=strided(vectors_of(key_sums), heads),
+        d_k=strided(parts.d_key, heads),
+        d_v=strided(parts.d_value, heads),
+        key_sums=strided(vectors_of(parts.key_sums), heads),
         order=strided(order, heads),
         extents=Extents(heads, heads // kv_heads, len_q, len_k),
+        dealt=parts.dealt,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -134,33 +139,39 @@ def key_gradients(
         CONSUMERS=consumers,
         STAGES=stages,
         ALIKE=alike,
-        BY_GROUP=by_group(problem, key_sums),
+        BY_GROUP=parts.by_group,
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
     )
+    if parts.count > 1:
+        parts.add()
 
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents,
+    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents, dealt,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries, or those
+    that are `dealt` to it.
 
     q, k, v, d_out, bias (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias is read from rules. What is
     stored for each key is stored where `order` says, if there is one. `extents` are :class:`key_tile.Extents`. ALIKE: the heads of a group
     have the same intervals and bias of keys.
     """
     follow()
-    block, kv_head, batch = place_keys(rules, extents.len_k, extents.heads // extents.group, BLOCK_N)
+    block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCK_N)
+    kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
     col = block * BLOCK_N
-    seq = Sequence(batch, kv_head * extents.group, extents.len_q, extents.len_k)
+    seq = Sequence(batch, head, extents.len_q, extents.len_k)
     if d_k is not None:
-        d_k = _slice(d_k, seq)
+        d_k = _slice(of_part(d_k, part, dealt), seq)
     if d_v is not None:
-        d_v = _slice(d_v, seq)
+        d_v = _slice(of_part(d_v, part, dealt), seq)
+    if BY_GROUP:
+        key_sums = of_part(key_sums, part, dealt)
     if order is not None:
         order = _slice(order, seq)
     SPLIT: gl.constexpr = max(DIM, DIM_V) > 128
@@ -173,8 +184,8 @@ def _key_gradients_kernel(
     terms_tiles = allocate_terms(terms, STAGES, BLOCK_M)
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
     d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 1 if SPLIT else CONSUMERS, BLOCK_M, BLOCK_N)
-    if is_dead(rules, bounds, seq, extents.group, col):
-        _store_zeros(d_k, d_v, key_sums, order, seq, extents.group, col, config)
+    if is_dead(rules, bounds, seq, groups, col):
+        _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
     else:
         p_tile, p_barriers = None, None
         if SPLIT:
@@ -214,9 +225,9 @@ def _key_gradients_kernel(
         results = Results(d_k, d_v, key_sums, d_bias)
         gl.warp_specialize(
             [
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, extents.group, col, which, config))
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which, config))
                 if which < CONSUMERS
-                else (_produce, (sources, tiles, barriers, rules, bounds, seq, extents.group, col, config))
+                else (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col, config))
                 for which in (0, 1, 2)[: CONSUMERS + 1]
             ],
             [4] * (CONSUMERS - 1) + [1],

@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..base.key_sums import by_group, vectors_of
+from ..base.device import processors
+from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
 from ..base.overlap import follow
@@ -17,6 +18,9 @@ from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick
 from ..visits.walk import query_lists, query_range, query_step, query_steps
+from .group_parts import GroupParts, numbers_of, of_part, part_of_group
+
+PROGRAMS_PER_PROCESSOR = 2
 
 
 def key_gradients(
@@ -40,13 +44,16 @@ def key_gradients(
     lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
-    wanted = (d_key, d_value, vectors_of(key_sums), d_bias)
+    programs = count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads
+    places = PROGRAMS_PER_PROCESSOR * processors(problem.query.device)
+    parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums), order)
+    wanted = (parts.d_key, parts.d_value, vectors_of(parts.key_sums), d_bias)
     for group in _apart(wanted) if in_pieces(problem, tile) else (wanted,):
         if all(x is None for x in group):
             continue
         launch(
             _key_gradients_kernel,
-            count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads,
+            programs * parts.count,
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
@@ -54,10 +61,13 @@ def key_gradients(
             incoming=incoming.strided(heads),
             wanted=tuple(strided(x, heads) for x in group),
             order=strided(order, heads),
-            groups=heads // kv_heads,
-            BY_GROUP=by_group(problem, key_sums),
-            **launch_options(problem, tile, incoming.d_out, d_key, d_value, d_bias),
+            group=heads // kv_heads,
+            dealt=parts.dealt,
+            BY_GROUP=parts.by_group,
+            **launch_options(problem, tile, incoming.d_out, parts.d_key, parts.d_value, d_bias),
         )
+    if parts.count > 1:
+        parts.add()
 
 
 def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], ...]:
@@ -68,20 +78,22 @@ def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...]
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, incoming, wanted, order, groups, heads, len_q, len_k, BY_GROUP: tl.constexpr,
+    q, k, v, rules, incoming, wanted, order, group, dealt, heads, len_q, len_k, BY_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries.
+    """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries, or those
+    that are `dealt` to it.
 
     What it stores for each key it stores where the keys lie, or where `order` says. Sums over the queries are those of a head, or BY_GROUP.
     """
     follow()
-    block, kv_head, batch = place_keys(rules, len_k, heads // groups, BLOCK_N)
+    block, number, batch = place_keys(rules, len_k, numbers_of(heads, group, dealt), BLOCK_N)
+    _kv_head, first_head, count, part = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
-    first_seq = sequence(rules.ends, batch, kv_head * groups, len_q, len_k)
+    first_seq = sequence(rules.ends, batch, first_head, len_q, len_k)
     if rules.ends is not None:
         cols = Span(cols.start, cols.index, first_seq.len_k)
     k_tiles = load_pieces(k, first_seq, cols, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_N, BLOCK_D]
@@ -92,11 +104,14 @@ def _key_gradients_kernel(
     dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
     dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
     d_k, d_v, key_sums, d_bias = wanted
+    d_k, d_v = of_part(d_k, part, dealt), of_part(d_v, part, dealt)
+    if BY_GROUP:
+        key_sums = of_part(key_sums, part, dealt)
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
     sums = tl.full([BLOCK_N], 0.0, tl.float32)
-    for head in tl.range(kv_head * groups, (kv_head + 1) * groups):
+    for head in tl.range(first_head, first_head + count):
         seq = under_head(first_seq, head)
         if not BY_GROUP:
             sums = tl.full([BLOCK_N], 0.0, tl.float32)

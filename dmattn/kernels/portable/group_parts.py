@@ -1,0 +1,98 @@
+"""dK and dV of few keys that many query heads share: the heads of a group are dealt out to several programs, whose sums are added in order.
+
+One program would walk them all, one after the other, while most of the GPU has nothing to do: 71 heads with one head of keys, in a batch of
+one, are 32 programs of 64 keys for 2048 tokens. Parts are as many as run at once, or twice as many, so that the GPU bounds their memory, not
+the problem.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...problem import Problem
+from ..base.key_sums import by_group
+from ..base.layout import Strided
+from .bias_grad import Sharing
+
+# NVIDIA H200, 2026-11-27: the queries, of all heads of a program, that are worth the memory which its sums take, there and back. Two parts of
+# two heads over 1024 causal tokens, backward 0.099 to 0.085 ms; four parts 0.097 (docs/history.md).
+LEAST_QUERIES = 1024
+
+
+class Dealt(NamedTuple):
+    """How the query heads of a key-value head are dealt out, as a kernel argument; None where one program has all."""
+
+    parts: Any  # programs that share a block of keys
+    each: Any  # heads of one of them; the last may have fewer
+    entries: Any  # batch entries: those of a part lie together
+
+
+class GroupParts:
+    """The parts of a launch for dK, dV and sums of dS by key, and where its programs store them.
+
+    `programs` would have whole groups, on a GPU with `places` for so many at once. There is one part with an `order`, whose other places nobody
+    writes, and of packed sequences, which mostly are many programs.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        programs: int,
+        places: int,
+        results: tuple[Tensor | None, Tensor | None, Tensor | None],
+        order: Tensor | None = None,
+    ) -> None:
+        (batch, heads, len_q), kv_heads = problem.query.shape[:3], problem.key.shape[1]
+        group, count = heads // kv_heads, 1
+        if order is None and problem.ends_q is None and programs > 0:
+            causal = problem.left is None and problem.right is not None
+            most, least = (2 * places, 2 * LEAST_QUERIES) if causal else (places, LEAST_QUERIES)  # some have little to do under a causal mask
+            count = max(1, min(group, most // programs, group * len_q // max(1, least)))
+        each = triton.cdiv(group, count)
+        self.by_group = by_group(problem, results[2])  # else sums have an entry for each head, which one program makes
+        self._sharing = Sharing(batch, kv_heads, group, batch * group, triton.cdiv(group, each))
+        self._summed = results if self.by_group else (*results[:2], None)
+        self._rooms = tuple(None if x is None else self._sharing.parts(x) for x in self._summed)
+        self.count = self._sharing.splits
+        self.dealt = None if self.count == 1 else Dealt(self.count, each, batch)
+        self.d_key, self.d_value, sums = self._rooms
+        self.key_sums = sums if self.by_group else results[2]
+
+    def add(self) -> None:
+        """Fill the results of several parts, each of their sums added in order."""
+        for result, room in zip(self._summed, self._rooms, strict=True):
+            if result is not None and room is not None:
+                self._sharing.sum_parts(room, result)
+
+
+@triton.jit
+def numbers_of(heads, group, dealt):
+    """How many parts there are of all key-value heads of a batch entry."""
+    if dealt is None:
+        return heads // group
+    else:
+        return heads // group * dealt.parts
+
+
+@triton.jit
+def part_of_group(number, group, dealt):
+    """(key-value head, the first of its query heads that a part has, how many, the part), by its number among those of a batch entry."""
+    if dealt is None:
+        return number, number * group, group, 0
+    else:
+        kv_head, part = number // dealt.parts, number % dealt.parts
+        first = part * dealt.each
+        return kv_head, kv_head * group + first, tl.minimum(dealt.each, group - first), part
+
+
+@triton.jit
+def of_part(t, part, dealt):
+    """The tensor in which the parts of a result lie, or None, as a part has it."""
+    if dealt is None or t is None:
+        return t
+    else:
+        return Strided(t.ptr + (part * dealt.entries).to(tl.int64) * t.batch, t.batch, t.head, t.row, t.col, t.group, t.whole)
