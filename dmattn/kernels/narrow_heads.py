@@ -13,7 +13,6 @@ from .traits import D_BIAS_OF_PAIRS, Traits
 
 _OF_NARROWEST = "with head dims to 32"
 _SHORT = 128  # queries and keys to which the portable forward kernel is faster of the narrowest heads without a bias of pairs
-LEAST_DIM = 8
 FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
 
 
@@ -35,9 +34,7 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
     Of other calls these kernels are not known to be the faster ones.
     """
     dim = max(traits.head_dim, traits.value_dim)
-    if dim <= LEAST_DIM:
-        yield f"is for head dims from {LEAST_DIM + 1}, not {dim}, as the copy engine fills up the others"
-    elif dim <= 16 and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
+    if dim <= 16 and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
         beside = "" if forward else " or a bias (B, H, Sq, Sk) whose gradient is wanted"
         yield f"with head dims to 16 is for a mask (..., 1, Sk){beside}, as the portable kernel is faster for other calls"
     if traits.softcap is not None:

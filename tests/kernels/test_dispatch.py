@@ -306,7 +306,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs"})), f"{BESIDE}, not a mask (..., Sq, Sk)"),
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "window"}), right=0), f"{BESIDE}, not causal"),
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys", "sinks", "window"}), right=4), f"{BESIDE}, not a window"),
-    ("forward: Hopper", PLAIN_ROWS | dict(head_dim=8, value_dim=8), "is for head dims from 9, not 8, as the copy engine fills up the others"),
     ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk), as the portable kernel is faster"),
     ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "for a mask (..., 1, Sk) or a bias (B, H, Sq, Sk) whose gradient is wanted, as"),
     ("forward: Hopper", PLAIN_ROWS | dict(len_k=128), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 128 queries and keys, not 768 and 128"),

@@ -21,8 +21,8 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
-# NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing, and to none where the copy engine is slow: rows
-# of 72, 88 and, without a bias of pairs, 40 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
+# NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing. To none, without a bias of pairs, where the copy
+# engine is slow: rows of 40, 56, 72 or 88 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
 KEYS_OF_ONE_PADDED, SECTOR = 320, 32
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
@@ -84,12 +84,12 @@ def _are_of_one(problem: Problem, width: int) -> bool:
             few = 0
         return pairs or problem.first is not None or mean_keys(problem) <= few
     if problem.first is not None:
-        return width == 128 and problem.query.shape[0] == 1 and problem.bias is None
+        return width == 128 and problem.query.shape[0] == 1 and problem.bias is None and not _has_odd_rows(problem)
     few = KEYS_OF_ONE_WIDE
     if windowed and not pairs:
         few = KEYS_OF_ONE_WINDOW_WIDE
     elif _is_padded(problem, width):
-        few = 0 if _has_odd_rows(problem) else KEYS_OF_ONE_PADDED
+        few = 0 if _has_odd_rows(problem) and not pairs else KEYS_OF_ONE_PADDED
     return mean_keys(problem) <= (2 * few if pairs else few) * width // 128
 
 

@@ -1,4 +1,4 @@
-"""dK and dV on Hopper (sm_90) for head dims from 17 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
+"""dK and dV on Hopper (sm_90) for head dims from 8 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: one to three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. While one consumer makes probabilities, the others multiply, or that of another program on the processor. Within
