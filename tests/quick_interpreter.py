@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 NUMPYS = (tl.int32, tl.int64, tl.float32)  # types that NumPy has, in which it computes what Triton does
 WHOLE = (tl.int32, tl.int64)
 IN_32_BITS = range(-(1 << 31), 1 << 31)
+TRITONS: dict[str, Callable] = {}  # operators of tensors, by name, before they were replaced
 
 
 def install() -> None:
@@ -96,7 +97,7 @@ def compute_directly() -> None:
 
 def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, result: tl.dtype | None = None) -> None:
     """Let a tensor's operator compute by a function of arrays, its own first, where nothing is converted."""
-    others = getattr(tl.tensor, name)
+    TRITONS[name] = others = getattr(tl.tensor, name)
     is_sum = name in ("__add__", "__radd__")
     mine = WHOLE if only_whole else NUMPYS
 
@@ -107,20 +108,20 @@ def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, 
         if type(other) is tl.tensor:
             its = other.dtype
             if kind in mine and (kind is its or (kind in WHOLE and its in WHOLE)):
-                common = result or (kind if kind is its else tl.int64)
-                return of_data(function(self.handle.data, other.handle.data), common, self.type, other.type)
+                common = kind if kind is its else tl.int64
+                return of_data(function(self.handle.data, other.handle.data), common, result or common, self.type, other.type)
             if is_sum and its in WHOLE and kind.is_ptr():
                 moved = interpreter.interpreter_builder.create_addptr(self.handle, other.handle)
-                return of_data(moved.data, kind, self.type, other.type)
+                return of_data(moved.data, kind, kind, self.type, other.type)
         elif kind in mine and (other in IN_32_BITS if type(other) is int and kind in WHOLE else type(other) is float and kind is tl.float32):
-            return of_data(function(self.handle.data, other), result or kind, self.type)
+            return of_data(function(self.handle.data, other), kind, result or kind, self.type)
         return others(self, other, _semantic=interpreter.interpreter_semantic)
 
     setattr(tl.tensor, name, operator)
 
 
-def of_data(data: np.ndarray, scalar: tl.dtype, *types: tl.dtype) -> tl.tensor:
-    """A tensor of the shape to which operands of these types are broadcast."""
+def of_data(data: np.ndarray, computed: tl.dtype, scalar: tl.dtype, *types: tl.dtype) -> tl.tensor:
+    """A tensor of scalars of a type, of the shape to which operands of these types are broadcast; the handle keeps the one in which it was computed."""
     found = scalar
     for each in types:
         if each.is_block():
@@ -128,7 +129,7 @@ def of_data(data: np.ndarray, scalar: tl.dtype, *types: tl.dtype) -> tl.tensor:
                 found = each
                 break
             found = tl.block_type(scalar, list(data.shape))
-    return tl.tensor(interpreter.TensorHandle(data, scalar), found)
+    return tl.tensor(interpreter.TensorHandle(data, computed), found)
 
 
 def divided(dividend: np.ndarray, divisor: np.ndarray) -> np.ndarray:
