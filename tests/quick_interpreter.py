@@ -10,8 +10,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-NUMPYS = (tl.int32, tl.int64, tl.float32)  # types that NumPy has, in which it computes what Triton does
-WHOLE = (tl.int32, tl.int64)
+WHOLE = {id(tl.int32), id(tl.int64)}  # by identity: Triton looks long for whether two types are equal
+NUMPYS = WHOLE | {id(tl.float32)}  # types that NumPy has, in which it computes what Triton does
 IN_32_BITS = range(-(1 << 31), 1 << 31)
 TRITONS: dict[str, Callable] = {}  # operators of tensors, by name, before they were replaced
 
@@ -105,15 +105,16 @@ def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, 
         if type(other) is tl.constexpr:
             other = other.value
         kind = self.dtype
+        is_whole = id(kind) in WHOLE
         if type(other) is tl.tensor:
             its = other.dtype
-            if kind in mine and (kind is its or (kind in WHOLE and its in WHOLE)):
+            if id(kind) in mine and (kind is its or (is_whole and id(its) in WHOLE)):
                 common = kind if kind is its else tl.int64
                 return of_data(function(self.handle.data, other.handle.data), common, result or common, self.type, other.type)
-            if is_sum and its in WHOLE and kind.is_ptr():
+            if is_sum and id(its) in WHOLE and kind.is_ptr():
                 moved = interpreter.interpreter_builder.create_addptr(self.handle, other.handle)
                 return of_data(moved.data, kind, kind, self.type, other.type)
-        elif kind in mine and (other in IN_32_BITS if type(other) is int and kind in WHOLE else type(other) is float and kind is tl.float32):
+        elif id(kind) in mine and (other in IN_32_BITS if type(other) is int and is_whole else type(other) is float and kind is tl.float32):
             return of_data(function(self.handle.data, other), kind, result or kind, self.type)
         return others(self, other, _semantic=interpreter.interpreter_semantic)
 
