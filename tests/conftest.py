@@ -15,7 +15,6 @@ from typing import Any
 
 import libraries
 import pytest
-import quick_interpreter
 import torch
 
 from dmattn import attention
@@ -42,6 +41,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 if interpreting():
+    import quick_interpreter
+
     quick_interpreter.install()
 
 NO_CUDA = (
