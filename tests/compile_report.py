@@ -2,7 +2,8 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_80 --few     compiles few launches that have all types and constants of each argument that any has
+python tests/compile_report.py sm_90 --few     compiles few launches that have all types and constants of each argument that any has
+python tests/compile_report.py sm_80 --fewer   compiles fewer, without every head dim and type of stride
 python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
@@ -18,7 +19,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import covers
 
 from dmattn import BlockMask, RelativeBias, kernels
 from dmattn.bits import BLOCK, WORD
@@ -230,16 +233,15 @@ def nothing():
 class Compiler:
     """Inside, launches for `target` are noted in `launches`, and those that are `wanted` become compilations: `rows` gets one for each.
 
-    A launch is a kernel with a key of Triton's, and is noted with what it has: the types of the kernel's arguments and of their parts, where an
-    absent tensor is a type, and constants, such as head dims. Each compiles in a process of its own, because bad code generation may
-    abort it, and a few at once. A process is forked at the launch: it compiles as the launch would have, with the assembler that is set for
-    it, and what has to be passed to a compiler cannot be sent.
+    A launch is a kernel with a key of Triton's, and is noted with its types and constants, by which covers.py chooses. Each compiles in a
+    process of its own, because bad code generation may abort it, and a few at once. A process is forked at the launch: it compiles as the
+    launch would have, with the assembler that is set for it, and what has to be passed to a compiler cannot be sent.
     """
 
     def __init__(self, target: GPUTarget, wanted: Iterable[tuple] = ()) -> None:
         self.target, self.wanted = target, set(wanted)
         self.case = ""
-        self.launches: dict[tuple, set[tuple]] = {}
+        self.launches: covers.Launches = {}
         self.rows: list[dict[str, Any]] = []
         self.running: dict[Connection, tuple[dict[str, Any], Any]] = {}
         self.at_once = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
@@ -263,8 +265,7 @@ class Compiler:
         launch = function, key
         if launch in self.launches:
             return
-        constants = {(str(place), repr(constant)) for place, constant in others[2].items()}
-        self.launches[launch] = {(function, *each) for each in constants.union(types(others[0]))}
+        self.launches[launch] = others[0], others[2]
         if launch not in self.wanted:
             return
         while len(self.running) >= self.at_once:
@@ -292,16 +293,6 @@ class Compiler:
             process.join()
             if "hash" not in row:
                 row["ended"] = process.exitcode
-
-
-def types(signature: Any, *path: Any) -> Iterator[tuple]:
-    """The type of each part of each argument, with the path to it; of a tuple its length, too."""
-    if isinstance(signature, dict | tuple | list):
-        yield *path, len(signature)
-        for name, each in signature.items() if isinstance(signature, dict) else enumerate(signature):
-            yield from types(each, *path, name)
-    else:
-        yield *path, str(signature)
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
@@ -390,15 +381,6 @@ def packed(case: Case, dtype: torch.dtype) -> Problem:
     return problem._replace(**tokens, ends_q=ends, ends_k=ends, longest_q=case.len_q, longest_k=problem.key.shape[2])
 
 
-def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
-    """Few launches that together have all that these have: each the one that brings most of what is missing, the first of these."""
-    missing, chosen = set().union(*launches.values()), []
-    while missing:
-        chosen.append(max(launches, key=lambda launch: len(launches[launch] & missing)))
-        missing -= launches[chosen[-1]]
-    return chosen
-
-
 def launch_all(compiler: Compiler) -> None:
     """Everything above, with the case's name in `compiler`."""
     problems = [(case.name, meta(case, dtype)) for case, dtype in LAUNCHES]
@@ -431,21 +413,17 @@ def launch_all(compiler: Compiler) -> None:
         kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
 
 
-def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
-    return list({function: (function, key) for function, key in reversed(list(launches))}.values())
+CHOSEN = {"all": list, "few": covers.few, "fewer": covers.fewer, "once": covers.first_of_each_kernel}
 
 
-CHOSEN = {"key": list, "type": cover, "kernel": first_of_each_kernel}
-
-
-def report(name: str, new: str = "key") -> list[dict[str, Any]]:
-    """A record of each compilation for a target. Of launches, `new` says which compile: each key, few with every type, or one of each kernel.
+def report(name: str, which: str = "all") -> list[dict[str, Any]]:
+    """A record of each compilation for a target, of all launches or of those that `which`, an option of the command line, chooses.
 
     A record has `ended`, the exit status, and no numbers where the compiler broke off.
     """
     with Compiler(gpu_target(name)) as noting:
         launch_all(noting)
-    with Compiler(gpu_target(name), CHOSEN[new](noting.launches)) as compiler:
+    with Compiler(gpu_target(name), CHOSEN[which](noting.launches)) as compiler:
         launch_all(compiler)
     assert list(compiler.launches) == list(noting.launches)
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
@@ -455,7 +433,7 @@ def report(name: str, new: str = "key") -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = report(sys.argv[1], "kernel" if "--once" in sys.argv else "type" if "--few" in sys.argv else "key")
+    found = report(sys.argv[1], next((which for which in CHOSEN if f"--{which}" in sys.argv), "all"))
     if "--json" in sys.argv:
         print(json.dumps(found))
     else:

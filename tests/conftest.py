@@ -6,13 +6,11 @@ bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyT
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import libraries
@@ -42,65 +40,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     take_gpus_by_turns(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")))
 
 
-def patch_the_language_once() -> None:
-    """Spare Triton's interpreter 40 % of its time: it patches the whole language again for each function that a running kernel calls."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-
-    def patch_lang(function: Callable) -> object:
-        seen = function.__globals__.values()
-        unpatched = any(tl.core.is_builtin(language.load) and any(each is language for each in seen) for language in (tl, tl.core))
-        return patch(function) if unpatched else None
-
-    interpreter._patch_lang = patch_lang
-
-
-def compute_nothing_twice() -> None:
-    """Spare it 40 % of the rest.
-
-    It computes each sum and product of 32-bit integers in 64 bits too, and drops the comparison, an assertion of debug mode, which it does
-    not have. And it makes the table of NumPy's types again whenever it asks for one of them.
-    """
-    from triton.runtime import interpreter
-
-    options = interpreter.interpreter_builder.options
-    assert not options.debug, "overflow is asserted: let it be computed"
-    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
-    of_pointer, of_number = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
-    interpreter._get_np_dtype = lambda dtype: (of_pointer if dtype.scalar.is_ptr() else of_number)(dtype.scalar)
-
-
-def share_shapes() -> None:
-    """Spare it 30 % of what is left: each value that it computes, and each type, makes and describes its shape again."""
-    import triton.language as tl
-
-    initialize_tensor, initialize_block_type = tl.core.tensor.__init__, tl.core.block_type.__init__
-    of_tensors: dict[tuple, dict] = {}
-    of_types: dict[tuple, dict] = {}
-
-    def tensor(self: tl.core.tensor, handle: object, type: tl.core.dtype) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in of_tensors:
-            initialize_tensor(self, handle, type)
-            of_tensors[sizes] = dict(shape=self.shape, numel=self.numel)
-        vars(self).update(of_tensors[sizes], handle=handle, type=type, dtype=type.scalar)
-
-    def block_type(self: tl.core.block_type, element_ty: tl.core.dtype, shape: Iterable) -> None:
-        key = element_ty.name, *(size.value if isinstance(size, tl.core.constexpr) else size for size in shape)
-        if key not in of_types:
-            initialize_block_type(self, element_ty, shape)
-            of_types[key] = dict(shape=self.shape, numel=self.numel, name=self.name)
-        vars(self).update(of_types[key], element_ty=element_ty)
-
-    tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
-
-
 if interpreting():
-    patch_the_language_once()
-    compute_nothing_twice()
-    share_shapes()
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 NO_CUDA = (
     "needs a CUDA device, which is not here"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
+import io
 import json
 import runpy
 import subprocess
@@ -37,6 +39,18 @@ def run(script: str, directory: Path, *arguments: str) -> tuple[int, list[str], 
     return done.returncode, done.stdout.splitlines(), json.loads(target.read_text())
 
 
+def run_here(script: str, directory: Path, *arguments: str) -> tuple[int, list[str], dict]:
+    """The same in this process, for a script that another test starts: a process imports PyTorch for seconds."""
+    target, printed = directory / "result.json", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [str(BENCHMARKS / script), "--device", "cpu", "--json", str(target), *arguments])
+        patch.setattr(sys, "path", sys.path[:])
+        patch.chdir(directory)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    return int(ended.value.code or 0), printed.getvalue().splitlines(), json.loads(target.read_text())
+
+
 def check_environment(environment: dict, script: str) -> None:
     assert script in environment["command"]
     assert environment["versions"].keys() >= {"dmattn", "torch", "triton", "python"}
@@ -65,7 +79,7 @@ def test_equivalence_passes_and_records_every_contender(script, tensors, without
 
 
 def test_equivalence_in_two_dtypes_without_peers(tmp_path):
-    code, printed, result = run("forward_equivalence.py", tmp_path, "--cases", "value-dim", "--dtype", "bf16", "fp16", "--peers", "")
+    code, printed, result = run_here("forward_equivalence.py", tmp_path, "--cases", "value-dim", "--dtype", "bf16", "fp16", "--peers", "")
     assert code == 0
     assert printed[-1] == "2 passed, 0 failed"
     assert [case["dtype"] for case in result["cases"]] == ["bf16", "fp16"]
@@ -74,7 +88,7 @@ def test_equivalence_in_two_dtypes_without_peers(tmp_path):
 
 @pytest.mark.parametrize("script", ["forward_equivalence.py", "backward_equivalence.py"])
 def test_equivalence_fails_when_an_error_exceeds_its_budget(script, tmp_path):
-    code, printed, result = run(script, tmp_path, "--quick", "--cases", "softcap", "--peers", "", "--budget", "0.01")
+    code, printed, result = run_here(script, tmp_path, "--quick", "--cases", "softcap", "--peers", "", "--budget", "0.01")
     assert code == 1
     assert printed[-1] == "0 passed, 1 failed"
     assert result["failed"] == 1
@@ -243,7 +257,7 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
 
 def test_speed_measures_windows_and_sinks_beside_peers_that_have_them(tmp_path):
     names = ["gpt_oss_window", "gpt_oss_window_sinks"]
-    code, _, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
+    code, _, result = run_here("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
     assert code == 0
     plain, sinks = (record["contenders"] for record in result["workloads"])
     assert max(*plain["eager"]["difference"], *plain["sdpa_math"]["difference"], *sinks["eager"]["difference"]) < 1e-4
@@ -307,7 +321,7 @@ def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_p
 
 
 def test_dynamic_mask_begins_no_peer_when_the_budget_is_spent(tmp_path):
-    code, printed, result = run("dynamic_mask.py", tmp_path, "--tiny", "--points", "length-1024", "--peers", "flex", "--budget", "0")
+    code, printed, result = run_here("dynamic_mask.py", tmp_path, "--tiny", "--points", "length-1024", "--peers", "flex", "--budget", "0")
     assert code == 0
     contenders = result["points"][0]["contenders"]
     assert contenders["dmattn"]["backward"]["repeatable"]
@@ -656,7 +670,7 @@ def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_
 def test_models_of_every_kind_have_the_loss_of_eager_attention(tmp_path):
     pytest.importorskip("transformers", reason="the script measures models of Transformers")
     models = ["modernbert_base_8192", "gpt_oss_8192", "gemma3_8192", "pairformer_384"]
-    code, _, result = run("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", "dmattn", "eager")
+    code, _, result = run_here("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", "dmattn", "eager")
     assert code == 0
     for record in result["models"]:
         losses = {name: run["training"]["loss"] for name, run in record["runs"].items() if "loss" in run["training"]}
