@@ -143,11 +143,30 @@ class Call:
 
             sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
+        total += sum(self._of_group_parts(problem, choice, d_bias) for choice in choices)
         if "sums at the ends" in makes:
             total += 2 * _size(self.lse)
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
         return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+
+    def _of_group_parts(self, problem: Problem, choice: Choice, d_bias: Any) -> int:
+        """Bytes of dK, dV and sums of dS by key in parts, where the query heads of a group are dealt out to several programs."""
+        name = choice.row.name.removesuffix(", pairs loaded")
+        if choice.makes.isdisjoint({"d_key", "d_value", "d_bias of keys"}) or not name.startswith(("Hopper: d_key", "portable: d_key")):
+            return 0
+        from .kernels.hopper import key_grad as hopper_key_grad
+        from .kernels.hopper import key_grad_intervals
+        from .kernels.portable import key_grad
+        from .kernels.portable.group_parts import count_parts
+
+        kernels = key_grad if name.startswith("portable") else key_grad_intervals if name.endswith("by intervals") else hopper_key_grad
+        programs, places = kernels.fill_of(problem, d_bias if "d_bias of pairs" in choice.makes else None)
+        parts = count_parts(problem, programs, places, problem.order)
+        results = [x for key, x in (("d_key", problem.key), ("d_value", problem.value)) if key in choice.makes]
+        if "d_bias of keys" in choice.makes and d_bias.shape[:2] == problem.key.shape[:2] and d_bias.shape[1] < problem.query.shape[1]:
+            results.append(d_bias)
+        return 4 * parts * sum(x.numel() for x in results) if parts > 1 else 0
 
     def _of_copies(self, name: str, copies: Copies) -> int:
         """Bytes of query and key with columns for factors; in a backward pass of their gradients, of which d_query and d_key are views."""

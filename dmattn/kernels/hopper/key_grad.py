@@ -10,6 +10,7 @@ one to the other by shared memory, so that each product is made once.
 
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -122,12 +123,11 @@ def key_gradients(
     copies_d_bias = copyable("d_bias", d_bias) is not None
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
-    programs = count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads
-    places = programs_each * processors(problem.query.device)
+    programs, places = fill_of(problem, d_bias)
     parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums))
     launch(
         _key_gradients_kernel,
-        programs * parts.count,
+        count_blocks(problem, packed, blocks * block_n, by_key=True) * kv_heads * parts.count,
         q=tiled(problem.query, block_m, whole_of(dim)),
         k=tiled(problem.key, block_n, whole_of(dim)),
         v=tiled(problem.value, block_n, whole_of(dim_v)),
@@ -159,6 +159,14 @@ def key_gradients(
     )
     if parts.count > 1:
         parts.add()
+
+
+def fill_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
+    """(programs that would have whole groups of heads, how many run at once)."""
+    batch, kv_heads, len_k = problem.key.shape[:3]
+    sizes = key_sizes(problem, d_bias)
+    programs = triton.cdiv(len_k, blocks_of(sizes.consumers, *backward_dims(problem)) * BLOCK_N.value) * kv_heads * batch
+    return programs, sizes.programs * processors(problem.query.device)
 
 
 @gluon.constexpr_function

@@ -103,7 +103,7 @@ def key_gradients(
     order: Tensor | None,
 ) -> None:
     """As in portable/key_grad.py, with intervals."""
-    batch, heads, len_q, head_dim = problem.query.shape
+    _batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     consumers, block_m, stages, programs_each = interval_key_sizes(problem, d_bias)
     block_n, (dim, dim_v) = BLOCK_N.value, backward_dims(problem)
@@ -111,7 +111,7 @@ def key_gradients(
         dim, dim_v = padded_dims(problem)  # in turns consumers exchange whole columns
     if d_bias is not None:
         d_bias.zero_()  # what lies outside the intervals
-    programs, places = triton.cdiv(len_k, block_n) * kv_heads * batch, programs_each * processors(problem.query.device)
+    programs, places = fill_of(problem, d_bias)
     parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums), order)
     alike = all(x is None or x.shape[1] <= kv_heads for x in (problem.first, problem.last, problem.bias))
     launch(
@@ -146,6 +146,13 @@ def key_gradients(
     )
     if parts.count > 1:
         parts.add()
+
+
+def fill_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
+    """(programs that would have whole groups of heads, how many run at once)."""
+    batch, kv_heads, len_k = problem.key.shape[:3]
+    sizes = interval_key_sizes(problem, d_bias)
+    return triton.cdiv(len_k, BLOCK_N.value) * kv_heads * batch, sizes.programs * processors(problem.query.device)
 
 
 @gluon.jit

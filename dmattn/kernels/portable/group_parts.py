@@ -31,12 +31,22 @@ class Dealt(NamedTuple):
     entries: Any  # batch entries: those of a part lie together
 
 
-class GroupParts:
-    """The parts of a launch for dK, dV and sums of dS by key, and where its programs store them.
+def count_parts(problem: Problem, programs: int, places: int, order: Tensor | None = None) -> int:
+    """Into how many parts groups are dealt out, where so many `programs` would have whole ones, on a GPU with `places` for them at once.
 
-    `programs` would have whole groups, on a GPU with `places` for so many at once. There is one part with an `order`, whose other places nobody
-    writes, and of packed sequences, which mostly are many programs.
+    Into one with an `order`, whose other places nobody writes, and of packed sequences, which mostly are many programs.
     """
+    if order is not None or problem.ends_q is not None or programs == 0:
+        return 1
+    group, len_q = problem.query.shape[1] // problem.key.shape[1], problem.query.shape[2]
+    causal = problem.left is None and problem.right is not None
+    most, least = (2 * places, 2 * LEAST_QUERIES) if causal else (places, LEAST_QUERIES)  # some have little to do under a causal mask
+    count = max(1, min(group, most // programs, group * len_q // max(1, least)))
+    return triton.cdiv(group, triton.cdiv(group, count))
+
+
+class GroupParts:
+    """The parts of a launch for dK, dV and sums of dS by key (:func:`count_parts`), and where its programs store them."""
 
     def __init__(
         self,
@@ -46,19 +56,13 @@ class GroupParts:
         results: tuple[Tensor | None, Tensor | None, Tensor | None],
         order: Tensor | None = None,
     ) -> None:
-        (batch, heads, len_q), kv_heads = problem.query.shape[:3], problem.key.shape[1]
-        group, count = heads // kv_heads, 1
-        if order is None and problem.ends_q is None and programs > 0:
-            causal = problem.left is None and problem.right is not None
-            most, least = (2 * places, 2 * LEAST_QUERIES) if causal else (places, LEAST_QUERIES)  # some have little to do under a causal mask
-            count = max(1, min(group, most // programs, group * len_q // max(1, least)))
-        each = triton.cdiv(group, count)
+        (batch, heads), kv_heads = problem.query.shape[:2], problem.key.shape[1]
+        group, self.count = heads // kv_heads, count_parts(problem, programs, places, order)
         self.by_group = by_group(problem, results[2])  # else sums have an entry for each head, which one program makes
-        self._sharing = Sharing(batch, kv_heads, group, batch * group, triton.cdiv(group, each))
+        self._sharing = Sharing(batch, kv_heads, group, batch * group, self.count)
         self._summed = results if self.by_group else (*results[:2], None)
         self._rooms = tuple(None if x is None else self._sharing.parts(x) for x in self._summed)
-        self.count = self._sharing.splits
-        self.dealt = None if self.count == 1 else Dealt(self.count, each, batch)
+        self.dealt = None if self.count == 1 else Dealt(self.count, triton.cdiv(group, self.count), batch)
         self.d_key, self.d_value, sums = self._rooms
         self.key_sums = sums if self.by_group else results[2]
 

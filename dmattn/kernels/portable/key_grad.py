@@ -44,16 +44,14 @@ def key_gradients(
     lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
-    programs = count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads
-    places = PROGRAMS_PER_PROCESSOR * processors(problem.query.device)
-    parts = GroupParts(problem, programs, places, (d_key, d_value, key_sums), order)
+    parts = GroupParts(problem, *fill_of(problem), (d_key, d_value, key_sums), order)
     wanted = (parts.d_key, parts.d_value, vectors_of(parts.key_sums), d_bias)
     for group in _apart(wanted) if in_pieces(problem, tile) else (wanted,):
         if all(x is None for x in group):
             continue
         launch(
             _key_gradients_kernel,
-            programs * parts.count,
+            count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads * parts.count,
             q=strided(problem.query, heads),
             k=strided(problem.key, heads),
             v=strided(problem.value, heads),
@@ -68,6 +66,13 @@ def key_gradients(
         )
     if parts.count > 1:
         parts.add()
+
+
+def fill_of(problem: Problem, _d_bias: Tensor | None = None) -> tuple[int, int]:
+    """(programs that would have whole groups of heads, about how many run at once)."""
+    batch, kv_heads, len_k = problem.key.shape[:3]
+    programs = triton.cdiv(len_k, pick("keys", problem).block_n) * kv_heads * batch
+    return programs, PROGRAMS_PER_PROCESSOR * processors(problem.query.device)
 
 
 def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], ...]:
