@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -195,10 +196,15 @@ def _chosen(call: Call, target: tuple[str, int]) -> tuple[tuple[Choice, ...], tu
 
 def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | None) -> Pass:
     """A pass by kernels."""
+    from .kernels.base.device import rehearsed_for
+
+    of_target = [(choice.traits.family, choice.traits.processors) for choice in choices[:1]]
+    with rehearsed_for(*of_target[0]) if of_target else nullcontext():
+        memory = call.memory(name, choices)
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
     rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
-    return _costing(call, name, rows, tuple(refusals), call.memory(name, choices), flops, peak)
+    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)
 
 
 def _by_pytorch(call: Call, name: str, row: str, peak: Peak | None) -> Pass:

@@ -359,8 +359,8 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
         problem = meta(case, dtype)
         if any(side is not None and side < 0 for side in (problem.left, problem.right)):  # aligned at the first key, as attention is not
             continue
-        forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target).passes
-        out, lse, states = backend.allocate_forward(problem)
+        forward, backward = explain(problem.query, problem.key, problem.value, **options_of(problem), target=target, processors=132).passes
+        out, lse, states = backend.allocate_forward(problem)  # as of a GPU with so many
         gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
         problem = problem.with_states(states)
         with Allocated() as by_forward:

@@ -9,7 +9,8 @@ Reading order, by folder: `base` (what all kernels are made of), `visits` (the b
 
 dBias of a bias of pairs that nobody shares is stored by `key_grad` and its like, or by `query_grad`; of a shared one by `portable.bias_grad`
 and `hopper.bias_grad`, with dQ by `hopper.shared_query_grad` (few share it) and `hopper.resident.query_grad` (many narrow heads do), and by
-`portable.one_tile`; of keys by `key_grad` and its like with `base.key_sums`. The gradient of sinks is made by `portable.sink_grad`.
+`portable.one_tile`; of keys by `key_grad` and its like with `base.key_sums`, in parts where `portable.group_parts` says so, as dK and dV. The
+gradient of sinks is made by `portable.sink_grad`.
 `portable.join` joins results over two sets of keys, for `dmattn.distributed`; `portable.factor_columns` factors with query and key.
 
 Glossary: `rows` are positions of queries, `cols` of keys, `dims` along a head; `_tile` is a block on chip, `_rows` a vector with one value

@@ -29,7 +29,7 @@ def _named(features: frozenset[str], traits: Traits) -> str:
 
 @joined
 def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for many long rows, and for most rows beside a bias of pairs in 16 bits.
+    """Why another row serves head dims to 32; None for many long rows, and from 17 on for most rows beside a bias of pairs in 16 bits.
 
     Of other calls these kernels are not known to be the faster ones.
     """

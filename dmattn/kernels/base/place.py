@@ -48,16 +48,21 @@ def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
     return block, head, batch
 
 
+def hides_by_place_alone(problem: Problem) -> bool:
+    """Whether a causal mask hides pairs, and no window, interval or other mask: last keys have few queries then."""
+    return problem.left is None and problem.right is not None and problem.first is None and not problem.is_masked
+
+
 def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | None:
     """How many programs begin side by side, one on each processor, where a causal mask alone hides pairs and all of a launch run at once.
 
     Every second so many are then in the reverse order, so that a processor with long work has short work, too. Where the heads of a group are
-    dealt out to several programs, which have no queries in common, it is the number of all programs. None else.
+    dealt out to several programs, which have no queries in common, it is the number of all programs. None else, and where batch entries may
+    share a bias of pairs, whose tiles they read together.
     """
-    causal = problem.left is None and problem.right is not None and problem.first is None and problem.ends_q is None
-    count = processors(problem.query.device)
-    if not causal:
+    if not hides_by_place_alone(problem) or problem.pair_bias is not None or problem.ends_q is not None:
         return None
+    count = processors(problem.query.device)
     return count if count < programs <= places else programs if parts > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The forward pass on Hopper (sm_90) for head dims from 8 to 256, in Gluon: copies, matrix products and softmax overlap.
+"""The forward pass on Hopper (sm_90) for head dims to 256, in Gluon: copies, matrix products and softmax overlap.
 
 The parts of a program run side by side: one to three consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. A consumer (its tiles: hopper/forward_tile.py) issues Q K^T of one tile beside P V of the tile before. During its

@@ -21,8 +21,8 @@ FEW_KEYS = 1024
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
-# NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing. To none, without a bias of pairs, where the copy
-# engine is slow: rows of 40, 56, 72 or 88 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
+# NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing. To none, without a bias of pairs or a window,
+# where the copy engine is slow: rows of 40, 56, 72 or 88 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
 KEYS_OF_ONE_PADDED, SECTOR = 320, 32
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).

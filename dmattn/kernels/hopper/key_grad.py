@@ -1,4 +1,4 @@
-"""dK and dV on Hopper (sm_90) for head dims from 8 to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
+"""dK and dV on Hopper (sm_90) for head dims to 256, with the dBias that is made beside them: as portable/key_grad.py, in Gluon.
 
 The parts of a program run side by side: one to three consumers of 64 keys each, and a producer that copies tiles of queries, dO and bias to
 shared memory ahead of them. While one consumer makes probabilities, the others multiply, or that of another program on the processor. Within
@@ -157,8 +157,7 @@ def key_gradients(
         num_warps=4,
         maxnreg=launch_registers(consumers, programs_each),
     )
-    if parts.count > 1:
-        parts.add()
+    parts.add()
 
 
 def fill_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
@@ -175,7 +174,7 @@ def blocks_of(consumers, dim, dim_v):
     return consumers if max(dim, dim_v) <= 128 else 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["dealt", "wave"])
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents, dealt, wave,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,

@@ -1,4 +1,4 @@
-"""dQ on Hopper (sm_90) for head dims from 8 to 256, in Gluon: the same as portable/query_grad.py without a dBias.
+"""dQ on Hopper (sm_90) for head dims to 256, in Gluon: the same as portable/query_grad.py without a dBias.
 
 The parts of a program run side by side: one or two consumers of 64 queries each, and a producer that copies tiles of keys, values and bias to
 shared memory ahead of them. Of head dims to 64 there is one consumer, and two or three programs share a processor. A consumer makes dS of one

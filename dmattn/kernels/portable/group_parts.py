@@ -1,8 +1,8 @@
 """dK and dV of few keys that many query heads share: the heads of a group are dealt out to several programs, whose sums are added in order.
 
 One program would walk them all, one after the other, while most of the GPU has nothing to do: 71 heads with one head of keys, in a batch of
-one, are 32 programs of 64 keys for 2048 tokens. Parts are as many as run at once, or twice as many, so that the GPU bounds their memory, not
-the problem.
+one, are 32 programs of 64 keys for 2048 tokens. Programs are as many as run at once, or under a causal mask twice as many, so that the GPU
+bounds the memory of parts, not the problem: 34 MB on an H200 with head dims to 128.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Strided
+from ..base.place import hides_by_place_alone
 from .bias_grad import Sharing
 
-# NVIDIA H200, 2026-11-27: the queries, of all heads of a program, that are worth the memory which its sums take, there and back. Two parts of
-# two heads over 1024 causal tokens, backward 0.099 to 0.085 ms; four parts 0.097 (docs/history.md).
-LEAST_QUERIES = 1024
+# NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
+# back. Two parts of two heads over 1024 causal tokens, backward 0.099 to 0.085 ms; four parts 0.097. Twice as many programs as run at once
+# gained 6 to 14 % under a causal mask where each had three heads or more, and nothing with two (docs/history.md).
+LEAST_QUERIES, LEAST_HEADS = 1024, 3
 
 
 class Dealt(NamedTuple):
@@ -39,9 +41,10 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     if order is not None or problem.ends_q is not None or programs == 0:
         return 1
     group, len_q = problem.query.shape[1] // problem.key.shape[1], problem.query.shape[2]
-    causal = problem.left is None and problem.right is not None
-    most, least = (2 * places, 2 * LEAST_QUERIES) if causal else (places, LEAST_QUERIES)  # some have little to do under a causal mask
-    count = max(1, min(group, most // programs, group * len_q // max(1, least)))
+    most, seen = places // programs, group * len_q
+    if hides_by_place_alone(problem):  # some keys have few queries
+        most, seen = max(most, min(2 * places // programs, group // LEAST_HEADS)), seen // 2
+    count = max(1, min(group, most, seen // LEAST_QUERIES))
     return triton.cdiv(group, triton.cdiv(group, count))
 
 
@@ -67,7 +70,7 @@ class GroupParts:
         self.key_sums = sums if self.by_group else results[2]
 
     def add(self) -> None:
-        """Fill the results of several parts, each of their sums added in order."""
+        """Fill the results of several parts, each of their sums added in order; one has filled them itself."""
         for result, room in zip(self._summed, self._rooms, strict=True):
             if result is not None and room is not None:
                 self._sharing.sum_parts(room, result)

@@ -64,8 +64,7 @@ def key_gradients(
             BY_GROUP=parts.by_group,
             **launch_options(problem, tile, incoming.d_out, parts.d_key, parts.d_value, d_bias),
         )
-    if parts.count > 1:
-        parts.add()
+    parts.add()
 
 
 def fill_of(problem: Problem, _d_bias: Tensor | None = None) -> tuple[int, int]:
@@ -81,7 +80,7 @@ def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...]
     return (None, d_value, None, None), (d_key, None, sums, d_bias)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dealt"])
 def _key_gradients_kernel(
     q, k, v, rules, incoming, wanted, order, group, dealt, heads, len_q, len_k, BY_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

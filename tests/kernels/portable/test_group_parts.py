@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from compile_report import meta
 from conftest import needs_cuda
 
 from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
+from dmattn.kernels.base.device import processors
+from dmattn.kernels.base.place import place_keys, wave_of
 from dmattn.kernels.portable import group_parts
 from dmattn.kernels.portable.group_parts import GroupParts
 from dmattn.problem import Problem
@@ -34,7 +41,8 @@ def count_of(problem: Problem, programs: int, places: int, order: torch.Tensor |
 
 def test_parts_fill_the_places_as_far_as_a_group_has_heads_and_queries() -> None:
     assert count_of(problem_of(71, 1, 2048), 32, 264) == 8  # 9 heads each
-    assert count_of(problem_of(71, 1, 2048, causal=True), 32, 264) == 15  # 16 places; 5 heads each, and 1
+    assert count_of(problem_of(71, 1, 2048, causal=True), 32, 264) == 15  # twice the places are 16 parts; 5 heads each, and 1
+    assert count_of(problem_of(8, 1, 2048, causal=True), 32, 132) == 4  # twice the places would leave a part one head
     assert count_of(problem_of(32, 8, 4096), 512, 264) == 1
     assert count_of(problem_of(4, 1, 4096), 8, 264) == 4
     assert count_of(problem_of(8, 8, 2048), 32, 264) == 1
@@ -51,34 +59,91 @@ def test_room_is_the_results_own_where_one_program_has_a_group() -> None:
 
 
 @pytest.fixture
-def many_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Parts as small as can be; the counts of those that were made."""
-    made: list[int] = []
+def many_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Parts as small as can be; the modules of kernels that made some, and how many."""
+    made: list[tuple[str, int]] = []
     made_of = GroupParts.__init__
 
     def noted(self: GroupParts, problem: Problem, programs: int, places: int, *others: object) -> None:
         made_of(self, problem, programs, 3 * programs, *others)
-        made.append(self.count)
+        made.append((sys._getframe(1).f_globals["__name__"].removeprefix("dmattn.kernels."), self.count))
 
-    monkeypatch.setattr(group_parts, "LEAST_QUERIES", 0)
+    monkeypatch.setattr(group_parts, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(group_parts, "LEAST_HEADS", 1)
     monkeypatch.setattr(GroupParts, "__init__", noted)
     return made
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parts_are_exact(case: Case, device: str, many_parts: list[int], unwritten_shows: None) -> None:
+def test_parts_are_exact(case: Case, device: str, many_parts: list[tuple[str, int]], unwritten_shows: None) -> None:
     for dtype in (torch.float16, torch.float32) if device == "cpu" else (torch.bfloat16, torch.float16, torch.float32):
         failed = [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed]
         assert not failed, failed
     if device == "cuda" or interpreting():
-        assert max(many_parts) > 1
+        assert {count for _, count in many_parts} > {1} or min(count for _, count in many_parts) > 1
+
+
+HOPPER = (
+    (Case("odd-group", 330, 260, heads=11, kv_heads=1, head_dim=64), "hopper.key_grad"),
+    (Case("causal-wide", 330, 260, heads=6, kv_heads=2, head_dim=128, causal=True), "hopper.key_grad"),
+    (Case("widest", 330, 260, heads=4, kv_heads=1, head_dim=256), "hopper.key_grad"),
+    (Case("key-bias-by-group-causal", 200, 260, heads=6, kv_heads=2, head_dim=64, bias="bg1k", causal=True), "hopper.key_grad"),
+    (Case("key-bias-by-head", 200, 260, heads=6, kv_heads=2, head_dim=128, bias="bh1k"), "hopper.key_grad"),
+    (Case("own-bias-mask-window", 200, 264, heads=6, kv_heads=2, head_dim=64, bias="bhqk", mask="bgqk", window=(90, 30)), "hopper.key_grad"),
+    (Case("documents", 330, heads=6, kv_heads=2, head_dim=64, intervals="documents"), "hopper.key_grad_intervals"),
+    (Case("documents-key-bias", 330, heads=6, kv_heads=2, head_dim=128, intervals="documents", bias="bg1k"), "hopper.key_grad_intervals"),
+    (Case("padding-wide-causal", 330, heads=4, kv_heads=1, head_dim=256, intervals="padding", causal=True), "hopper.key_grad_intervals"),
+    (Case("odd-rows", 97, 131, heads=6, kv_heads=2, head_dim=64, dropout_p=0.2), "portable.key_grad"),
+)
 
 
 @needs_cuda
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(11, 1, 64), (6, 2, 128), (4, 1, 256), (4, 1, 32)])
-def test_parts_of_long_rows_are_exact(heads: int, kv_heads: int, head_dim: int, causal: bool, many_parts: list[int]) -> None:
-    case = Case("long", 330, 260, batch=2, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal)
+@pytest.mark.parametrize(("case", "kernels"), HOPPER, ids=lambda x: x.name if isinstance(x, Case) else "")
+def test_parts_of_hoppers_kernels_are_exact(case: Case, kernels: str, many_parts: list[tuple[str, int]], unwritten_shows: None) -> None:
     failed = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
     assert not failed, failed
-    assert max(many_parts) > 1
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {name for name, count in many_parts if count > 1} == {kernels}
+
+
+@needs_cuda
+@pytest.mark.parametrize("len_k", [397, 260])
+def test_programs_under_a_causal_mask_that_come_there_and_back_are_exact(len_k: int) -> None:
+    """Of 64 keys each: they are more than processors, and fewer than run at once."""
+    case = Case("there-and-back", 390, len_k, batch=2, heads=16, head_dim=64, causal=True)
+    programs = 2 * 16 * -(-len_k // 64)
+    wave = wave_of(meta_on_gpu(case), programs, 2 * processors(torch.device("cuda")), 1)
+    assert torch.cuda.get_device_capability() != (9, 0) or wave == processors(torch.device("cuda"))
+    failed = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
+    assert not failed, failed
+
+
+def meta_on_gpu(case: Case) -> Problem:
+    problem = meta(case, torch.bfloat16)
+    return problem._replace(query=torch.empty_like(problem.query, device="cuda"))
+
+
+@triton.jit
+def _places_kernel(places, rules, length, heads, wave, BLOCK: tl.constexpr):
+    block, head, batch = place_keys(rules, length, heads, BLOCK, wave)
+    at = places + 3 * tl.program_id(0)
+    tl.store(at, block)
+    tl.store(at + 1, head)
+    tl.store(at + 2, batch)
+
+
+class Rules(NamedTuple):
+    packed_blocks: Any
+    shared: Any
+    right: Any
+    first: Any
+
+
+@pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="runs a kernel")
+@pytest.mark.parametrize("wave", [None, 1, 5, 16, 132])
+@pytest.mark.parametrize(("blocks", "heads", "batch"), [(1, 1, 1), (7, 3, 2), (5, 11, 1), (3, 2, 9)])
+def test_every_block_has_one_program(blocks: int, heads: int, batch: int, wave: int | None) -> None:
+    places = torch.full((blocks * heads * batch, 3), -1, dtype=torch.int32, device="cpu" if interpreting() else "cuda")
+    _places_kernel[(len(places),)](places, Rules(None, None, 0, None), 64 * blocks - 1, heads, wave, BLOCK=64)
+    found = sorted(tuple(place) for place in places.tolist())
+    assert found == [(block, head, entry) for block in range(blocks) for head in range(heads) for entry in range(batch)]
