@@ -98,8 +98,8 @@ def part_of_group(number, group, dealt):
 
 @triton.jit
 def of_part(t, part, dealt):
-    """The tensor in which the parts of a result lie, or None, as a part has it."""
-    if dealt is None or t is None:
+    """The tensor in which the parts of a result lie, as a part has it."""
+    if dealt is None:
         return t
     else:
         return Strided(t.ptr + (part * dealt.entries).to(tl.int64) * t.batch, t.batch, t.head, t.row, t.col, t.group, t.whole)

@@ -108,7 +108,10 @@ def _key_gradients_kernel(
     dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
     dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
     d_k, d_v, key_sums, d_bias = wanted
-    d_k, d_v = of_part(d_k, part, dealt), of_part(d_v, part, dealt)
+    if d_k is not None:
+        d_k = of_part(d_k, part, dealt)
+    if d_v is not None:
+        d_v = of_part(d_v, part, dealt)
     if BY_GROUP:
         key_sums = of_part(key_sums, part, dealt)
     d_out, lse, delta = incoming
