@@ -25,14 +25,14 @@ from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
-from ..base.layout import Span, sequence, slice_pointer, strided, under_head
+from ..base.layout import Span, Strided, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries, own_queries
-from ..portable.group_parts import GroupParts, numbers_of, of_part, part_of_group
+from ..portable.group_parts import GroupParts, numbers_of, part_of_group, part_pointer
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
 from .backward_sizes import key_sizes
@@ -191,12 +191,14 @@ def _key_gradients_kernel(
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
     block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCKS * BLOCK_N, wave)
     kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
-    if d_k is not None:
-        d_k = of_part(d_k, part, dealt)
-    if d_v is not None:
-        d_v = of_part(d_v, part, dealt)
-    if BY_GROUP:
-        key_sums = of_part(key_sums, part, dealt)
+    if dealt is not None:  # in place: from a helper the compiler would not know that columns are neighbours, and store them one by one
+        if d_k is not None:
+            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
+        if d_v is not None:
+            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
+        if BY_GROUP:
+            of_part = part_pointer(key_sums, part, dealt)
+            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
     seq = sequence(rules.ends, batch, head, extents.len_q, extents.len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)

@@ -27,7 +27,7 @@ from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step
-from ..portable.group_parts import GroupParts, numbers_of, of_part, part_of_group
+from ..portable.group_parts import GroupParts, numbers_of, part_of_group, part_pointer
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
 from .backward_sizes import interval_key_sizes
@@ -172,12 +172,18 @@ def _key_gradients_kernel(
     kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
     col = block * BLOCK_N
     seq = Sequence(batch, head, extents.len_q, extents.len_k)
+    if dealt is not None:  # in place, as in key_grad.py
+        if d_k is not None:
+            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
+        if d_v is not None:
+            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
+        if BY_GROUP:
+            of_part = part_pointer(key_sums, part, dealt)
+            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
     if d_k is not None:
-        d_k = _slice(of_part(d_k, part, dealt), seq)
+        d_k = _slice(d_k, seq)
     if d_v is not None:
-        d_v = _slice(of_part(d_v, part, dealt), seq)
-    if BY_GROUP:
-        key_sums = of_part(key_sums, part, dealt)
+        d_v = _slice(d_v, seq)
     if order is not None:
         order = _slice(order, seq)
     SPLIT: gl.constexpr = max(DIM, DIM_V) > 128

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.key_sums import by_group
-from ..base.layout import Strided
 from ..base.place import hides_by_place_alone
 from .bias_grad import Sharing
 
@@ -97,9 +96,6 @@ def part_of_group(number, group, dealt):
 
 
 @triton.jit
-def of_part(t, part, dealt):
-    """The tensor in which the parts of a result lie, as a part has it."""
-    if dealt is None:
-        return t
-    else:
-        return Strided(t.ptr + (part * dealt.entries).to(tl.int64) * t.batch, t.batch, t.head, t.row, t.col, t.group, t.whole)
+def part_pointer(t, part, dealt):
+    """Where a part begins in the tensor in which the parts of a result lie."""
+    return t.ptr + (part * dealt.entries).to(tl.int64) * t.batch

@@ -8,7 +8,7 @@ from ...problem import Problem
 from ..base.device import processors
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
-from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
+from ..base.layout import Span, Strided, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
@@ -18,7 +18,7 @@ from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick
 from ..visits.walk import query_lists, query_range, query_step, query_steps
-from .group_parts import GroupParts, numbers_of, of_part, part_of_group
+from .group_parts import GroupParts, numbers_of, part_of_group, part_pointer
 
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -108,12 +108,14 @@ def _key_gradients_kernel(
     dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
     dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
     d_k, d_v, key_sums, d_bias = wanted
-    if d_k is not None:
-        d_k = of_part(d_k, part, dealt)
-    if d_v is not None:
-        d_v = of_part(d_v, part, dealt)
-    if BY_GROUP:
-        key_sums = of_part(key_sums, part, dealt)
+    if dealt is not None:  # in place: from a helper the compiler would not know that columns are neighbours, and store them one by one
+        if d_k is not None:
+            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
+        if d_v is not None:
+            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
+        if BY_GROUP:
+            of_part = part_pointer(key_sums, part, dealt)
+            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
