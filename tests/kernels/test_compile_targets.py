@@ -8,6 +8,7 @@ the same size, nor strides of 1, of 32 and of 64 bits. For sm_100, whose tiles a
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,6 @@ def test_kernels_compile_without_excess(target):
         assert row["atomics"] == row["uneven"] == row["early"] == 0, row
         if row["module"].endswith("key_grad_intervals"):
             assert row["twice"] == 0, row
+    # Beside a bias, sums and a dBias may be stored by two bytes. Else that is a tile of which the compiler lost that columns are neighbours.
+    plain = [row for row in rows if row["module"] in modules and not re.search("bias|mask|sinks|distances|dynamic", row["case"])]
+    assert all(row["halves"] == 0 for row in plain), plain
