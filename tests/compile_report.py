@@ -160,7 +160,7 @@ LAUNCHES = (
     (Case("one-kv-head-causal-d64", 2048, batch=1, heads=71, kv_heads=1, head_dim=64, causal=True), BF16),
     (Case("one-kv-head-key-bias-d128", 2048, batch=1, heads=16, kv_heads=1, head_dim=128, bias="bg1k"), BF16),
     (Case("one-kv-head-documents-d128", 2048, batch=1, heads=16, kv_heads=1, head_dim=128, intervals="b1k"), BF16),
-    (Case("one-kv-head-fp32-d64", 1024, batch=1, heads=8, kv_heads=1, head_dim=64), FP32),
+    (Case("one-kv-head-key-bias-fp32-d128", 1024, batch=1, heads=8, kv_heads=1, head_dim=128, bias="bg1k"), FP32),
     (Case("narrowest-shared-bias-mask-d16", 640, batch=64, heads=8, head_dim=16, mask="b11k", bias="1hqk"), BF16),
     (Case("sinks-causal-gqa-d128", 4096, heads=16, kv_heads=4, head_dim=128, causal=True, sinks="random", sinks_dtype=FP32), BF16),
     (Case("sinks-window-causal-gqa-d64", 4096, heads=64, kv_heads=8, head_dim=64, causal=True, window=(127, 0), sinks="random"), BF16),

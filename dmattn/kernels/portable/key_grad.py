@@ -113,7 +113,7 @@ def _key_gradients_kernel(
             d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
         if d_v is not None:
             d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
-        if BY_GROUP:
+        if key_sums is not None and BY_GROUP:
             of_part = part_pointer(key_sums, part, dealt)
             key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
     d_out, lse, delta = incoming

@@ -24,6 +24,7 @@ CASES = (
     Case("one-kv-head-odd-group", 70, 97, batch=1, heads=7, kv_heads=1),
     Case("groups-causal-entries", 97, heads=6, kv_heads=2, causal=True, head_dim=20, value_dim=40),
     Case("groups-key-bias-by-group", 70, batch=1, heads=8, kv_heads=2, bias="bg1k", causal=True),
+    Case("groups-key-bias-by-group-two-launches", 70, batch=1, heads=8, kv_heads=2, head_dim=80, bias="bg1k"),
     Case("groups-key-bias-by-head", 70, heads=8, kv_heads=2, bias="bh1k"),
     Case("groups-dense-bias-mask", 65, 37, batch=1, heads=6, kv_heads=2, bias="bhqk", mask="bgqk"),
     Case("groups-documents", 130, heads=5, kv_heads=1, intervals="documents", bias="bg1k"),
