@@ -297,7 +297,7 @@ class Compiler:
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers made twice, and stores of two
-    bytes to global memory.
+    and of four bytes to global memory.
 
     Atomics on shared memory are how tl.histogram counts, and relaxed sums of integers how programs draw numbers: neither is a sum of rounded
     numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
@@ -323,7 +323,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     barriers = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%\w+)\]", code)
     twice = len(barriers) - len(set(barriers))
     counts = {"atomics": len(atomics), "uneven": len(uneven), "early": int(early), "twice": twice}
-    counts["halves"] = len(re.findall(r"st\.global\.[bu]16", code))
+    counts |= {name: len(re.findall(rf"st\.global\.[bu]{bits}", code)) for name, bits in (("halves", 16), ("words", 32))}
     return {"registers": registers, "spilled": spilled, "shared": compiled.metadata.shared, **counts}
 
 

@@ -154,7 +154,7 @@ def fill_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
     return triton.cdiv(len_k, BLOCK_N.value) * kv_heads * batch, sizes.programs * processors(problem.query.device)
 
 
-@gluon.jit(do_not_specialize=["dealt"])
+@gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents, dealt,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,

@@ -80,7 +80,7 @@ def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...]
     return (None, d_value, None, None), (d_key, None, sums, d_bias)
 
 
-@triton.jit(do_not_specialize=["dealt"])
+@triton.jit
 def _key_gradients_kernel(
     q, k, v, rules, incoming, wanted, order, group, dealt, heads, len_q, len_k, BY_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
