@@ -8,6 +8,7 @@ from .device import processors
 from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
+ALL_PROGRAMS = 1 << 30  # and more
 TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
 TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
 
@@ -57,13 +58,13 @@ def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | N
     """How many programs begin side by side, one on each processor, where a causal mask alone hides pairs and all of a launch run at once.
 
     Every second so many are then in the reverse order, so that a processor with long work has short work, too. Where the heads of a group are
-    dealt out to several programs, which have no queries in common, it is the number of all programs. None else, and where batch entries may
-    share a bias of pairs, whose tiles they read together.
+    dealt out to several programs, which have no queries in common, it is more than all programs. None else, and where batch entries may share a
+    bias of pairs, whose tiles they read together.
     """
     if not hides_by_place_alone(problem) or problem.pair_bias is not None or problem.ends_q is not None:
         return None
     count = processors(problem.query.device)
-    return count if count < programs <= places else programs if parts > 1 else None
+    return count if count < programs <= places else ALL_PROGRAMS if parts > 1 else None
 
 
 @triton.jit

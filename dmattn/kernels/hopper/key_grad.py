@@ -174,7 +174,7 @@ def blocks_of(consumers, dim, dim_v):
     return consumers if max(dim, dim_v) <= 128 else 1
 
 
-@gluon.jit(do_not_specialize=["wave"])
+@gluon.jit
 def _key_gradients_kernel(
     q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents, dealt, wave,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
