@@ -233,7 +233,8 @@ def functions_by_key(
 
     names = functions(
         case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
-        _store_sums=_store_sums, place_keys=lambda *given: (language.program, 0, 0), interval_of=lambda *given: (Anything(), Anything()),
+        _store_sums=_store_sums, place_keys=lambda *given: (language.program, 0, 0),
+        numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group, 0), interval_of=lambda *given: (Anything(), Anything()),
         slice_pointer=lambda bounds, seq: seq.head * bounds.head,
         allocate_columns=lambda rows: Place(),
         store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),
@@ -285,7 +286,7 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, terms=Anything(), d_k=Anything("dk"), d_v=Anything("dv"),
-        key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30), HEAD_DIM=64, VALUE_DIM=64,
+        key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30), dealt=None, wave=None, HEAD_DIM=64, VALUE_DIM=64,
         DIM=dim, DIM_V=CUT if dim == CUT else 64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
         COPIES_D_BIAS=True, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
@@ -315,8 +316,8 @@ def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | 
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, bounds=bounds, terms=Anything(),
         d_k=Anything("dk") if wanted["dk"] else None, d_v=Anything("dv") if wanted["dv"] else None,
         key_sums=Anything() if wanted["key sums"] else None, order=chance.choice((None, Anything())),
-        extents=names["Extents"](heads, heads, len_q, len_k), HEAD_DIM=64, VALUE_DIM=64, DIM=dim, DIM_V=CUT if dim == CUT else 64,
-        CONSUMERS=1 if form == "one" else 2, STAGES=stages, ALIKE=alike, BY_GROUP=by_group, REGISTERS=240,
+        extents=names["Extents"](heads, heads, len_q, len_k), dealt=None, HEAD_DIM=64, VALUE_DIM=64, DIM=dim,
+        DIM_V=CUT if dim == CUT else 64, CONSUMERS=1 if form == "one" else 2, STAGES=stages, ALIKE=alike, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
