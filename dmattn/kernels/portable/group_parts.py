@@ -71,7 +71,7 @@ class GroupParts:
     def add(self) -> None:
         """Fill the results of several parts, each of their sums added in order; one has filled them itself."""
         for result, room in zip(self._summed, self._rooms, strict=True):
-            if result is not None and room is not None:
+            if self.count > 1 and result is not None and room is not None:
                 self._sharing.sum_parts(room, result)
 
 
