@@ -72,7 +72,7 @@ class Pass(NamedTuple):
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
         if self.memory_is_least:
-            memory = f"at least {memory}, without lists of blocks, columns of a bias of keys, sums in parts and factors in float32"
+            memory = f"at least {memory}; besides, any lists of blocks, columns of a bias of keys, sums in parts and factors in float32"
         return "\n".join(
             [
                 f"{self.name}: {', '.join(names) or 'nothing to compute'}",

@@ -273,11 +273,13 @@ def shared_query(traits: Traits) -> Iterator[str | None]:
         yield _UNBIASED
         return
     dim = max(block_dim(traits.head_dim), block_dim(traits.value_dim))
-    served = [str(members) for members in range(2, 9) if hopper_shared_query_grad.blocks_of(members, dim)]
+    served = [members for members in range(2, 9) if hopper_shared_query_grad.blocks_of(members, dim)]
     blocks = hopper_shared_query_grad.blocks_of(traits.members, dim)
     if blocks == 0:
         if served:
-            yield f"is for a bias that {', '.join(served[:-1])} or {served[-1]} (batch, head) share, not {traits.members}"
+            all_between = served == list(range(served[0], served[-1] + 1))
+            numbers = f"{served[0]} to {served[-1]}" if all_between else " or ".join(map(str, served))
+            yield f"is for a bias that {numbers} (batch, head) share, not {traits.members}"
         return
     programs = triton.cdiv(traits.len_q, blocks * BLOCK_M.value) * traits.bias.batch * traits.bias.heads
     places = triton.cdiv(programs, traits.processors) * traits.processors

@@ -25,14 +25,14 @@ from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
-from ..base.layout import Span, Strided, sequence, slice_pointer, strided, under_head
+from ..base.layout import Span, sequence, slice_pointer, strided, under_head
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first, rules_of
 from ..base.window import next_step, open_queries, own_queries
-from ..portable.group_parts import GroupParts, numbers_of, part_of_group, part_pointer
+from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
 from .backward_sizes import key_sizes
@@ -190,15 +190,7 @@ def _key_gradients_kernel(
     follow()
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
     block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCKS * BLOCK_N, wave)
-    kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
-    if dealt is not None:  # in place: from a helper the compiler would not know that columns are neighbours, and store them one by one
-        if d_k is not None:
-            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
-        if d_v is not None:
-            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
-        if BY_GROUP:
-            of_part = part_pointer(key_sums, part, dealt)
-            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
+    kv_head, head, groups = part_of_group(number, extents.group, dealt)
     seq = sequence(rules.ends, batch, head, extents.len_q, extents.len_k)
     col = block * (BLOCKS * BLOCK_N)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
@@ -246,7 +238,7 @@ def _key_gradients_kernel(
     ones = Ones(key_ones, score_ones, d_p_ones)
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
-            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which, config))
+            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, dealt, col, which, config))
             if which < CONSUMERS
             else (_produce, (sources, tiles, barriers, rules, seq, groups, col, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
@@ -293,7 +285,7 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
 
 @gluon.jit
 def _consume(
-    tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, col, which: gl.constexpr, config: gl.constexpr
+    tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, dealt, col, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """The gradients of BLOCK_N of the program's keys, in place `which`; of one block for two the first makes dV, the second all else."""
     BLOCK_M: gl.constexpr = config.BLOCK_M
@@ -344,7 +336,7 @@ def _consume(
                 store_d_bias(context, this, start, zeros)
         if key_sums is not None and not config.BY_GROUP:
             _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
-    _store_results(results, sums, rules, seq, col, config)
+    _store_results(results, sums, rules, seq, dealt, col, config)
 
 
 @gluon.jit
@@ -419,18 +411,20 @@ def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_en
 
 
 @gluon.jit
-def _store_results(results, sums, rules, seq, col, config: gl.constexpr):
-    """Write the sums of all heads of the group."""
+def _store_results(results, sums, rules, seq, dealt, col, config: gl.constexpr):
+    """Write the sums of all heads of the group, or of the part of it."""
     if results.key_sums is not None and config.BY_GROUP:
-        _store_sums(results.key_sums, seq, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
+        _store_sums(results.key_sums, under_part(results.key_sums, seq, dealt), col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
     if results.d_bias is not None and config.COPIES_D_BIAS:
         tma.store_wait(0)
     if results.d_k is not None:
+        of_keys = under_part(results.d_k, seq, dealt)
         for i in gl.static_range(len(sums.dk)):
-            store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
+            store_tile(results.d_k, of_keys, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
     if results.d_v is not None:
+        of_values = under_part(results.d_v, seq, dealt)
         for i in gl.static_range(len(sums.dv)):
-            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, FIRST=i * PANEL)
+            store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[i], config.VALUE_DIM, FIRST=i * PANEL)
 
 
 @gluon.jit

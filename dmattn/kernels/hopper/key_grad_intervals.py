@@ -27,7 +27,7 @@ from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step
-from ..portable.group_parts import GroupParts, numbers_of, part_of_group, part_pointer
+from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
 from .backward_sizes import interval_key_sizes
@@ -169,24 +169,12 @@ def _key_gradients_kernel(
     """
     follow()
     block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCK_N)
-    kv_head, head, groups, part = part_of_group(number, extents.group, dealt)
+    kv_head, head, groups = part_of_group(number, extents.group, dealt)
     col = block * BLOCK_N
     seq = Sequence(batch, head, extents.len_q, extents.len_k)
-    if dealt is not None:  # in place, as in key_grad.py
-        if d_k is not None:
-            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
-        if d_v is not None:
-            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
-        if BY_GROUP:
-            of_part = part_pointer(key_sums, part, dealt)
-            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
-    if d_k is not None:
-        d_k = _slice(d_k, seq)
-    if d_v is not None:
-        d_v = _slice(d_v, seq)
+    SPLIT: gl.constexpr = max(DIM, DIM_V) > 128
     if order is not None:
         order = _slice(order, seq)
-    SPLIT: gl.constexpr = max(DIM, DIM_V) > 128
     IN_TURNS: gl.constexpr = CONSUMERS == 2 and not SPLIT
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, STAGES, SPLIT, ALIKE, BY_GROUP)
     k_tile = allocate_tiles(k, 1, BLOCK_N, DIM)
@@ -197,7 +185,7 @@ def _key_gradients_kernel(
     bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
     d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 1 if SPLIT else CONSUMERS, BLOCK_M, BLOCK_N)
     if is_dead(rules, bounds, seq, groups, col):
-        _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config)
+        _store_zeros(d_k, d_v, key_sums, order, seq, groups, dealt, col, config)
     else:
         p_tile, p_barriers = None, None
         if SPLIT:
@@ -234,10 +222,9 @@ def _key_gradients_kernel(
         tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles, p=p_tile)
         ones = Ones(key_ones, score_ones, d_p_ones)
         exchange = Exchange(gradients_given, sums_given, sums_room)
-        results = Results(d_k, d_v, key_sums, d_bias)
         gl.warp_specialize(
-            [
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which, config))
+            [  # d_k and d_v for the same reason as in key_grad.py
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col, which, config))
                 if which < CONSUMERS
                 else (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col, config))
                 for which in (0, 1, 2)[: CONSUMERS + 1]
@@ -254,19 +241,22 @@ def _slice(t, seq):
 
 
 @gluon.jit
-def _store_zeros(d_k, d_v, key_sums, order, seq, groups, col, config: gl.constexpr):
+def _store_zeros(d_k, d_v, key_sums, order, seq, groups, dealt, col, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     WIDTH: gl.constexpr = 256 if config.SPLIT else copied_dims(config.DIM)
     SUMS: gl.constexpr = product_layout(WIDTH)
     zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
     if d_k is not None:
-        store_tile(d_k, seq, col, seq.len_k, zeros, config.HEAD_DIM, order)
+        store_tile(d_k, under_part(d_k, seq, dealt), col, seq.len_k, zeros, config.HEAD_DIM, order)
     if d_v is not None:
-        store_tile(d_v, seq, col, seq.len_k, zeros, config.VALUE_DIM, order)
+        store_tile(d_v, under_part(d_v, seq, dealt), col, seq.len_k, zeros, config.VALUE_DIM, order)
     if key_sums is not None:
         no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
-        for head in range(seq.head, seq.head + (1 if config.BY_GROUP else groups)):
-            _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
+        if config.BY_GROUP:
+            _store_sums(key_sums, order, under_part(key_sums, seq, dealt), col, no_key_sums)
+        else:
+            for head in range(seq.head, seq.head + groups):
+                _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
 
 
 @gluon.jit
@@ -319,7 +309,8 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
 
 @gluon.jit
 def _consume(
-    tiles, ones, barriers, exchange, rules, bounds, results, order, seq, groups, col, which: gl.constexpr, config: gl.constexpr
+    tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col,
+    which: gl.constexpr, config: gl.constexpr,
 ):  # fmt: skip
     """Gradients of the program's keys. Of two consumers in turns each has every second tile of queries; the first stores the sum of both."""
     SPLIT: gl.constexpr = config.SPLIT
@@ -329,9 +320,10 @@ def _consume(
     own: gl.constexpr = which if IN_TURNS else 0
     if SPLIT:
         if which == 0:
-            results = Results(None, results.d_v, None, None)
+            d_k, key_sums, d_bias = None, None, None
         else:
-            results = Results(results.d_k, None, results.key_sums, results.d_bias)
+            d_v = None
+    results = Results(d_k, d_v, key_sums, d_bias)
     k_pieces, v_pieces = pieces(tiles.k, 0, config.DIM), pieces(tiles.v, 0, config.DIM_V)
     context = Context(k_pieces, v_pieces, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
     of_group = 0
@@ -367,28 +359,30 @@ def _consume(
             else:
                 _store_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS))
     if results.key_sums is not None and config.BY_GROUP:
+        place = under_part(results.key_sums, seq, dealt)
         if IN_TURNS:
-            _store_both_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+            _store_both_sums(results.key_sums, order, place, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
         else:
-            _store_sums(results.key_sums, order, seq, col, sums_of_lanes(sums.lanes, PAIRS))
+            _store_sums(results.key_sums, order, place, col, sums_of_lanes(sums.lanes, PAIRS))
     if results.d_bias is not None:
         tma.store_wait(0)
+    of_keys, of_values = under_part(results.d_k, seq, dealt), under_part(results.d_v, seq, dealt)
     if not IN_TURNS:
         if results.d_k is not None:
             for i in gl.static_range(len(sums.dk)):
-                store_tile(results.d_k, seq, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
+                store_tile(results.d_k, of_keys, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
         if results.d_v is not None:
             for i in gl.static_range(len(sums.dv)):
-                store_tile(results.d_v, seq, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
+                store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
     elif which == 0:
         SUMS: gl.constexpr = product_layout(copied_dims(config.DIM_V))
         given = _room_for_gradients(tiles, config.DIM)
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
-            store_tile(results.d_k, seq, col, seq.len_k, (sums.dk[0] + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
+            store_tile(results.d_k, of_keys, col, seq.len_k, (sums.dk[0] + given.index(0).load(SUMS)) * rules.scale, config.HEAD_DIM, order)
         if results.d_v is not None:
-            store_tile(results.d_v, seq, col, seq.len_k, sums.dv[0] + given.index(1).load(SUMS), config.VALUE_DIM, order)
+            store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[0] + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
         given = _room_for_gradients(tiles, config.DIM)
         mbarrier.wait(exchange.gradients.index(0), 0)

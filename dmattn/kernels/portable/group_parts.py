@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.key_sums import by_group
+from ..base.layout import Sequence
 from ..base.place import hides_by_place_alone
 from .bias_grad import Sharing
 
@@ -86,16 +87,19 @@ def numbers_of(heads, group, dealt):
 
 @triton.jit
 def part_of_group(number, group, dealt):
-    """(key-value head, the first of its query heads that a part has, how many, the part), by its number among those of a batch entry."""
+    """(key-value head, the first of its query heads that a part has, how many), by its number among those of a batch entry."""
     if dealt is None:
-        return number, number * group, group, 0
+        return number, number * group, group
     else:
-        kv_head, part = number // dealt.parts, number % dealt.parts
-        first = part * dealt.each
-        return kv_head, kv_head * group + first, tl.minimum(dealt.each, group - first), part
+        kv_head, first = number // dealt.parts, number % dealt.parts * dealt.each
+        return kv_head, kv_head * group + first, tl.minimum(dealt.each, group - first)
 
 
 @triton.jit
-def part_pointer(t, part, dealt):
-    """Where a part begins in the tensor in which the parts of a result lie."""
-    return t.ptr + (part * dealt.entries).to(tl.int64) * t.batch
+def under_part(t, seq, dealt):
+    """Where a part that begins with the sequence's head stores the result `t`, if it is wanted: a sequence with the part's batch entry."""
+    if t is None or dealt is None:
+        return seq
+    else:
+        part = seq.head % t.group // dealt.each
+        return Sequence(part * dealt.entries + seq.batch, seq.head, seq.len_q, seq.len_k)

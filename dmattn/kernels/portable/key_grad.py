@@ -8,7 +8,7 @@ from ...problem import Problem
 from ..base.device import processors
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
-from ..base.layout import Span, Strided, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
+from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
@@ -18,7 +18,7 @@ from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick
 from ..visits.walk import query_lists, query_range, query_step, query_steps
-from .group_parts import GroupParts, numbers_of, part_of_group, part_pointer
+from .group_parts import GroupParts, numbers_of, part_of_group, under_part
 
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -93,7 +93,7 @@ def _key_gradients_kernel(
     """
     follow()
     block, number, batch = place_keys(rules, len_k, numbers_of(heads, group, dealt), BLOCK_N)
-    _kv_head, first_head, count, part = part_of_group(number, group, dealt)
+    _kv_head, first_head, count = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM % BLOCK_DV == 0 else VALUE_DIM)
@@ -108,14 +108,6 @@ def _key_gradients_kernel(
     dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
     dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
     d_k, d_v, key_sums, d_bias = wanted
-    if dealt is not None:  # in place: from a helper the compiler would not know that columns are neighbours, and store them one by one
-        if d_k is not None:
-            d_k = Strided(part_pointer(d_k, part, dealt), d_k.batch, d_k.head, d_k.row, d_k.col, d_k.group, d_k.whole)
-        if d_v is not None:
-            d_v = Strided(part_pointer(d_v, part, dealt), d_v.batch, d_v.head, d_v.row, d_v.col, d_v.group, d_v.whole)
-        if key_sums is not None and BY_GROUP:
-            of_part = part_pointer(key_sums, part, dealt)
-            key_sums = Strided(of_part, key_sums.batch, key_sums.head, key_sums.row, 0, key_sums.group, key_sums.whole)
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
     wanted = (d_k, d_v, key_sums, d_bias)
@@ -149,11 +141,11 @@ def _key_gradients_kernel(
         if key_sums is not None and not BY_GROUP:
             store_rows(key_sums, seq, places, sums)
     if key_sums is not None and BY_GROUP:
-        store_rows(key_sums, first_seq, places, sums)
+        store_rows(key_sums, under_part(key_sums, first_seq, dealt), places, sums)
     if d_k is not None:
-        store_pieces(d_k, first_seq, places, dims, times(dk, rules.scale))
+        store_pieces(d_k, under_part(d_k, first_seq, dealt), places, dims, times(dk, rules.scale))
     if d_v is not None:
-        store_pieces(d_v, first_seq, places, value_dims, dv)
+        store_pieces(d_v, under_part(d_v, first_seq, dealt), places, value_dims, dv)
 
 
 @triton.jit

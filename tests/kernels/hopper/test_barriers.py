@@ -234,7 +234,8 @@ def functions_by_key(
     names = functions(
         case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
         _store_sums=_store_sums, place_keys=lambda *given: (language.program, 0, 0),
-        numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group, 0), interval_of=lambda *given: (Anything(), Anything()),
+        numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group), under_part=lambda t, seq, dealt: seq,
+        interval_of=lambda *given: (Anything(), Anything()),
         slice_pointer=lambda bounds, seq: seq.head * bounds.head,
         allocate_columns=lambda rows: Place(),
         store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),
