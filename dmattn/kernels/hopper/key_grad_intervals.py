@@ -223,8 +223,11 @@ def _key_gradients_kernel(
         ones = Ones(key_ones, score_ones, d_p_ones)
         exchange = Exchange(gradients_given, sums_given, sums_room)
         gl.warp_specialize(
-            [  # d_k and d_v for the same reason as in key_grad.py
-                (_consume, (tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col, which, config))
+            [  # d_k and d_v outside tuples, as in key_grad.py
+                (
+                    _consume,
+                    (tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col, which, config),
+                )
                 if which < CONSUMERS
                 else (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col, config))
                 for which in (0, 1, 2)[: CONSUMERS + 1]
