@@ -14,15 +14,10 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.distances import inner_steps, outer_places
 from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
@@ -30,8 +25,7 @@ from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
-from ..base.rules import place_of_first, rules_of
-from ..base.window import next_step, open_queries, own_queries
+from ..base.rules import rules_of
 from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
 from ..visits.walk import query_lists, query_range, query_step
 from .addressing import copyable
@@ -57,7 +51,7 @@ from .copies import (
     tiled_mask,
     whole_of,
 )
-from .distances import end_numbers, with_spread_table
+from .distances import with_spread_table
 from .key_tile import (
     BLOCK_N,
     PROBABILITIES,
@@ -78,6 +72,7 @@ from .key_tile import (
     turn_of,
     uniform_bias_of,
 )
+from .key_walk import add_range
 from .registers import store_tile, sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
@@ -318,7 +313,7 @@ def _consume(
             store_bias_columns(context.bias_columns, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, BLOCKS * BLOCK_N)
         if rules.lists is None:
-            sums, step = _add_range(context, this, keys, sums, step, begin, end, config)
+            sums, step = add_range(context, this, keys, sums, step, begin, end, config)
         else:
             for position in range(begin, end, BLOCK_M):
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
@@ -337,77 +332,6 @@ def _consume(
         if key_sums is not None and not config.BY_GROUP:
             _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
     _store_results(results, sums, rules, seq, dealt, col, config)
-
-
-@gluon.jit
-def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
-    """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
-    BLOCK_M: gl.constexpr = config.BLOCK_M
-    rules, col = context.rules, context.col
-    BLOCKS: gl.constexpr = config.BLOCKS
-    own_begin, own_end = own_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
-    step = _leave_out(context, seq, step, begin, own_begin, config)
-    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, own_begin, own_end, BLOCK_M, BLOCK_N)
-    if rules.right is not None or not config.EVEN_N:
-        for start in range(own_begin, open_begin, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
-            step += 1
-    if rules.ends is not None:  # the last rows of a block may be those of the next sequence
-        whole = next_step(own_begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
-        open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
-    if rules.table is None:
-        for start in range(open_begin, open_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
-            step += 1
-    else:
-        sums, step = _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config)
-    if rules.left is not None or rules.ends is not None:
-        for start in range(open_end, own_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
-            step += 1
-    return sums, _leave_out(context, seq, step, own_end, end, config)
-
-
-@gluon.jit
-def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
-    """The step after tiles of queries that have no pair of a consumer's keys: it gives back what comes, and their dBias is 0."""
-    BLOCK_M: gl.constexpr = config.BLOCK_M
-    barriers = context.barriers
-    if config.BLOCKS == config.CONSUMERS:  # else both consumers have the program's keys, whose tiles these are
-        for start in range(begin, end, BLOCK_M):
-            stage, phase = stage_of(step, config.STAGES)
-            mbarrier.wait(barriers.q_full.index(stage), phase)
-            mbarrier.wait(barriers.d_out_full.index(stage), phase)
-            mbarrier.arrive(barriers.free.index(stage), count=1)
-            if context.results.d_bias is not None:
-                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))
-            step += 1
-    return step
-
-
-@gluon.jit
-def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config: gl.constexpr):
-    """The same of open tiles beside a table of distances: outer ones of queries before the keys, which take the last number, inner ones, and
-    outer ones after, which take the first.
-    """
-    BLOCK_M: gl.constexpr = config.BLOCK_M
-    rules = context.rules
-    BLOCKS: gl.constexpr = config.BLOCKS
-    first, last = end_numbers(rules, seq)
-    low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
-    place = place_of_first(rules, seq, 0, context.col)  # that of a query is lower by its number
-    inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
-    number, outer_begin, outer_end = last, open_begin, inner_begin
-    for _ in range(2):
-        for start in range(outer_begin, outer_end, BLOCK_M):
-            turn = turn_of(step, config.STAGES, context.which, BLOCKS)
-            sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=False, number=number)
-            step += 1
-        for start in range(outer_end, inner_end, BLOCK_M):
-            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
-            step += 1
-        number, outer_begin, outer_end = first, inner_end, open_end
-    return sums, step
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ KINDS = {
 SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
-KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_grad.py")
+KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_walk.py", "hopper/key_grad.py")
 BIAS_GRAD = (*SHARED, "hopper/bias_grad.py")
 KEY_GRAD_INTERVALS = (*SHARED, "hopper/key_tile.py", "hopper/attending_queries.py", "hopper/key_grad_intervals.py")
 

@@ -1,0 +1,83 @@
+"""The queries that a consumer of dK and dV walks where no lists divide them: open tiles lie between others that may hide pairs."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..base.distances import inner_steps, outer_places
+from ..base.rules import place_of_first
+from ..base.window import next_step, open_queries, own_queries
+from .copies import product_layout, stage_of
+from .distances import end_numbers
+from .key_tile import BLOCK_N, add_tile, store_d_bias, turn_of
+
+
+@gluon.jit
+def add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
+    """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    rules, col = context.rules, context.col
+    BLOCKS: gl.constexpr = config.BLOCKS
+    own_begin, own_end = own_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
+    step = _leave_out(context, seq, step, begin, own_begin, config)
+    open_begin, open_end = open_queries(rules.left, rules.right, seq, col, own_begin, own_end, BLOCK_M, BLOCK_N)
+    if rules.right is not None or not config.EVEN_N:
+        for start in range(own_begin, open_begin, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
+            step += 1
+    if rules.ends is not None:  # the last rows of a block may be those of the next sequence
+        whole = next_step(own_begin, seq.len_q - BLOCK_M + 1, BLOCK_M)
+        open_end = gl.maximum(gl.minimum(open_end, whole), open_begin)
+    if rules.table is None:
+        for start in range(open_begin, open_end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
+            step += 1
+    else:
+        sums, step = _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config)
+    if rules.left is not None or rules.ends is not None:
+        for start in range(open_end, own_end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
+            step += 1
+    return sums, _leave_out(context, seq, step, own_end, end, config)
+
+
+@gluon.jit
+def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
+    """The step after tiles of queries that have no pair of a consumer's keys: it gives back what comes, and their dBias is 0."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    barriers = context.barriers
+    if config.BLOCKS == config.CONSUMERS:  # else both consumers have the program's keys, whose tiles these are
+        for start in range(begin, end, BLOCK_M):
+            stage, phase = stage_of(step, config.STAGES)
+            mbarrier.wait(barriers.q_full.index(stage), phase)
+            mbarrier.wait(barriers.d_out_full.index(stage), phase)
+            mbarrier.arrive(barriers.free.index(stage), count=1)
+            if context.results.d_bias is not None:
+                store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))
+            step += 1
+    return step
+
+
+@gluon.jit
+def _add_open_tiles_of_table(context, seq, keys, sums, step, open_begin, open_end, config: gl.constexpr):
+    """The same of open tiles beside a table of distances: outer ones of queries before the keys, which take the last number, inner ones, and
+    outer ones after, which take the first.
+    """
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    rules = context.rules
+    BLOCKS: gl.constexpr = config.BLOCKS
+    first, last = end_numbers(rules, seq)
+    low, high = outer_places(rules.distances, first, last, BLOCK_M, BLOCK_N)
+    place = place_of_first(rules, seq, 0, context.col)  # that of a query is lower by its number
+    inner_begin, inner_end = inner_steps(open_begin, open_end, place - high + 1, place - low, BLOCK_M)
+    number, outer_begin, outer_end = last, open_begin, inner_begin
+    for _ in range(2):
+        for start in range(outer_begin, outer_end, BLOCK_M):
+            turn = turn_of(step, config.STAGES, context.which, BLOCKS)
+            sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=False, number=number)
+            step += 1
+        for start in range(outer_end, inner_end, BLOCK_M):
+            sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=False)
+            step += 1
+        number, outer_begin, outer_end = first, inner_end, open_end
+    return sums, step
