@@ -17,6 +17,7 @@ from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, slice_pointer, strided
 from ..base.overlap import follow
+from ..base.parts import empty_parts, sum_parts
 from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
@@ -106,7 +107,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tiles = triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
-    parts = sharing.parts(d_bias)
+    parts = empty_parts(d_bias, sharing.splits)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
@@ -133,7 +134,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         num_warps=4,
         maxnreg=LAUNCH_REGISTERS[2],
     )
-    sharing.sum_parts(parts, d_bias)
+    sum_parts(parts, d_bias)
 
 
 def _stages(bias_bytes: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,10 +11,11 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import device_family, processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, inside, load_rows, load_tile, store_tile, strided
+from ..base.layout import Sequence, Span, inside, load_rows, store_tile, strided
 from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
 from ..base.packed_blocks import packed_sequences
+from ..base.parts import empty_parts, sum_parts
 from ..base.pieces import load_pieces
 from ..base.place import member_of
 from ..base.query_terms import Incoming
@@ -29,14 +29,12 @@ from ..visits.mask_blocks import tile_state
 
 PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
-PARTS_ROWS, PARTS_COLS = 8, 64  # of the tile of a program that adds parts: small, as biases in many parts are small
 
 
 class Sharing(NamedTuple):
     """Who shares one slice (Sq, Sk) of a bias: the members, (batch, head) pairs, and over how many programs they are split."""
 
     batch: int  # slices on the batch axis
-    heads: int  # slices on the head axis
     sharing_heads: int  # neighbouring query heads with the same slice
     members: int
     splits: int
@@ -50,7 +48,7 @@ class Sharing(NamedTuple):
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
         splits = _even(members, min(fill, _room(problem, d_bias)))
-        return cls(bias_batch, bias_heads, heads // bias_heads, members, splits, spread_of(problem.bias))
+        return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias))
 
     def evened(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
         """Split further where the tiles, unsplit, leave some processors a program more than others, as far as memory is worth it.
@@ -71,38 +69,12 @@ class Sharing(NamedTuple):
         """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
         batch, heads = problem.query.shape[:2]
         fill = programs_per_processor * processors(problem.query.device) // heads
-        return cls(1, heads, 1, batch, _even(batch, fill))
+        return cls(1, 1, batch, _even(batch, fill))
 
     @classmethod
     def of_blocks(cls, heads: int, blocks: int, programs: int) -> Sharing:
         """Where a head has one number, the sum over so many blocks of queries: split for about so many programs."""
-        return cls(1, heads, 1, blocks, _even(blocks, programs // heads))
-
-    def parts(self, d_bias: Tensor) -> Tensor:
-        """Where every program stores its sum: `d_bias` itself, or with several to a slice as many of it in float32, one after the other."""
-        if self.splits == 1:
-            return d_bias
-        return torch.empty((self.splits * self.batch, *d_bias.shape[1:]), dtype=torch.float32, device=d_bias.device)
-
-    def sum_parts(self, parts: Tensor, d_bias: Tensor) -> None:
-        """Fill `d_bias` from its parts, added in order and rounded once."""
-        if self.splits == 1:
-            return
-        len_q, len_k = d_bias.shape[2:]
-        tiles = triton.cdiv(len_q, PARTS_ROWS) * triton.cdiv(len_k, PARTS_COLS)
-        launch(
-            _sum_parts_kernel,
-            tiles * self.batch * self.heads,
-            parts=strided(parts, self.heads),
-            d_bias=strided(d_bias, self.heads),
-            splits=self.splits,
-            slice_batch=self.batch,
-            slice_heads=self.heads,
-            len_q=len_q,
-            len_k=len_k,
-            BLOCK_M=PARTS_ROWS,
-            BLOCK_N=PARTS_COLS,
-        )
+        return cls(1, 1, blocks, _even(blocks, programs // heads))
 
     def sequences(self, problem: Problem) -> Tensor | None:
         """The list of packed sequences where all of them share a slice. Their members are all of one sequence else."""
@@ -141,27 +113,6 @@ def _even(members: int, most: int) -> int:
     return triton.cdiv(members, triton.cdiv(members, splits)) if members else 1
 
 
-@triton.jit
-def _sum_parts_kernel(
-    parts, d_bias, splits, slice_batch, slice_heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """One program: a tile of one slice of d_bias, the sum of that tile in its parts.
-
-    Grid of one axis: blocks of keys fastest, then blocks of queries, heads of slices, batch entries of slices.
-    """
-    follow()
-    blocks_m, blocks_n = tl.cdiv(len_q, BLOCK_M), tl.cdiv(len_k, BLOCK_N)
-    program = tl.program_id(0)
-    rows = Span(program // blocks_n % blocks_m * BLOCK_M, tl.arange(0, BLOCK_M).to(tl.int64), len_q)
-    cols = Span(program % blocks_n * BLOCK_N, tl.arange(0, BLOCK_N).to(tl.int64), len_k)
-    head = program // (blocks_m * blocks_n) % slice_heads
-    entry = program // (blocks_m * blocks_n) // slice_heads
-    total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-    for part in tl.range(0, splits, loop_unroll_factor=4):  # loads of several parts under way at once
-        total += load_tile(parts, Sequence(part * slice_batch + entry, head, len_q, len_k), rows, cols)
-    store_tile(d_bias, Sequence(entry, head, len_q, len_k), rows, cols, total)
-
-
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk)."""
     heads = problem.query.shape[1]
@@ -169,7 +120,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     tile = pick("bias", problem)
     tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
     sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
-    parts = sharing.parts(d_bias)
+    parts = empty_parts(d_bias, sharing.splits)
     tile = tile._replace(registers=_registers(problem, tile, tiles * sharing.splits))
     by_pairs = problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1)
     launch(
@@ -185,7 +136,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         spread=sharing.spread,
         **launch_options(problem, tile, incoming.d_out, parts),
     )
-    sharing.sum_parts(parts, d_bias)
+    sum_parts(parts, d_bias)
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
+from ..base.parts import empty_parts, sum_parts
 from ..base.place import hides_by_place_alone
-from .bias_grad import Sharing
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
 # back. Two parts of two heads over 1024 causal tokens, backward 0.099 to 0.085 ms; four parts 0.097. Twice as many programs as run at once
@@ -62,9 +62,8 @@ class GroupParts:
         (batch, heads), kv_heads = problem.query.shape[:2], problem.key.shape[1]
         group, self.count = heads // kv_heads, count_parts(problem, programs, places, order)
         self.by_group = by_group(problem, results[2])  # else sums have an entry for each head, which one program makes
-        self._sharing = Sharing(batch, kv_heads, group, batch * group, self.count)
         self._summed = results if self.by_group else (*results[:2], None)
-        self._rooms = tuple(None if x is None else self._sharing.parts(x) for x in self._summed)
+        self._rooms = tuple(None if x is None else empty_parts(x, self.count) for x in self._summed)
         self.dealt = None if self.count == 1 else Dealt(self.count, triton.cdiv(group, self.count), batch)
         self.d_key, self.d_value, sums = self._rooms
         self.key_sums = sums if self.by_group else results[2]
@@ -72,8 +71,8 @@ class GroupParts:
     def add(self) -> None:
         """Fill the results of several parts, each of their sums added in order; one has filled them itself."""
         for result, room in zip(self._summed, self._rooms, strict=True):
-            if self.count > 1 and result is not None and room is not None:
-                self._sharing.sum_parts(room, result)
+            if result is not None and room is not None:
+                sum_parts(room, result)
 
 
 @triton.jit

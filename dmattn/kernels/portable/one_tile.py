@@ -13,6 +13,7 @@ from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
 from ..base.overlap import follow
+from ..base.parts import empty_parts, sum_parts
 from ..base.place import LARGEST, member_of
 from ..base.rules import load_bias2, rules_of, through_softcap
 from ..base.softmax import probabilities
@@ -44,7 +45,7 @@ def gradients(
     if shared:
         slices = d_bias.shape[0] * d_bias.shape[1]
         sharing = Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR)
-        summed = sharing.parts(d_bias)
+        summed = empty_parts(d_bias, sharing.splits)
     else:
         slices = heads
         sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR)
@@ -68,7 +69,7 @@ def gradients(
         **launch_options(problem, tile_of(problem), incoming[0], d_query, d_key, d_value, summed),
     )
     if shared:
-        sharing.sum_parts(summed, d_bias)
+        sum_parts(summed, d_bias)
 
 
 def tile_of(problem: Problem) -> Tile:

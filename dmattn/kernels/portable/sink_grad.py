@@ -10,6 +10,7 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
+from ..base.parts import empty_parts, sum_parts
 from ..base.query_terms import Incoming, terms_of_columns
 from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
@@ -35,7 +36,7 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
     programs = min(PROGRAMS_PER_PROCESSOR * processors(d_sinks.device), heads * batch * blocks // WORTH)
     sharing = Sharing.of_blocks(heads, batch * blocks, programs)
     total = d_sinks[None, :, None, None]
-    parts = sharing.parts(total)
+    parts = empty_parts(total, sharing.splits)
     launch(
         _sink_gradients_kernel,
         heads * sharing.splits,
@@ -52,7 +53,7 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
         num_warps=max(1, min(16, block // 128)),
         enable_fp_fusion=False,  # a sink and the lse that equals it are to be equal times LOG2E, too, however large
     )
-    sharing.sum_parts(parts, total)
+    sum_parts(parts, total)
 
 
 @triton.jit

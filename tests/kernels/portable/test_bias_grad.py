@@ -16,27 +16,12 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dmattn.kernels.base.parts import empty_parts
+
 bias_grad = importlib.import_module("dmattn.kernels.portable.bias_grad")
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NEEDS_CUDA)]
 PARTS = Case("parts", 33, 37, batch=6, heads=1, head_dim=128, bias="1hqk")  # by blocks: a side of 33 is more than one tile of the interpreter
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 0, 2, 1)], ids=["contiguous", "heads-last"])
-@pytest.mark.parametrize("shape", [(1, 2, 9, 130), (2, 3, 8, 5)])
-def test_parts_are_summed_in_order_and_rounded_once(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    splits = 7
-    parts = torch.randn((splits * shape[0], *shape[1:]), generator=torch.Generator().manual_seed(0)).to(device)
-    back = [order.index(axis) for axis in range(4)]
-    d_bias = torch.full([shape[axis] for axis in order], float("nan"), dtype=dtype, device=device).permute(back)
-    assert d_bias.shape == shape
-    bias_grad.Sharing(*shape[:2], sharing_heads=1, members=splits, splits=splits).sum_parts(parts, d_bias)
-    total = torch.zeros(shape, device=device)
-    for part in parts.view(splits, *shape):
-        total += part
-    assert torch.equal(d_bias, total.to(dtype))
 
 
 @pytest.mark.parametrize(("batch", "splits"), [(3, 1), (4, 2), (6, 3), (16, 4)])
@@ -51,14 +36,13 @@ def test_parts_fill_the_processors_within_the_share_of_memory(batch: int, splits
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    summed = []
-    sum_parts = bias_grad.Sharing.sum_parts
-    monkeypatch.setattr(bias_grad.Sharing, "sum_parts", lambda self, *rest: (summed.append(self.splits), sum_parts(self, *rest))[1])
+    counts = []
+    monkeypatch.setattr(bias_grad, "empty_parts", lambda result, count: (counts.append(count), empty_parts(result, count))[1])
     inputs = PARTS.inputs(torch.float32, device)
     split, again = (results(attention, inputs, PARTS.options)["d_bias"] for _ in range(2))
     assert torch.equal(split, again)
-    assert summed[0] > 1
+    assert counts[0] > 1
     monkeypatch.setattr(bias_grad, "PROGRAMS_PER_PROCESSOR", 0)
     replay.forget()  # what the calls above launched
     torch.testing.assert_close(results(attention, inputs, PARTS.options)["d_bias"], split, rtol=1e-5, atol=1e-6)
-    assert summed[-1] == 1
+    assert counts[-1] == 1

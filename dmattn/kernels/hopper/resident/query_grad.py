@@ -20,10 +20,10 @@ from ...base.launch import launch
 from ...base.layout import Sequence, slice_pointer, strided
 from ...base.leading import spread_of
 from ...base.overlap import follow
+from ...base.parts import sum_parts
 from ...base.place import member_of
 from ...base.query_terms import Incoming
 from ...base.rules import LOG2E, rules_of
-from ...portable.bias_grad import Sharing
 from ..addressing import copyable
 from ..copies import (
     CONSUMER_REGISTERS,
@@ -108,8 +108,8 @@ def query_gradients(
     consumers = 3 if len_k > 2 * KEYS.value else 2
     programs = min(processors(problem.query.device), blocks * members)
     spread = spread_of(problem.bias)
-    sharing = Sharing(entries, bias_heads, heads // bias_heads, members, most_parts(blocks, members, programs))
-    parts = None if d_bias is None else _borrowed(sharing.splits, d_bias, spare)
+    count = most_parts(blocks, members, programs)
+    parts = None if d_bias is None else _borrowed(count, d_bias, spare)
     launch(
         _resident_query_gradients_kernel,
         programs,
@@ -122,7 +122,7 @@ def query_gradients(
         rules=rules_of(problem),
         d_q=tiled(d_query, BLOCK_M.value, DIM),
         parts=strided(parts, bias_heads),
-        part_count=sharing.splits,
+        part_count=count,
         block_count=blocks,
         entries=None if entries == 1 else entries,
         sharing_heads=heads // bias_heads,
@@ -135,7 +135,7 @@ def query_gradients(
         maxnreg=LAUNCH_REGISTERS[consumers],
     )
     if d_bias is not None:
-        sharing.sum_parts(parts, d_bias)
+        sum_parts(parts, d_bias)
 
 
 def _borrowed(count: int, d_bias: Tensor, spare: tuple[Tensor | None, ...]) -> Tensor:
