@@ -296,8 +296,8 @@ class Compiler:
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers made twice, and stores of two
-    and of four bytes to global memory.
+    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers made twice, and stores of
+    two and of four bytes to global memory.
 
     Atomics on shared memory are how tl.histogram counts, and relaxed sums of integers how programs draw numbers: neither is a sum of rounded
     numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import libraries
@@ -125,7 +126,7 @@ def libraries_for_their_tests_alone() -> Iterator[None]:
 
 @pytest.fixture
 def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill every result with NaN, or 0 where there is none, before it is computed, so that an element nobody writes shows."""
+    """Fill every result and part of one with NaN, or 0 where there is none, before it is computed, so that an element nobody writes shows."""
     for name in ("allocate_forward", "allocate_backward"):
         allocate = getattr(backend, name)
 
@@ -137,6 +138,10 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
             return made
 
         monkeypatch.setattr(backend, name, filled)
+    if find_spec("triton") is not None:
+        from dmattn.kernels.base import parts
+
+        monkeypatch.setattr(parts, "_room", lambda shape, device: torch.full(shape, float("nan"), device=device))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 Launches = dict[tuple, tuple[Any, dict]]
 """By kernel and key of Triton's: the signature, with the type of each argument, and the constants by their place among them."""
-ANY = ("HEAD_DIM", "VALUE_DIM")
+BLOCKS = {"HEAD_DIM": "BLOCK_D", "VALUE_DIM": "BLOCK_DV"}
+"""In which block a head dim is padded, or cut to pieces."""
 
 
 def few(launches: Launches) -> list[tuple]:
@@ -18,7 +19,7 @@ def few(launches: Launches) -> list[tuple]:
 def fewer(launches: Launches) -> list[tuple]:
     """Every type of each tensor is compiled, every constant, and every argument left out and given, but not all numbers.
 
-    Integers that are told at the call, such as strides, have any one of their types, and of head dims the sizes of their blocks are enough.
+    Integers that are told at the call, such as strides, have any one of their types, and of head dims one is enough of those in as many blocks.
     """
     return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
 
@@ -43,13 +44,25 @@ def all_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
 
 
 def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
-    """What decides which code a launch has: Triton takes an integer of 1 for a constant, too, and those of large tensors for 64 bits."""
-    found = {(*path, "integer" if kind in ("i32", "i64") else kind) for *path, kind in types(signature) if kind != "constexpr"}
+    """What decides which code a launch has: Triton takes an integer of 1 for a constant, too, and those of large tensors for 64 bits.
+
+    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks it has, and whether these are whole.
+    """
+    found = {(*path, brief(kind)) for *path, kind in types(signature) if path and kind != "constexpr"}
+    named = {function.arg_names[place]: constant for (place, *within), constant in constants.items() if not within}
     for (place, *within), constant in constants.items():
         name = function.arg_names[place]
-        is_any = type(constant) is int and (within or name in ANY)
-        found.add((name, *within, "integer" if is_any else repr(constant)))
-    return {(function, *each) for each in found if isinstance(each[-1], str)}
+        block = named.get(BLOCKS.get(name))
+        if block is not None:
+            found.add((name, constant % block == 0, -(-constant // block)))
+        else:
+            found.add((name, *within, "integer" if type(constant) is int and (within or name in BLOCKS) else repr(constant)))
+    return {(function, *each) for each in found}
+
+
+def brief(kind: str | int) -> str:
+    """The type of an argument, or how many a tuple has."""
+    return f"of {kind}" if isinstance(kind, int) else "integer" if kind in ("i32", "i64") else kind
 
 
 def types(signature: Any, *path: Any) -> Iterator[tuple]:

@@ -90,7 +90,7 @@ def compute_directly() -> None:
     convert = semantic.cast
 
     def cast(self: object, input: tl.tensor, dst_ty: tl.dtype, *rounding: object) -> tl.tensor:
-        return input if input.dtype is dst_ty.scalar else convert(self, input, dst_ty, *rounding)
+        return input if input.dtype is dst_ty.scalar and not any(rounding) else convert(self, input, dst_ty, *rounding)
 
     semantic.cast = cast
 
@@ -122,7 +122,10 @@ def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, 
 
 
 def of_data(data: np.ndarray, computed: tl.dtype, scalar: tl.dtype, *types: tl.dtype) -> tl.tensor:
-    """A tensor of scalars of a type, of the shape to which operands of these types are broadcast; the handle keeps the one in which it was computed."""
+    """A tensor of scalars of a type, of the shape to which operands of these types are broadcast.
+
+    The handle keeps the type in which it was computed.
+    """
     found = scalar
     for each in types:
         if each.is_block():

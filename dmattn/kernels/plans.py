@@ -33,7 +33,7 @@ _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-40, 256
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
-DIMS = (16, 32, 64, 128, 256)  # of heads, padded, that Hopper's kernels without a name of their own serve
+DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper's general kernels serve
 
 
 def _find_tile(kernel: str, traits: Traits) -> Tile:

@@ -2,8 +2,8 @@
 
 In a full run (DMATTN_FULL=1) all launches, for every GPU. Else, for Hopper, where the kernels are measured, as few as have all types and
 constants of each argument of a kernel. For the GPU whose shared memory is the smallest of NVIDIA's and for AMD's, fewer: they have each dtype
-of each tensor, each argument left out and given, so padded and packed, and each flag and size of a block, but not each head dim in a block of
-the same size, nor strides of 1, of 32 and of 64 bits. For sm_100, whose tiles are those of sm_80, one of each kernel.
+and form of each tensor, each argument left out and given, so padded and packed, and each flag and size of a block, but not each head dim in as
+many such blocks, nor strides of 1, of 32 and of 64 bits. For sm_100, whose tiles are those of sm_80, one of each kernel.
 """
 
 import json
@@ -102,8 +102,8 @@ def test_kernels_compile_without_excess(target):
         assert row["atomics"] == row["uneven"] == row["early"] == 0, row
         if row["module"].endswith("key_grad_intervals"):
             assert row["twice"] == 0, row
-    # Beside a bias, sums and a dBias may be stored by single numbers. Else that is a tile of which the compiler lost that columns are neighbours;
-    # dK and dV in parts are float32.
+    # Beside a bias, sums and a dBias may be stored by single numbers. Else that is a tile of which the compiler lost that columns are
+    # neighbours; dK and dV in parts are float32.
     plain = [row for row in rows if row["module"] in modules and not re.search("bias|mask|sinks|distances|dynamic", row["case"])]
     assert all(row["halves"] == 0 for row in plain), plain
     assert all(row["words"] == 0 for row in plain if "key_grad" in row["module"]), plain

@@ -51,7 +51,8 @@ def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
 
 def hides_by_place_alone(problem: Problem) -> bool:
     """Whether a causal mask hides pairs, and no window, interval or other mask: last keys have few queries then."""
-    return problem.left is None and problem.right is not None and problem.first is None and not problem.is_masked
+    hides = problem.right is not None and problem.right < problem.query.shape[2] - 1
+    return hides and problem.left is None and problem.first is None and not problem.is_masked
 
 
 def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | None:

@@ -51,8 +51,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
-    few = _has_odd_rows(problem) and mean_keys(problem) <= KEYS_OF_ONE
-    return Sizes(2 if few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
+    are_few = _has_odd_rows(problem) and mean_keys(problem) <= KEYS_OF_ONE  # blocks of two are done sooner than those of three
+    return Sizes(2 if are_few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
 
 def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
@@ -71,7 +71,7 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 under intervals and beside a bias of pairs.
 
     Over head dim 64 it has one beside intervals alone, too, where a batch of one tells that they are documents and not padding. How long
-    documents are the host does not know; most are short enough.
+    documents are the host does not know; most are short enough. What few keys are depends on padding and rows of odd lengths, as said above.
     """
     if width > 128:
         return False
@@ -125,8 +125,8 @@ def mean_keys(problem: Problem) -> int:
 
 
 def _keys_of(problem: Problem, width: int, dim: int, dim_v: int) -> int:
-    """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, and where
-    many tiles of more would be at an edge.
+    """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, where many
+    tiles of more would be at an edge, and to FEW_KEYS of padded head dims.
     """
     if width < PANEL.value or (width > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2

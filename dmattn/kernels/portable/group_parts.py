@@ -16,20 +16,20 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
-from ..base.parts import empty_parts, sum_parts
+from ..base.parts import empty_parts, even, sum_parts
 from ..base.place import hides_by_place_alone
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
-# back. Two parts of two heads over 1024 causal tokens, backward 0.099 to 0.085 ms; four parts 0.097. Twice as many programs as run at once
-# gained 6 to 14 % under a causal mask where each had three heads or more, and nothing with two (docs/history.md).
+# back; twice as many under a causal mask, which hides half of their pairs. Two parts of two heads over 1024 causal tokens, backward 0.099 to
+# 0.085 ms; four parts 0.097. Twice as many programs as run at once gained 6 to 14 % under a causal mask where each had three heads or more, and
+# nothing with two (docs/history.md).
 LEAST_QUERIES, LEAST_HEADS = 1024, 3
 
 
 class Dealt(NamedTuple):
     """How the query heads of a key-value head are dealt out, as a kernel argument; None where one program has all."""
 
-    parts: Any  # programs that share a block of keys
-    each: Any  # heads of one of them; the last may have fewer
+    each: Any  # heads of one of the programs that share a block of keys; the last may have fewer
     entries: Any  # batch entries: those of a part lie together
 
 
@@ -44,8 +44,7 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     most, seen = places // programs, group * len_q
     if hides_by_place_alone(problem):  # some keys have few queries
         most, seen = max(most, min(2 * places // programs, group // LEAST_HEADS)), seen // 2
-    count = max(1, min(group, most, seen // LEAST_QUERIES))
-    return triton.cdiv(group, triton.cdiv(group, count))
+    return even(group, min(most, seen // LEAST_QUERIES))
 
 
 class GroupParts:
@@ -64,7 +63,7 @@ class GroupParts:
         self.by_group = by_group(problem, results[2])  # else sums have an entry for each head, which one program makes
         self._summed = results if self.by_group else (*results[:2], None)
         self._rooms = tuple(None if x is None else empty_parts(x, self.count) for x in self._summed)
-        self.dealt = None if self.count == 1 else Dealt(self.count, triton.cdiv(group, self.count), batch)
+        self.dealt = None if self.count == 1 else Dealt(triton.cdiv(group, self.count), batch)
         self.d_key, self.d_value, sums = self._rooms
         self.key_sums = sums if self.by_group else results[2]
 
@@ -81,7 +80,7 @@ def numbers_of(heads, group, dealt):
     if dealt is None:
         return heads // group
     else:
-        return heads // group * dealt.parts
+        return heads // group * tl.cdiv(group, dealt.each)
 
 
 @triton.jit
@@ -90,7 +89,8 @@ def part_of_group(number, group, dealt):
     if dealt is None:
         return number, number * group, group
     else:
-        kv_head, first = number // dealt.parts, number % dealt.parts * dealt.each
+        parts = tl.cdiv(group, dealt.each)
+        kv_head, first = number // parts, number % parts * dealt.each
         return kv_head, kv_head * group + first, tl.minimum(dealt.each, group - first)
 
 
