@@ -105,28 +105,32 @@ class Call:
         entries = seen.pairs if is_pairs else min(rows, seen.queries) * min(cols, seen.keys)
         return math.prod(sequences) * entries * x.element_size()
 
-    def memory(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
-        """(bytes, whether there may be more) of a pass, beyond inputs and results."""
-        memory, is_least = self._of_kernels(name, choices)
+    def memory(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, tuple[str, ...]]:
+        """(bytes of a pass, beyond inputs and results, what else it may take)."""
+        memory, besides = self._of_kernels(name, choices)
         if self.copies is not None:
-            memory, is_least = memory + self._of_copies(name, self.copies), is_least or self._has_factors_besides(name)
-        return memory, is_least
+            memory += self._of_copies(name, self.copies)
+            besides |= {"factors in float32": self._has_factors_besides(name)}
+        return memory, tuple(what for what, is_taken in besides.items() if is_taken)
 
-    def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, bool]:
+    def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, dict[str, bool]]:
         problem = self.problem
         if not choices:
-            return 0, False
+            return 0, {}
         is_of_keys = problem.key_bias is not None
         is_hopper = any(choice.row.targets is not None for choice in choices)
-        is_least = problem.is_masked or problem.first is not None or ((is_of_keys or problem.zero is not None) and is_hopper)
+        besides = {"lists of blocks": problem.is_masked or problem.first is not None}
+        besides["columns of the bias of keys"] = is_of_keys and is_hopper
+        besides["a spread table"] = problem.zero is not None and is_hopper
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
         problem, out, lse = flattened(problem, self.out, self.lse)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
-        is_least |= any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices)
+        splits = name == "forward" and choices[0].row.name == "split keys"
+        besides["results over parts of the keys"] = splits or any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices)
         if name == "forward":
-            return _size(self.states), is_least or choices[0].row.name == "split keys"
+            return _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
         total = 0
@@ -148,7 +152,8 @@ class Call:
             total += 2 * _size(self.lse)
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
-        return total, is_least or ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        besides["gradients in parts"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        return total, besides
 
     def _of_group_parts(self, problem: Problem, choice: Choice, d_bias: Any) -> int:
         """Bytes of dK, dV and sums of dS by key in parts, where the query heads of a group are dealt out to several programs."""

@@ -43,8 +43,7 @@ class Pass(NamedTuple):
     `makes` says of each row which results it makes in this call: a row's name has all that it can make at once. One may make what others read.
     `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Under a
     :class:`dmattn.FactoredBias` it has the copies of query and key that are joined with columns, and in the backward pass their gradients but
-    for d_query and d_key. Where `memory_is_least`, the kernels may add lists of blocks, columns of a bias of keys and further sums in parts, as
-    many as they find worth it, and joining query and key with columns may take factors in float32.
+    for d_query and d_key. `memory_besides` names what is not in it, of which the kernels take as much as they find worth it, none included.
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
     `seconds` is the larger of the times
     that both take at the peak of the target; None where that is unknown. Pairs that causal or a window hides are left out. The values of a mask
@@ -56,7 +55,7 @@ class Pass(NamedTuple):
     makes: tuple[tuple[str, ...], ...]
     refusals: tuple[Refusal, ...]
     memory: int | None
-    memory_is_least: bool
+    memory_besides: tuple[str, ...]
     flops: int
     bytes: int
     seconds: float | None
@@ -71,8 +70,8 @@ class Pass(NamedTuple):
         if self.seconds is not None:
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
-        if self.memory_is_least:
-            memory = f"at least {memory}; besides, any lists of blocks, columns of a bias of keys, further sums in parts and factors in float32"
+        if self.memory_besides:
+            memory = f"at least {memory}, and {' and '.join(self.memory_besides)}"
         return "\n".join(
             [
                 f"{self.name}: {', '.join(names) or 'nothing to compute'}",

@@ -149,7 +149,7 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     ),
     "a learned score per key, heads that share keys": (
         HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
-        {"one tile": "serves as many heads of keys as of queries, not 8 for 32; serves up to 64", "whole rows": "does not serve causal or window"},
+        {"one tile": "needs as many heads of keys as of queries, not 8 for 32; serves up to 64", "whole rows": "does not serve causal or window"},
     ),
     "dropout": (QUERY, dict(dropout_p=0.1), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve dropout", QUERIES: "does not serve dropout"}),
     "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("Hopper",), (QUERIES, KEYS), {"whole rows": "does not serve softcap"}),
@@ -370,7 +370,7 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
         of_states = 0 if states is None else states.numel()
         for explained, allocated in ((forward, by_forward.bytes + of_states), (backward, by_backward.bytes)):
             assert explained.memory is not None
-            if explained.memory_is_least:
+            if explained.memory_besides:
                 assert explained.memory <= allocated, f"{case.name}: {explained}"
             else:
                 assert explained.memory == allocated, f"{case.name}: {explained}"
@@ -396,7 +396,7 @@ def test_memory_has_the_copies_that_are_made_for_factors(target: str, monkeypatc
         assert [x.rows for x in whole.passes] == [x.rows for x in plain.passes]
         assert made.bytes == 2 * (joined.query.numel() + joined.key.numel())
         assert forward.memory == plain_forward.memory + made.bytes
-        assert not forward.memory_is_least
+        assert not forward.memory_besides
         of_gradients = 0
         for own, of_bias, x in ((query, rows, joined.query), (key, cols, joined.key)):
             if own.requires_grad:
@@ -409,10 +409,10 @@ def test_memory_has_the_copies_that_are_made_for_factors(target: str, monkeypatc
     monkeypatch.undo()
     halves = [given[name].half() for name in ("query", "key")]
     bias = FactoredBias(given["rows"], given["cols"])
-    assert all(one.memory_is_least for one in explain(*halves, value.half(), bias=bias, target=target).passes)
+    assert all(one.memory_besides for one in explain(*halves, value.half(), bias=bias, target=target).passes)
     more_axes = [x[:, None] for x in (given["query"], given["key"], value)]
     assert all(
-        one.memory_is_least for one in explain(*more_axes, bias=FactoredBias(given["rows"][:, None], given["cols"]), target=target).passes
+        one.memory_besides for one in explain(*more_axes, bias=FactoredBias(given["rows"][:, None], given["cols"]), target=target).passes
     )
 
 
