@@ -209,7 +209,7 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
 def _by_pytorch(call: Call, name: str, row: str, peak: Peak | None) -> Pass:
     """A pass by PyTorch's operations, whose memory is not counted."""
     made = {"out"} if name == "forward" else {f"d_{name}" for name, need in zip(NAMES, call.needs, strict=True) if need}
-    return _costing(call, name, ((row, _results(made)),), (), (None, False), call.products(made, ()), peak)
+    return _costing(call, name, ((row, _results(made)),), (), (None, ()), call.products(made, ()), peak)
 
 
 def _costing(
@@ -217,7 +217,7 @@ def _costing(
     name: str,
     rows: tuple[tuple[str, tuple[str, ...]], ...],
     refusals: tuple[Refusal, ...],
-    memory: tuple[int | None, bool],
+    memory: tuple[int | None, tuple[str, ...]],
     flops: int,
     peak: Peak | None,
 ) -> Pass:
