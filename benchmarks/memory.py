@@ -4,13 +4,13 @@ Workloads: for each one of benchmarks/workloads.py the extra memory of the forwa
 records them, and of a training step, which is both in one, with nothing freed but what autograd and Python let go of. Extra memory is the peak
 beyond inputs, incoming gradient, results and one float32 vector per query and pass; so a step may take two: lse, which is kept for the backward
 pass, and delta, which that makes. Memory that is prepared once, as FlexAttention's block mask, is left out.
-`dmattn.attention` promises that it stays below 5 % of what the pass is given: query, key, value, bias and mask; in a training step the incoming
-gradient too, in the backward pass also out. A FactoredBias takes copies of query and key, so the promise is not about distances.
+`dmattn.attention` is to stay below 5 % of what the pass is given: query, key, value, bias and mask; in a training step the incoming
+gradient too, in the backward pass also out. A FactoredBias takes copies of query and key, so the limit is not about distances.
 
 Growth: the memory of a training step against the length, for problems whose bias or mask is what costs memory. Here the peak counts everything,
 inputs too, and extra memory counts what was prepared, so that a mask that only the peers need is theirs. Of a padded batch the peers get the
 mask as a bool tensor (B, 1, 1, Sk), which they broadcast as they can; of a dynamic mask the same kept keys as a bool tensor (1, H, Sq, Sk); of
-Longformer's window and global tokens one of (1, 1, Sq, Sk). `dynamic_mask_attention` copies keys and values, so the promise is not about it. A
+Longformer's window and global tokens one of (1, 1, Sq, Sk). `dynamic_mask_attention` copies keys and values, so the limit is not about it. A
 contender that ran out of memory is not tried at greater lengths. The slope is the exponent of the length in a fit through the last points.
 
 Refusals are recorded with their reason. Workloads and contenders of a growth are measured side by side (benchmarks/memory_parts.py). The
@@ -45,7 +45,7 @@ from dmattn.report import show_table
 STEP = "step"  # a training step, forward and backward
 STEPS = (*PASSES, STEP)
 DEFAULT_PEERS = ("sdpa_efficient", "sdpa_cudnn", "eager")  # FlexAttention compiles for each shape, which takes longer than all others together
-LIMIT = 0.05  # of the bytes that a pass is given: what `dmattn.attention` promises
+LIMIT = 0.05  # of the bytes that a pass is given: where `dmattn.attention` is to stay below
 LENGTHS = tuple(1024 << i for i in range(8))
 SIZES = ("peak_bytes", "extra_bytes")  # of a training step
 SHRINK = 128  # of lengths and kept keys where the code is tried
@@ -219,7 +219,7 @@ def grow(growth: Growth, name: str, records: Sequence[Record], dtype: str, devic
 
 
 def failures(result: Record) -> list[str]:
-    """What is wrong with ours, a sentence each: it did not run, or takes more than it promises. On a GPU too small for a length it may stop.
+    """What is wrong with ours, a sentence each: it did not run, or takes more than the limit. On a GPU too small for a length it may stop.
 
     Tiny problems are held to nothing: their memory is that of the allocator's granules.
     """

@@ -45,6 +45,10 @@ def _between_ends(problem: Problem) -> Problem:
     return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
 
 
+WITHOUT_LISTS = {"one tile", "whole rows", "query terms", "sums of d_lse", "sums of d_lse and d_sinks", "d_sinks"}
+"""Rows whose kernels do not look for the blocks that a mask leaves."""
+
+
 class Copies(NamedTuple):
     """Query and key with `columns` for the factors of a bias, and which of the two need a gradient themselves, not for the factors alone."""
 
@@ -117,18 +121,20 @@ class Call:
         problem = self.problem
         if not choices:
             return 0, {}
-        is_of_keys = problem.key_bias is not None
-        is_hopper = any(choice.row.targets is not None for choice in choices)
-        besides = {"lists of blocks": problem.is_masked or problem.first is not None}
-        besides["columns of the bias of keys"] = is_of_keys and is_hopper
-        besides["a spread table"] = problem.zero is not None and is_hopper
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
+        is_of_keys, looks_for_blocks = problem.key_bias is not None, any(choice.row.name not in WITHOUT_LISTS for choice in choices)
+        is_hopper = any(choice.row.targets is not None for choice in choices)
         problem, out, lse = flattened(problem, self.out, self.lse)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
         splits = name == "forward" and choices[0].row.name == "split keys"
-        besides["results over parts of the keys"] = splits or any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices)
+        besides = {
+            "lists of blocks": looks_for_blocks and (problem.is_masked or problem.first is not None),
+            "columns of the bias of keys": is_of_keys and is_hopper,
+            "the table in float32": problem.zero is not None and is_hopper,
+            "results over parts of the keys": splits or any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices),
+        }
         if name == "forward":
             return _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias
@@ -152,7 +158,7 @@ class Call:
             total += 2 * _size(self.lse)
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
-        besides["gradients in parts"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        besides["parts of d_bias or d_sinks"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
         return total, besides
 
     def _of_group_parts(self, problem: Problem, choice: Choice, d_bias: Any) -> int:

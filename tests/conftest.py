@@ -126,7 +126,7 @@ def libraries_for_their_tests_alone() -> Iterator[None]:
 
 @pytest.fixture
 def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill every result and part of one with NaN, or 0 where there is none, before it is computed, so that an element nobody writes shows."""
+    """Fill every result, and parts that base/parts.py makes, with NaN, or 0 where there is none, so that an element nobody writes shows."""
     for name in ("allocate_forward", "allocate_backward"):
         allocate = getattr(backend, name)
 
@@ -141,7 +141,7 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("triton") is not None:
         from dmattn.kernels.base import parts
 
-        monkeypatch.setattr(parts, "_room", lambda shape, device: torch.full(shape, float("nan"), device=device))
+        monkeypatch.setattr(parts, "_allocate", lambda shape, device: torch.full(shape, float("nan"), device=device))
 
 
 @pytest.fixture(autouse=True)

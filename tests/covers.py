@@ -1,4 +1,4 @@
-"""Which of many launches to compile: few that together have everything that tells the compilations apart."""
+"""Which of many launches to compile: few that together have each type, form and constant of each argument, though not their combinations."""
 
 from __future__ import annotations
 

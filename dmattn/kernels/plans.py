@@ -182,15 +182,14 @@ def split_keys(traits: Traits) -> Iterator[str]:
     visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
     least = portable_split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        yield f"is for few queries over many visible keys, as in decoding: {traits.len_q} x {2 * least} or more, not {traits.len_q} x {visible}"
+        yield f"is for few queries over many keys, as in decoding: at least {2 * least} visible ones for {traits.len_q} queries, not {visible}"
     if group > limits.block_m:
         yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
         return
     _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     packed, most = group > 1 and traits.len_q <= queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
     if not packed and programs > most:
-        limit = f"at most {most} blocks of queries over batch entries and heads for {traits.processors} multiprocessors"
-        yield f"splits keys of {limit}, not of {programs}"
+        yield f"splits the keys of at most {most} programs on {traits.processors} multiprocessors, not of {programs}"
 
 
 @joined

@@ -14,7 +14,7 @@ from .overlap import follow
 ROWS, COLS = 8, 64  # of a program's tile: small, as results in many parts are small
 
 
-def even(count: int, most: int) -> int:
+def even_parts(count: int, most: int) -> int:
     """Into how many parts, at most `most`, so many members are split so that none is empty."""
     parts = max(1, min(count, most))
     return triton.cdiv(count, triton.cdiv(count, parts)) if count else 1
@@ -22,10 +22,10 @@ def even(count: int, most: int) -> int:
 
 def empty_parts(result: Tensor, count: int) -> Tensor:
     """Where programs store so many parts of a result (B, H, rows, columns): the result itself, or one part after another on the batch axis."""
-    return result if count == 1 else _room((count * result.shape[0], *result.shape[1:]), result.device)
+    return result if count == 1 else _allocate((count * result.shape[0], *result.shape[1:]), result.device)
 
 
-def _room(shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 

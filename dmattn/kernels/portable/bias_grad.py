@@ -15,7 +15,7 @@ from ..base.layout import Sequence, Span, inside, load_rows, store_tile, strided
 from ..base.leading import Spread, spread_of
 from ..base.overlap import follow
 from ..base.packed_blocks import packed_sequences
-from ..base.parts import empty_parts, even, sum_parts
+from ..base.parts import empty_parts, even_parts, sum_parts
 from ..base.pieces import load_pieces
 from ..base.place import member_of
 from ..base.query_terms import Incoming
@@ -47,7 +47,7 @@ class Sharing(NamedTuple):
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        splits = even(members, min(fill, _room(problem, d_bias)))
+        splits = even_parts(members, min(fill, _room(problem, d_bias)))
         return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias))
 
     def evened(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
@@ -62,19 +62,19 @@ class Sharing(NamedTuple):
             return self
         longest = [triton.cdiv(tiles * parts, count) * triton.cdiv(self.members, parts) for parts in range(1, most + 1)]
         fewest = next(parts for parts, steps in enumerate(longest, 1) if steps <= 1.05 * min(longest))
-        return self._replace(splits=even(self.members, fewest))
+        return self._replace(splits=even_parts(self.members, fewest))
 
     @classmethod
     def of_nothing(cls, problem: Problem, programs_per_processor: int) -> Sharing:
         """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
         batch, heads = problem.query.shape[:2]
         fill = programs_per_processor * processors(problem.query.device) // heads
-        return cls(1, 1, batch, even(batch, fill))
+        return cls(1, 1, batch, even_parts(batch, fill))
 
     @classmethod
     def of_blocks(cls, heads: int, blocks: int, programs: int) -> Sharing:
         """Where a head has one number, the sum over so many blocks of queries: split for about so many programs."""
-        return cls(1, 1, blocks, even(blocks, programs // heads))
+        return cls(1, 1, blocks, even_parts(blocks, programs // heads))
 
     def sequences(self, problem: Problem) -> Tensor | None:
         """The list of packed sequences where all of them share a slice. Their members are all of one sequence else."""

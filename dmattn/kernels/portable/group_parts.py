@@ -16,7 +16,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
-from ..base.parts import empty_parts, even, sum_parts
+from ..base.parts import empty_parts, even_parts, sum_parts
 from ..base.place import hides_by_place_alone
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
@@ -44,7 +44,7 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     most, seen = places // programs, group * len_q
     if hides_by_place_alone(problem):  # some keys have few queries
         most, seen = max(most, min(2 * places // programs, group // LEAST_HEADS)), seen // 2
-    return even(group, min(most, seen // LEAST_QUERIES))
+    return even_parts(group, min(most, seen // LEAST_QUERIES))
 
 
 class GroupParts:

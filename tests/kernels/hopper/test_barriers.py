@@ -3,7 +3,7 @@
 Their device functions run as Python (barriers.py) for problems drawn at random (barrier_cases.py), with tiles of a few queries and keys. Each
 block of queries of the forward pass and dQ has a head to itself, so that no two blocks share a tile.
 
-PYTEST_DONT_REWRITE: faults are to fail these checks, and where CI is set pytest would compare their lists line by line, for ten minutes.
+The heads of a group are not dealt out to several programs here: tests/kernels/portable/test_group_parts.py has those.
 """
 
 from __future__ import annotations
@@ -430,8 +430,7 @@ PASSES: dict[str, Callable[..., int]] = {
 def test_every_tile_is_added_once(name: str, kind: str) -> None:
     """Of all cases together some tile is added: each case says, by an AssertionError or a Deadlock, what is wrong with those it adds."""
     added = [PASSES[name](kind, random.Random(f"{kind} {seed}")) for seed in range(CASES)]
-    assert len(added) == CASES
-    assert sum(added) > CASES
+    assert sum(added) > CASES, added
 
 
 WAITS = "all that is left waits"
@@ -463,8 +462,13 @@ STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step
     ],
     ids=range(17),
 )  # fmt: skip
-def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str) -> None:
-    """In some case, with one line of a file changed."""
+def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some case, with one line of a file changed. The check that fails then is not explained.
+
+    Where one of these variables is set, pytest compares lists that differ line by line, which takes minutes.
+    """
+    for variable in ("CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(variable, raising=False)
     found = set()
     for seed in range(2 * CASES):
         try:
