@@ -157,8 +157,9 @@ class Call:
         if "sums at the ends" in makes:
             total += 2 * _size(self.lse)
         by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
-        in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances", "d_sinks"})
-        besides["parts of d_bias or d_sinks"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances"})
+        besides["parts of d_bias"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        besides["parts of d_sinks"] = "d_sinks" in makes
         return total, besides
 
     def _of_group_parts(self, problem: Problem, choice: Choice, d_bias: Any) -> int:

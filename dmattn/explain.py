@@ -40,17 +40,18 @@ class Refusal(NamedTuple):
 class Pass(NamedTuple):
     """One pass. `rows` are the kernels that make its results, in the order in which they run; `refusals` those that were asked before them.
 
-    `makes` says of each row which results it makes in this call: a row's name has all that it can make at once. One may make what others read.
-    `memory` is in bytes, beyond inputs, results and a number from which programs draw their work; None where it is not counted. Under a
-    :class:`dmattn.FactoredBias` it has the copies of query and key that are joined with columns, and in the backward pass their gradients but
-    for d_query and d_key. `memory_besides` names what the pass may take beside `memory`, each where the kernels find it worth its time:
-    "lists of blocks" that a mask leaves, "columns of the bias of keys" and "the table in float32" of a :class:`dmattn.RelativeBias`, both as
-    Hopper's kernels read them, "results over parts of the keys", "parts of d_bias or d_sinks", and "factors in float32".
+    `makes` says of each row which results it makes in this call: a row's name has what it can make at once, but for `out` and
+    the gradient of a bias of keys. One may make what others read. `memory` is in bytes, beyond inputs, results and a counter from which
+    programs take their next block; None where it is not counted. Under a :class:`dmattn.FactoredBias` it has the copies of query and key that
+    are joined with columns, and in the backward pass the gradients of these, of which d_query and d_key are views, not counted.
+    `memory_besides` names what `memory` leaves out, some of it made only where it saves time: "lists of blocks" that a mask leaves; "columns of
+    the bias of keys" and "the table in float32" of a :class:`dmattn.RelativeBias`, from which Hopper's kernels read these biases; "results over
+    parts of the keys", "parts of d_bias" and "parts of d_sinks", which are merged; and "factors in float32", in float16 for one.
 
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
     `seconds` is the larger of the times that both take at the peak of the target; None where that is unknown. Pairs that causal or a window
-    hides are left out. The values of a mask are not read: where `is_masked`, all three are those of a mask that hides nothing, and one that
-    hides pairs may take less.
+    hides are left out. The values of a mask are not read: where `is_masked`, `flops`, `bytes` and `seconds` are those of a mask that
+    hides nothing, and one that hides pairs may take less.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Pass(NamedTuple):
             seconds += ", or less where the mask hides pairs" if self.is_masked else " or more"
         memory = "not counted" if self.memory is None else _scaled(self.memory)
         if self.memory_besides:
-            memory += f", and where worth its time: {', '.join(self.memory_besides)}"
+            memory += f"; not counted, where made: {', '.join(self.memory_besides)}"
         return "\n".join(
             [
                 f"{self.name}: {', '.join(names) or 'nothing to compute'}",

@@ -379,7 +379,7 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
     assert exact > 20
 
 
-PARTS, LISTS, COLUMNS, MERGED = "parts of d_bias or d_sinks", "lists of blocks", "columns of the bias of keys", "results over parts of the keys"
+PARTS, LISTS, COLUMNS, MERGED = "parts of d_bias", "lists of blocks", "columns of the bias of keys", "results over parts of the keys"
 BESIDES: tuple[tuple[Case, tuple[str, ...], tuple[str, ...]], ...] = (
     (Case("plain", 512, head_dim=64), (), ()),
     (Case("mask", 512, head_dim=64, mask="b1qk"), (LISTS,), (LISTS,)),
@@ -388,7 +388,7 @@ BESIDES: tuple[tuple[Case, tuple[str, ...], tuple[str, ...]], ...] = (
     (Case("bias-of-keys", 512, head_dim=64, bias="bh1k"), (COLUMNS,), (COLUMNS,)),
     (Case("table", 512, head_dim=64, bias="1hr", distances=65, zero=32), ("the table in float32",), ("the table in float32", PARTS)),
     (Case("shared-bias", 512, batch=8, head_dim=64, bias="1hqk"), (), (PARTS,)),
-    (Case("sinks", 512, head_dim=64, sinks="random"), (), (PARTS,)),
+    (Case("sinks", 512, head_dim=64, sinks="random"), (), ("parts of d_sinks",)),
     (Case("decoding", 1, 8192, batch=1, head_dim=64), (MERGED,), ()),
     (Case("few-queries", 128, 14000, batch=1, heads=8, head_dim=192, value_dim=128), (MERGED,), (MERGED,)),
 )  # fmt: skip
@@ -401,7 +401,7 @@ def test_memory_names_what_may_come_besides(case: Case, forward: tuple[str, ...]
     passes = explain(problem.query, problem.key, problem.value, **options_of(problem), target="sm_90").passes
     assert [one.memory_besides for one in passes] == [forward, backward], passes
     for one in passes:
-        assert ("where worth its time: " + ", ".join(one.memory_besides) in str(one)) is bool(one.memory_besides)
+        assert ("not counted, where made: " + ", ".join(one.memory_besides) in str(one)) is bool(one.memory_besides)
 
 
 @not_interpreted

@@ -182,7 +182,7 @@ def split_keys(traits: Traits) -> Iterator[str]:
     visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
     least = portable_split_keys.least_keys(group, traits.len_q)
     if visible < 2 * least:
-        yield f"is for few queries over many keys, as in decoding: at least {2 * least} visible ones for {traits.len_q} queries, not {visible}"
+        yield f"is for few queries over many keys, as in decoding: at least {2 * least} visible keys for {traits.len_q} queries, not {visible}"
     if group > limits.block_m:
         yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
         return
