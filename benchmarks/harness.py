@@ -37,6 +37,7 @@ __all__ = [
     "describe",
     "device_for",
     "environment",
+    "is_broken",
     "measure",
     "names",
     "peak_extra_bytes",
@@ -97,3 +98,15 @@ def names(text: str, known: Collection[str]) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"expected names of {', '.join(known)}, received {', '.join(unknown)}")
     return given
+
+
+def is_broken(device: torch.device) -> bool:
+    """Whether no kernel of this process can run on a device any more, as after an access to memory that is not the process's."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError as error:
+        return not isinstance(error, torch.OutOfMemoryError)
+    return False

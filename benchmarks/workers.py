@@ -258,7 +258,7 @@ class Row:
             if why is None and name == self.ours and self.settings.judges:
                 self.judged = self._judge()
             self.harness.release(self.device)
-            if self._is_broken():
+            if self.harness.is_broken(self.device):
                 return {"broken": name, "error": why or "it broke the device"}
             took[name] = time.perf_counter() - start
         vars(self).pop("tensors", None)  # the same are made again
@@ -279,7 +279,7 @@ class Row:
 
         def done(name: str) -> None:
             self.say({"turn": next(turns), "found": {name: records[name]}})
-            if self._is_broken():
+            if self.harness.is_broken(self.device):
                 raise Broken(f"{name} broke the device")
 
         self.say({"turn": self.ours, "found": {}})
@@ -303,17 +303,6 @@ class Row:
         self._memory_is_limited = share < 1.0
         if self.device.type == "cuda":
             self.torch.cuda.set_per_process_memory_fraction(share, self.device.index or 0)
-
-    def _is_broken(self) -> bool:
-        """Whether no kernel of this process can run any more."""
-        if self.device.type != "cuda":
-            return False
-        try:
-            self.torch.cuda.synchronize()
-            self.torch.zeros(1, device=self.device).item()
-        except RuntimeError as error:
-            return not isinstance(error, self.torch.OutOfMemoryError)
-        return False
 
     def _warm(self) -> None:
         """Give an idle GPU work, until its clocks are up."""

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -648,6 +649,18 @@ def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch
     monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", lambda model, name: None)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration does not take flex_attention"):
         script._set(network, "flex_attention")
+
+
+def test_an_implementation_that_breaks_the_device_or_ends_its_process_leaves_the_next_a_new_one():
+    pytest.importorskip("transformers", reason="the script measures models of Transformers")
+    runs = importlib.import_module("benchmarks.transformers_models").Runs()
+    assert runs.call(divmod, 6, 3) == 2
+    process = runs._pool
+    assert runs.call(divmod, 6, 4) == 1  # a remainder says that the device is broken
+    assert process is not None
+    assert runs._pool is None
+    assert runs.call(os._exit, 3) == {"training": {"error": "its process ended"}}
+    assert runs._pool is None
 
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):
