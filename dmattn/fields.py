@@ -38,4 +38,4 @@ class Distances(NamedTuple):
 
     @classmethod
     def of(cls, bias: RelativeBias) -> Distances:
-        return cls(bias.table[..., None, :], bias.zero, bias.longest)
+        return cls(bias.table.unsqueeze(-2), bias.zero, bias.longest)

@@ -31,16 +31,18 @@ class DescribedBias(Described):
     Attributes:
         table: (H, R) or, of a bias of zeros, (H, 1); without a gradient.
         zero: the index of distance 0; None for a bias of zeros.
+        shared: what layers are given whose gradients are wanted, once the first of them has asked (:func:`argument`).
     """
 
     table: Tensor
     zero: int | None
+    shared: RelativeBias | None
 
     @staticmethod
     def __new__(cls, table: Tensor, zero: int | None, shape: tuple[int, int]) -> DescribedBias:
         """Of `shape` (Q, K)."""
         self = cls._new((1, table.shape[0], *shape), table.dtype, table.device)
-        self.table, self.zero = table, zero
+        self.table, self.zero, self.shared = table, zero, None
         return self
 
     def _made(self) -> Tensor:
@@ -195,6 +197,10 @@ def nothing(heads: int, len_q: int, len_k: int, dtype: torch.dtype, device: torc
 def argument(bias: DescribedBias, len_q: int, len_k: int) -> Tensor | RelativeBias | None:
     """`bias` of :func:`dmattn.attention`; the exact tensor for other lengths, in a compiled function, once an operation wrote into it, and
     where somebody is to be shown the gradient of its pairs.
+
+    All layers of a pass share one table in autograd's graph, which adds up gradients of tables there before it makes one of the description:
+    adding up those would take Python several times as long as a layer. A description that is a leaf has a table for each call, as its
+    own graph would hold on to it.
     """
     if torch.compiler.is_compiling() or bias.shape[2:] != (len_q, len_k) or bias.edited():
         return bias.clone()
@@ -202,7 +208,11 @@ def argument(bias: DescribedBias, len_q: int, len_k: int) -> Tensor | RelativeBi
         return None
     if bias._backward_hooks or bias.retains_grad or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return bias.clone()
-    return RelativeBias(_Table.apply(bias), bias.zero)
+    if bias.is_leaf or not torch.is_grad_enabled() or not takes(bias.table):
+        return RelativeBias(_Table.apply(bias), bias.zero)
+    if bias.shared is None:
+        bias.shared = RelativeBias(_Table.apply(bias), bias.zero)
+    return bias.shared
 
 
 def visible_keys(mask: Tensor) -> Tensor | None:
