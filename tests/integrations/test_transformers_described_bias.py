@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from dmattn import RelativeBias
 pytest.importorskip("transformers", reason="the integration needs transformers")
 
 from dmattn.integrations import transformers as integration
-from dmattn.integrations.transformers.described_bias import DescribedBias, argument, describe, nothing
+from dmattn.integrations.transformers.described_bias import DescribedBias, _Gradient, argument, describe, nothing
 
 HEADS = 4
 OWN, CROSS = "table", "nothing"
@@ -112,6 +114,39 @@ USES: dict[str, Callable[[Tensor], Tensor]] = dict(
     detached=lambda bias: attend(bias) + attend(bias.detach()),
     zeros_beside=lambda bias: attend(bias) + attend(nothing(HEADS, 5, 6, torch.float32, torch.device("cpu"))),
 )
+
+
+def test_layers_share_one_table_and_the_description_gets_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, forward = [], _Gradient.forward
+    monkeypatch.setattr(
+        _Gradient, "forward", staticmethod(lambda ctx, d_table, *others: made.append(d_table) or forward(ctx, d_table, *others))
+    )
+    bias, table = next(both())
+    (attend(bias) + 2 * attend(bias) + 3 * attend(bias)).sum().backward()
+    (given,) = made
+    torch.testing.assert_close(given, table.grad)
+    used, unused = next(both())[0], next(both())[0]
+    shared = argument(used, *LENGTHS)
+    assert argument(used, *LENGTHS) is shared is not argument(unused, *LENGTHS)
+
+
+@pytest.mark.parametrize("way", ["leaf", "no_grad", "non_leaf"])
+def test_a_description_that_layers_were_given_is_freed_with_its_last_reference(way: str) -> None:
+    bias, _ = next(both())
+    bias = bias.detach().requires_grad_() if way == "leaf" else bias
+    with torch.set_grad_enabled(way != "no_grad"):
+        first, second = (argument(bias, *LENGTHS).table for _ in range(2))
+    assert (first is second) == (way == "non_leaf")
+    reference = weakref.ref(bias)
+    gc.disable()
+    try:
+        del bias
+        if way != "leaf":  # else its tables' graph holds it, as it would the tensor
+            assert reference() is None
+        del first, second
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", USES)
