@@ -1,5 +1,6 @@
-"""Real-sized models of Transformers with random weights: training steps and generation with each attention implementation, in one process
-while none breaks the device.
+"""Real-sized models of Transformers with random weights: training steps and generation with each attention implementation.
+
+All run in one process, one after the other; on a GPU in a new one after each that ended it or broke the device (:mod:`benchmarks.apart`).
 
 A training step is forward, loss and backward in bfloat16, without an optimizer, whose cost is the same for all. Its speed is in tokens (of
 the decoder and the encoder) or images per second from the median step; its memory is the peak of the allocator less what the model and the
@@ -16,10 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks import harness, plots
+from benchmarks.apart import Apart
 from benchmarks.pairformer import PAIR_WIDTH, SINGLE_WIDTH, Pairformer
 from dmattn.integrations import doge
 from dmattn.integrations import transformers as integration
@@ -161,57 +160,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = options.json or harness.result_file("transformers", device)
     end = time.monotonic() + options.seconds
     records: list[Record] = []
-    runs = Runs()
-    for model in MODELS:
-        if options.models and model.name not in options.models:
-            continue
-        chosen = replace(model, batch=2, length=32) if options.tiny else model
-        records.append(
-            {"model": model.name, "kind": model.kind, "batch": chosen.batch, "length": chosen.length, "unit": model.unit, "runs": {}}
-        )
-        for implementation in options.implementations:
-            if implementation == PAIRS and not model.is_t5():
+    with Apart() as process:
+        for model in MODELS:
+            if options.models and model.name not in options.models:
                 continue
-            start = time.perf_counter()
-            in_time = time.monotonic() < end
-            found = runs.run(chosen, implementation, device, options.tiny) if in_time else {"training": {"error": "not reached in the time"}}
-            records[-1]["runs"][implementation] = found
-            print(f"{model.name} {implementation}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-            if target is not None:
-                harness.write_json(target, {"environment": where, "models": records})
-    runs.close()
+            chosen = replace(model, batch=2, length=32) if options.tiny else model
+            records.append(
+                {"model": model.name, "kind": model.kind, "batch": chosen.batch, "length": chosen.length, "unit": model.unit, "runs": {}}
+            )
+            for implementation in options.implementations:
+                if implementation == PAIRS and not model.is_t5():
+                    continue
+                start = time.perf_counter()
+                found: Record = {"training": {"error": "not reached in the time"}}
+                if time.monotonic() < end:
+                    found = run_apart(process, chosen, implementation, device, options.tiny)
+                records[-1]["runs"][implementation] = found
+                print(f"{model.name} {implementation}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+                if target is not None:
+                    harness.write_json(target, {"environment": where, "models": records})
     show(records)
     if target is not None:
         print(target)
     return 0 if records and all(sound(record) for record in records) else 1
 
 
-class Runs:
-    """Where implementations run: on a GPU in a process of their own, and in a new one after each that ended it or broke the device."""
-
-    def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-
-    def run(self, model: Model, implementation: str, device: torch.device, tiny: bool) -> Record:
-        """One model with one implementation."""
-        return self.call(_run, model, implementation, device, tiny) if device.type == "cuda" else run(model, implementation, device, tiny)
-
-    def call(self, function: Callable[..., tuple[Record, bool]], *arguments: Any) -> Record:
-        """The record that a function returns in the other process; with it, it says whether nothing runs there any more."""
-        self._pool = self._pool or ProcessPoolExecutor(1, get_context("spawn"))
-        try:
-            record, is_broken = self._pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
-            record, is_broken = {"training": {"error": "its process ended"}}, True
-        if is_broken:
-            self.close()
-        return record
-
-    def close(self) -> None:
-        """End the process."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+def run_apart(process: Apart, model: Model, implementation: str, device: torch.device, tiny: bool) -> Record:
+    """The same as :func:`run`, on a GPU in another process."""
+    if device.type != "cuda":
+        return run(model, implementation, device, tiny)
+    try:
+        return process.call(_run, model, implementation, device, tiny)
+    except RuntimeError as error:
+        return {"training": {"error": harness.reason(error)}}
 
 
 def _run(model: Model, implementation: str, device: torch.device, tiny: bool) -> tuple[Record, bool]:

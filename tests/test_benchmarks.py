@@ -651,16 +651,44 @@ def test_models_of_transformers_get_the_implementation_in_every_part(monkeypatch
         script._set(network, "flex_attention")
 
 
-def test_an_implementation_that_breaks_the_device_or_ends_its_process_leaves_the_next_a_new_one():
-    pytest.importorskip("transformers", reason="the script measures models of Transformers")
-    runs = importlib.import_module("benchmarks.transformers_models").Runs()
-    assert runs.call(divmod, 6, 3) == 2
-    process = runs._pool
-    assert runs.call(divmod, 6, 4) == 1  # a remainder says that the device is broken
-    assert process is not None
-    assert runs._pool is None
-    assert runs.call(os._exit, 3) == {"training": {"error": "its process ended"}}
-    assert runs._pool is None
+def test_after_a_function_that_broke_the_device_or_ended_the_process_others_run_in_a_new_one():
+    apart = importlib.import_module("benchmarks.apart").Apart
+
+    def number(process) -> int:
+        (found,) = process._pool._processes
+        return found
+
+    with apart() as process:
+        assert process.call(divmod, 6, 3) == 2  # without a remainder, which would say that the device is broken
+        first = number(process)
+        assert process.call(divmod, 8, 2) == 4
+        assert number(process) == first
+        with pytest.raises(ZeroDivisionError):
+            process.call(divmod, 1, 0)
+        assert process.call(divmod, 6, 4) == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert process.call(divmod, 6, 3) == 2
+        second = number(process)
+        with pytest.raises(RuntimeError, match="its process ended"):
+            process.call(os._exit, 3)
+        assert process.call(divmod, 6, 3) == 2
+        assert len({first, second, number(process)}) == 3
+    assert process._pool is None
+
+
+WAITING = (
+    "from benchmarks.apart import Apart; process = Apart(); process.call(divmod, 6, 3); print(*process._pool._processes, flush=True); input()"
+)
+
+
+def test_a_process_ends_with_a_parent_that_is_killed():
+    command = [sys.executable, "-c", f"if __name__ == '__main__':\n    {WAITING}"]
+    with subprocess.Popen(command, cwd=BENCHMARKS.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().strip().isdecimal()
+        parent.kill()
+        assert parent.communicate(timeout=60)[0] == ""  # once no process has its output any more
 
 
 def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_path):

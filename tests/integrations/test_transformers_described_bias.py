@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dmattn import RelativeBias
 
@@ -103,8 +105,8 @@ class Layer(nn.Module):
     is_causal = False
 
 
-def attend(bias: Tensor) -> Tensor:
-    return integration.attend(Layer(), QUERY, KEY, VALUE, None, position_bias=bias, scaling=1.0)[0]
+def attend(bias: Tensor, query: Tensor = QUERY) -> Tensor:
+    return integration.attend(Layer(), query, KEY, VALUE, None, position_bias=bias, scaling=1.0)[0]
 
 
 USES: dict[str, Callable[[Tensor], Tensor]] = dict(
@@ -121,13 +123,30 @@ def test_layers_share_one_table_and_the_description_gets_one_gradient(monkeypatc
     monkeypatch.setattr(
         _Gradient, "forward", staticmethod(lambda ctx, d_table, *others: made.append(d_table) or forward(ctx, d_table, *others))
     )
-    bias, table = next(both())
-    (attend(bias) + 2 * attend(bias) + 3 * attend(bias)).sum().backward()
-    (given,) = made
-    torch.testing.assert_close(given, table.grad)
-    used, unused = next(both())[0], next(both())[0]
-    shared = argument(used, *LENGTHS)
-    assert argument(used, *LENGTHS) is shared is not argument(unused, *LENGTHS)
+    (bias, table), (dense, dense_table) = both()
+    for given in (bias, dense):
+        (attend(given) + 2 * attend(given) + 3 * attend(given)).square().sum().backward()
+    assert len(made) == 1
+    torch.testing.assert_close(table.grad, dense_table.grad)
+    assert argument(bias, *LENGTHS) is argument(bias, *LENGTHS) is not argument(next(both())[0], *LENGTHS)
+
+
+def test_a_layer_that_is_computed_again_does_the_same_operations() -> None:
+    """A checkpoint that keeps results of operations gives them back in their order."""
+    keeps = lambda context, operation, *args, **kwargs: CheckpointPolicy.MUST_SAVE  # noqa: E731
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeps)
+
+    def layers(bias: Tensor, query: Tensor) -> Tensor:
+        return (attend(bias, query * 2).reshape(2, -1).view(4, -1).sin() * attend(bias, query).reshape(4, -1)).view(-1)
+
+    found = []
+    for bias, table in both():
+        query = QUERY.clone().requires_grad_()
+        first, second = (checkpoint(layers, bias, query, use_reentrant=False, context_fn=contexts) for _ in range(2))
+        (first + second.cos()).square().sum().backward()
+        found.append((table.grad, query.grad))
+    for ours, want in zip(*found, strict=True):
+        torch.testing.assert_close(ours, want)
 
 
 @pytest.mark.parametrize("way", ["leaf", "no_grad", "non_leaf"])
@@ -136,7 +155,7 @@ def test_a_description_that_layers_were_given_is_freed_with_its_last_reference(w
     bias = bias.detach().requires_grad_() if way == "leaf" else bias
     with torch.set_grad_enabled(way != "no_grad"):
         first, second = (argument(bias, *LENGTHS).table for _ in range(2))
-    assert (first is second) == (way == "non_leaf")
+    assert (first is second) == (way != "leaf")
     reference = weakref.ref(bias)
     gc.disable()
     try:

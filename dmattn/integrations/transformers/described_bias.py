@@ -31,7 +31,7 @@ class DescribedBias(Described):
     Attributes:
         table: (H, R) or, of a bias of zeros, (H, 1); without a gradient.
         zero: the index of distance 0; None for a bias of zeros.
-        shared: what layers are given whose gradients are wanted, once the first of them has asked (:func:`argument`).
+        shared: what all layers are given that are given this description, where it has a gradient (:func:`describe`); else None.
     """
 
     table: Tensor
@@ -185,8 +185,16 @@ def takes(table: Tensor) -> bool:
 
 
 def describe(table: Tensor, zero: int, len_q: int, len_k: int) -> Tensor:
-    """The position bias (1, H, Q, K) of a table (H, R), differentiable."""
-    return _Describe.apply(table, zero, len_q, len_k)
+    """The position bias (1, H, Q, K) of a table (H, R), differentiable.
+
+    Its layers share one table in autograd's graph, which adds up gradients of tables there before it makes one of the description: adding up
+    those would take Python several times as long. It is made here and not by the first layer that asks, as a layer that is computed again for
+    its gradients has to do the same operations. A leaf has no such table, whose graph would hold on to it.
+    """
+    bias = _Describe.apply(table, zero, len_q, len_k)
+    if not bias.is_leaf:
+        bias.shared = RelativeBias(_Table.apply(bias), zero)
+    return bias
 
 
 def nothing(heads: int, len_q: int, len_k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -197,10 +205,6 @@ def nothing(heads: int, len_q: int, len_k: int, dtype: torch.dtype, device: torc
 def argument(bias: DescribedBias, len_q: int, len_k: int) -> Tensor | RelativeBias | None:
     """`bias` of :func:`dmattn.attention`; the exact tensor for other lengths, in a compiled function, once an operation wrote into it, and
     where somebody is to be shown the gradient of its pairs.
-
-    All layers of a pass share one table in autograd's graph, which adds up gradients of tables there before it makes one of the description:
-    adding up those would take Python several times as long as a layer. A description that is a leaf has a table for each call, as its
-    own graph would hold on to it.
     """
     if torch.compiler.is_compiling() or bias.shape[2:] != (len_q, len_k) or bias.edited():
         return bias.clone()
@@ -208,11 +212,9 @@ def argument(bias: DescribedBias, len_q: int, len_k: int) -> Tensor | RelativeBi
         return None
     if bias._backward_hooks or bias.retains_grad or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return bias.clone()
-    if bias.is_leaf or not torch.is_grad_enabled() or not takes(bias.table):
-        return RelativeBias(_Table.apply(bias), bias.zero)
-    if bias.shared is None:
-        bias.shared = RelativeBias(_Table.apply(bias), bias.zero)
-    return bias.shared
+    if bias.shared is not None and takes(bias.table):
+        return bias.shared
+    return RelativeBias(_Table.apply(bias), bias.zero)
 
 
 def visible_keys(mask: Tensor) -> Tensor | None:
