@@ -83,16 +83,24 @@ def table_gradient(problem: Problem, incoming: Incoming, end_sums: Tensor, d_tab
     tile = tile_of(problem)
     bands = Bands.of(problem, tile.block_m, tile.block_n)
     of_heads = end_sums.sum(-1).view(2, *leading, end_sums.shape[2], 1, 1)
-    ends = sum_to(of_heads, (2, *d_table.shape[:-2], 1, 1)).view(2, slices, slice_heads)
-    total = torch.zeros((slices, slice_heads, length), dtype=torch.float32, device=d_table.device)
-    if bands.count:
-        sums = _band_sums(problem, incoming, (slices, slice_heads), tile, bands)
-        lowest = bands.first_place + 1 - tile.block_m  # the place of the first sum
-        begin, end = max(lowest, 1), min(lowest + sums.shape[2], length - 1)
-        total[..., begin:end] = sums[..., begin - lowest : end - lowest]
-    total[..., 0] += ends[0]
-    total[..., length - 1] += ends[1]
-    d_table.copy_(total.view(d_table.shape))
+    ends = sum_to(of_heads, (2, *d_table.shape[:-2], 1, 1))
+    parts = _band_parts(problem, incoming, (slices, slice_heads), tile, bands) if bands.count else None
+    lowest = bands.first_place + 1 - tile.block_m  # the place of the first diagonal of the first band
+    first = -lowest // tile.block_n  # block of places, from there
+    launch(
+        _table_kernel,
+        (triton.cdiv(length - lowest, tile.block_n) - first) * slices * slice_heads,
+        parts=parts,
+        ends=ends,
+        d_table=d_table,
+        places=(lowest, first, length),
+        bands=bands.count,
+        splits=1 if parts is None else parts.shape[1],
+        slices=slices * slice_heads,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        num_warps=1,
+    )
 
 
 def tile_of(problem: Problem) -> Tile:
@@ -101,8 +109,8 @@ def tile_of(problem: Problem) -> Tile:
     return tile if tile.block_m >= tile.block_n else tile._replace(block_m=tile.block_n, block_n=tile.block_m)
 
 
-def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int], tile: Tile, bands: Bands) -> Tensor:
-    """(slices on the batch axis, on the head axis, places from that of the first sum on), float32."""
+def _band_parts(problem: Problem, incoming: Incoming, slices_of: tuple[int, int], tile: Tile, bands: Bands) -> Tensor:
+    """The diagonals of bands: (slices, parts of a band, bands, BLOCK_M + BLOCK_N), float32."""
     (batch, heads), (slice_batch, slice_heads) = problem.query.shape[:2], slices_of
     slices = slice_batch * slice_heads
     members = batch * heads // slices
@@ -128,19 +136,7 @@ def _band_sums(problem: Problem, incoming: Incoming, slices_of: tuple[int, int],
         bands=(bands.first_place, bands.count, steps, None if problem.ends_q is None else bands.tiles),
         **launch_options(problem, tile, incoming.d_out),
     )
-    sums = torch.empty((slices, bands.count * tile.block_n + tile.block_m), dtype=torch.float32, device=problem.query.device)
-    launch(
-        _sum_bands_kernel,
-        sums.shape[1] // tile.block_n * slices,
-        parts=parts,
-        sums=sums,
-        bands=bands.count,
-        splits=parts.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=1,
-    )
-    return sums.view(slice_batch, slice_heads, -1)
+    return parts
 
 
 def _rules_of(problem: Problem, packed: Tensor | None) -> Rules:
@@ -230,21 +226,28 @@ def store_diagonals(pointer, total):
 
 
 @triton.jit
-def _sum_bands_kernel(parts, sums, bands, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program: the sums of BLOCK_N neighbouring places of one slice in the parts of the bands that see them, in order.
+def _table_kernel(parts, ends, d_table, places, bands, splits, slices, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: BLOCK_N neighbouring places of one slice of the table, from the parts of the bands that see them, in order.
 
-    Grid of one axis: blocks of places fastest, then slices.
+    The first and the last place have the sums of the `ends` alone. Grid of one axis: blocks of places fastest, then slices.
     """
     follow()
-    blocks = bands + BLOCK_M // BLOCK_N
-    block = tl.program_id(0) % blocks
+    lowest, first, length = places
+    blocks = tl.num_programs(0) // slices
+    block = first + tl.program_id(0) % blocks
     number = tl.program_id(0) // blocks
     index = tl.arange(0, BLOCK_N)
+    place = lowest + block * BLOCK_N + index
     total = tl.full([BLOCK_N], 0.0, tl.float32)
-    for BACK in tl.static_range(BLOCK_M // BLOCK_N + 1):
-        band = block - BACK
-        if (band >= 0) & (band < bands):
-            for part in tl.range(0, splits):
-                pointer = parts + tl.cast((number * splits + part) * bands + band, tl.int64) * (BLOCK_M + BLOCK_N)
-                total += tl.load(pointer + BACK * BLOCK_N + index)
-    tl.store(sums + tl.cast(number * blocks + block, tl.int64) * BLOCK_N + index, total)
+    if parts is not None:
+        for BACK in tl.static_range(BLOCK_M // BLOCK_N + 1):
+            band = block - BACK
+            if (band >= 0) & (band < bands):
+                for part in tl.range(0, splits):
+                    pointer = parts + tl.cast((number * splits + part) * bands + band, tl.int64) * (BLOCK_M + BLOCK_N)
+                    total += tl.load(pointer + BACK * BLOCK_N + index)
+    total = tl.where((place > 0) & (place < length - 1), total, 0.0)
+    total += tl.where(place == 0, tl.load(ends + number), 0.0)
+    total += tl.where(place == length - 1, tl.load(ends + slices + number), 0.0)
+    inside = (place >= 0) & (place < length)
+    tl.store(d_table + tl.cast(number, tl.int64) * length + place, total.to(d_table.dtype.element_ty), mask=inside)
