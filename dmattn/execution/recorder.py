@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import lru_cache, partial
+from inspect import getclosurevars
+from itertools import repeat
+from types import FunctionType
 from typing import Any
 from weakref import ref
 
@@ -25,6 +29,7 @@ _ALLOCATING = (
 )
 _unknown: set[str] = set()
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
+ADDRESSES = 128  # for which what a launch takes of a descriptor is kept, 400 bytes each: layers have theirs again in each step
 
 
 class Recorder(TorchDispatchMode):
@@ -77,9 +82,10 @@ class Recorder(TorchDispatchMode):
         """A kernel was launched."""
         reads: set[int] = set()
         runner, stream = compiled[programs, 1, 1], _Source("stream")
-        given = self._part(arguments, self._address, reads)
         launcher = _launcher_past_python(compiled)
         kernel = getattr(compiled, "name", "kernel")
+        launch, expand = _past_descriptors(getattr(launcher, "launch", None), sum(map(_is_descriptor, arguments)))
+        given = tuple(self._descriptor(x, next(expand), reads) if _is_descriptor(x) else self._part(x, self._address, reads) for x in arguments)
         if launcher is None:
             meaning = f"{kernel} at {id(compiled):#x} on {programs} programs"  # the runner is another object in each call
             line = f"{self._constant(runner, meaning)}{self._source(given)[:-1]}stream=stream)"
@@ -88,7 +94,7 @@ class Recorder(TorchDispatchMode):
             pretended = copy(launcher)
             pretended.launch = lambda *passed: seen.append(passed)
             pretended(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
-            line = self._constant(launcher.launch, kernel) + self._source(seen[0])
+            line = self._constant(launch, kernel) + self._source(seen[0])
         self.steps.append(Step(line, reads, True, (), True))
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), keywords: dict[str, Any] | None = None) -> Any:
@@ -172,14 +178,18 @@ class Recorder(TorchDispatchMode):
         reads.add(number or 0)
         return _Source(f"p{number} + {self._constant(offset)}" if offset else f"p{number}")
 
+    def _descriptor(self, x: Any, expand: Callable[[Any], Any] | None, reads: set[int]) -> _Source:
+        """A tensor as the copy engine takes it: the descriptor, or where Triton's launcher is given what `expand` makes of one, that."""
+        fields = {name: value for name, value in vars(x).items() if name != "base"}
+        kind: Callable[[int], Any] = type("Descriptor", (type(x),), {**fields, "__init__": _with_base})
+        made = kind if expand is None else lru_cache(maxsize=ADDRESSES)(lambda address: tuple(expand(kind(address))))
+        stars = "" if expand is None else "*"
+        return _Source(f"{stars}{self._constant(made, f'descriptor of {fields}')}({self._address(x.base, reads)})")
+
     def _part(self, x: Any, of_tensor: Callable[[Tensor, set[int]], _Source], reads: set[int]) -> Any:
         """A value, with expressions in the place of tensors."""
         if isinstance(x, Tensor):
             return of_tensor(x, reads)
-        if hasattr(x, "block_shape"):
-            fields = {name: value for name, value in vars(x).items() if name != "base"}
-            kind = type("Descriptor", (type(x),), {**fields, "__init__": _with_base})
-            return _Source(f"{self._constant(kind, f'descriptor of {fields}')}({self._part(x.base, self._address, reads)})")
         if isinstance(x, tuple):
             return tuple(self._part(value, of_tensor, reads) for value in x)
         self.complete &= not (isinstance(x, list) and any(isinstance(value, Tensor) for value in x))
@@ -194,6 +204,28 @@ def _launcher_past_python(compiled: Any) -> Any:
         return None
     more = launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False)
     return None if more else launcher
+
+
+def _is_descriptor(x: Any) -> bool:
+    """Whether it is a tensor as the copy engine takes it (`hopper.tiled`)."""
+    return hasattr(x, "block_shape")
+
+
+def _past_descriptors(launch: Any, count: int) -> tuple[Any, Iterator[Callable[[Any], Any] | None]]:
+    """A launcher of a kernel with `count` descriptors, and what makes its arguments of each in order; None where it takes them itself.
+
+    Where Triton has put a function before its launcher that encodes every descriptor at every launch, the launcher is that behind it.
+    """
+    found = getclosurevars(launch) if isinstance(launch, FunctionType) else None
+    behind, encodings = (found and found.nonlocals.get(name) for name in ("launcher", "tensordesc_meta"))
+    make = found and found.globals.get("make_tensordesc_arg")
+    if behind is None or make is None or encodings is None or len(encodings) != count:
+        return launch, repeat(None)
+    return behind, (partial(_expanded, make, encoding) for encoding in encodings)
+
+
+def _expanded(make: Callable[[Any, Any], Sequence], encoding: Any, descriptor: Any) -> Sequence:
+    return make(descriptor, encoding)
 
 
 def unknown_launcher(launcher: str) -> None:

@@ -209,6 +209,70 @@ def test_triton_is_called_past_its_python(monkeypatch: pytest.MonkeyPatch, launc
 
 
 @on_a_cpu
+def test_descriptors_are_encoded_once_for_an_address(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+    """By Triton's own function, whose launcher then gets what it would have got from the function around it."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from dmattn.kernels.base.launch import launch
+    from dmattn.kernels.hopper.copies import tiled
+
+    passed: list[tuple] = []
+    encoded: list[tuple] = []
+
+    def encode(*given: Any) -> str:
+        encoded.append(given)
+        return f"tile of {given[4]} at {given[0]:#x}"
+
+    names = dict.fromkeys(("fill_tma_descriptor", "fill_tma_descriptor_tiled"), staticmethod(encode))  # of Triton 3.6 and 3.7
+    monkeypatch.setattr(type(driver._active), "utils", type("Utils", (), names), raising=False)
+    encodings = [dict(swizzle=3, elem_size=2, elem_type=0, block_size=[1, 1, rows, 64], fp4_padded=False) for rows in (128, 64)]
+    signature = {0: "tensordesc<bf16>", 1: "*bf16", 2: "tensordesc<bf16>", 3: "fp32"}
+    flat = hasattr(nvidia, "_BASE_ARGS_FORMAT_LEN")  # Triton 3.6 passes a kernel's arguments after its own, 3.7 as a tuple
+    others = range(nvidia._BASE_ARGS_FORMAT_LEN if flat else 2)
+
+    class CudaLauncher:
+        global_scratch_size, profile_scratch_size = 0, 0
+
+        def __init__(self) -> None:
+            self.launch = nvidia.wrap_handle_tensordesc(lambda *given: passed.append(given), signature, encodings)
+
+        def __call__(self, *given: Any) -> None:
+            arguments = given[9:]
+            self.launch(*others, *arguments) if flat else self.launch(*others, arguments)
+
+    class Compiled:
+        function, packed_metadata, run = "function", (4, 1), CudaLauncher()
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *given, stream: self.run(*grid, stream, self.function, self.packed_metadata, None, None, None, *given)
+
+    class Kernel:
+        arg_names = ("query", "out", "key", "number")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            return lambda **given: Compiled()
+
+    @replay.replayed
+    def function(query: Tensor, key: Tensor) -> None:
+        launch(Kernel(), 3, query=tiled(query, 128, 64), out=query, key=tiled(key[:, 1:], 64, 64), number=1.5)
+
+    def launched() -> list:
+        return [list(x) if isinstance(x, (list, tuple)) else x for x in passed.pop()]
+
+    operands = [[torch.zeros(2, 3, 256, 64, dtype=torch.bfloat16) for _ in range(2)] for _ in range(3)]
+    function(*operands[0])  # is recorded
+    assert not passed
+    for query, key in (operands[1], operands[2], operands[1]):
+        function(query, key)
+        ours, count = launched(), len(encoded)
+        Compiled()[3, 1, 1](tiled(query, 128, 64), query.data_ptr(), tiled(key[:, 1:], 64, 64), 1.5, stream=0)
+        assert ours == launched()
+        del encoded[count:]
+    assert len(encoded) == 4  # two for each of two pairs of addresses
+
+
+@on_a_cpu
 def test_plans_are_repeated(launches: Launches) -> None:
     def call(seed: int) -> list[tuple]:
         key_bias = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(seed))
