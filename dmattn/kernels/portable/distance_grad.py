@@ -82,8 +82,8 @@ def table_gradient(problem: Problem, incoming: Incoming, end_sums: Tensor, d_tab
     slices = math.prod(d_table.shape[:-3])
     tile = tile_of(problem)
     bands = Bands.of(problem, tile.block_m, tile.block_n)
-    of_heads = end_sums.sum(-1).view(2, *leading, end_sums.shape[2], 1, 1)
-    ends = sum_to(of_heads, (2, *d_table.shape[:-2], 1, 1))
+    of_queries = end_sums.view(2, *leading, *end_sums.shape[2:], 1)
+    ends = sum_to(of_queries, (2, *d_table.shape[:-2], 1, 1))
     parts = _band_parts(problem, incoming, (slices, slice_heads), tile, bands) if bands.count else None
     lowest = bands.first_place + 1 - tile.block_m  # the place of the first diagonal of the first band
     first = -lowest // tile.block_n  # block of places, from there
