@@ -174,22 +174,19 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def split_keys(traits: Traits) -> Iterator[str]:
-    """There are keys for two splits, and one tile holds the queries of several heads or the programs would leave processors room for more."""
+    """One tile holds the queries of several heads, or the programs would leave processors room for more and there are keys for two splits."""
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
         yield _without_tile(traits)
         return
+    packing = portable_split_keys.Packing.of(limits, group, traits.len_q, traits.kv_heads * traits.batch)
+    packed, most = group > 1 and traits.len_q <= packing.queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
     visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
-    least = portable_split_keys.least_keys(group, traits.len_q)
-    if visible < 2 * least:
-        yield f"is for few queries over many keys, as in decoding: at least {2 * least} visible keys for {traits.len_q} queries, not {visible}"
-    if group > limits.block_m:
-        yield f"serves up to {limits.block_m} query heads that share keys, not {group}"
-        return
-    _, queries, programs = portable_split_keys.packing(limits, group, traits.len_q, traits.kv_heads * traits.batch)
-    packed, most = group > 1 and traits.len_q <= queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
-    if not packed and programs > most:
-        yield f"splits the keys of at most {most} programs on {traits.processors} multiprocessors, not of {programs}"
+    least = 2 * (portable_split_keys.LEAST_KEYS if packed else portable_split_keys.least_keys(group, traits.len_q))
+    if visible < least:
+        yield f"is for few queries over many keys, as in decoding: at least {least} visible keys for {traits.len_q} queries, not {visible}"
+    if not packed and packing.programs > most:
+        yield f"splits the keys of at most {most} programs on {traits.processors} multiprocessors, not of {packing.programs}"
 
 
 @joined

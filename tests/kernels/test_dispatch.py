@@ -282,7 +282,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: split keys", dict(left=500), "is for few queries over many keys, as in decoding: at least 512 visible keys for 1 queries, not 501"),
     ("forward: split keys", dict(right=-7700), "is for few queries over many keys, as in decoding: at least 512 visible keys for 1 queries, not 492"),
     ("forward: split keys", dict(right=-9000), "is for few queries over many keys, as in decoding: at least 512 visible keys for 1 queries, not 0"),
-    ("forward: split keys", dict(heads=8 * 65, len_k=1 << 20), "serves up to 64 query heads that share keys, not 65"),
     ("forward: split keys", dict(heads=8, batch=17), "splits the keys of at most 132 programs on 132 multiprocessors, not of 136"),
     ("forward: portable", dict(dtype=FP32, head_dim=512), "does not serve float32 with head dims 512 of queries and 128 of values on sm_80: pass"),
     ("forward: split keys", dict(dtype=FP32, value_dim=264), "does not serve float32 with head dims 128 of queries and 264 of values on sm_90"),

@@ -29,6 +29,7 @@ from ..visits.mask_blocks import tile_state
 
 PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
+LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as a few parts of a short bias leave most processors idle
 
 
 class Sharing(NamedTuple):
@@ -104,7 +105,7 @@ def _registers(problem: Problem, tile: Tile, programs: int) -> int:
 
 def _room(problem: Problem, d_bias: Tensor) -> int:
     """How many parts of a gradient memory is worth."""
-    return int(MEMORY_SHARE * _bytes_read(problem) / (4 * d_bias.numel()))
+    return int(max(MEMORY_SHARE * _bytes_read(problem), LITTLE_MEMORY) / (4 * d_bias.numel()))
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:

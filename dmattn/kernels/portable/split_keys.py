@@ -1,8 +1,9 @@
 """The forward pass of few queries over many keys, as in decoding: keys are split over programs, heads that share keys lie in one tile.
 
 A program takes the queries of all heads of a group together, so that their keys and values are read once, and a share of the keys, so that a
-single query keeps every processor busy. Each share gives an attention of its own; a second kernel merges them by their lse, always in the
-same order. (Splitting is the idea of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
+single query keeps every processor busy. A group of more heads than a tile has rows is that of several programs, which take as many heads each.
+Each share of the keys gives an attention of its own; a second kernel merges them by their lse, always in the same order. (Splitting is the idea
+of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
 """
 
 from typing import NamedTuple
@@ -28,18 +29,38 @@ PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one
 # batch entries of head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
-KEYS_PER_ROW = 32  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
+KEYS_PER_ROW = 28  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
 MOST_SPLITS = 128  # what the program that merges them holds
 LISTED_BYTES = 64 << 20  # of keys and values, from which on reading them all takes longer than listing the blocks to visit
 MERGED_DIMS = 64  # of values, in a program that merges
 
 
-class Plan(NamedTuple):
-    """How a problem is divided: the tile, the queries of every head of a group in one, programs without splitting, splits of the keys."""
+class Packing(NamedTuple):
+    """How the queries of a group lie in tiles: rows of a tile, heads in it, queries of each of them, programs without splitting.
 
-    tile: Tile
+    A tile has the fewest rows that hold all queries of its heads; else the most, and there are several.
+    """
+
+    rows: int
+    heads: int
     queries: int
     programs: int
+
+    @classmethod
+    def of(cls, limits: Tile, group: int, len_q: int, groups: int) -> "Packing":
+        """That of so many groups in all batch entries."""
+        tiles = triton.cdiv(group, limits.block_m)
+        heads = triton.cdiv(group, tiles)
+        rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * heads)))
+        queries = 1 << ((rows // heads).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
+        return cls(rows, heads, queries, triton.cdiv(len_q, queries) * tiles * groups)
+
+
+class Plan(NamedTuple):
+    """How a problem is divided: the tile, what lies in it, splits of the keys."""
+
+    tile: Tile
+    packing: Packing
     splits: int
 
 
@@ -54,16 +75,6 @@ def least_keys(group: int, len_q: int) -> int:
     return max(LEAST_KEYS, KEYS_PER_ROW * group * len_q)
 
 
-def packing(limits: Tile, group: int, len_q: int, groups: int) -> tuple[int, int, int]:
-    """(rows of a tile, its queries of every head of a group, programs without splitting) for so many groups in all batch entries.
-
-    The tile has the fewest rows that hold all queries of a group; else the most, and there are several.
-    """
-    rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * group)))
-    queries = 1 << ((rows // group).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
-    return rows, queries, triton.cdiv(len_q, queries) * groups
-
-
 def plan_of(problem: Problem) -> Plan:
     """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it.
 
@@ -71,18 +82,18 @@ def plan_of(problem: Problem) -> Plan:
     """
     limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
-    rows, queries, programs = packing(limits, group, len_q, kv_heads * batch)
+    packing = Packing.of(limits, group, len_q, kv_heads * batch)
     differs = problem.mask is not None and problem.mask.shape[0] > 1
     uneven = differs and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
-    fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * processors(problem.query.device) // programs
+    fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * processors(problem.query.device) // packing.programs
     most = min(MOST_SPLITS, visible_keys(len_q, len_k, problem.left, problem.right) // least_keys(group, len_q))
-    return Plan(limits._replace(block_m=rows), queries, programs, max(1, min(fill, most)))
+    return Plan(limits._replace(block_m=packing.rows), packing, max(1, min(fill, most)))
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem of which `plan_of` makes a plan, with its `states` where there is a mask."""
     batch, heads, len_q, value_dim = out.shape
-    tile, queries, programs, splits = plan_of(problem)
+    tile, packing, splits = plan_of(problem)
     parts, lse_parts, sinks = out, lse, problem.sinks
     are_merged = splits > 1 or problem.ends_q is not None  # as parts are by batch entry, and results of packed sequences are not
     if are_merged:
@@ -95,16 +106,17 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     del options["EVEN_M"]
     launch(
         _split_kernel,
-        programs * splits,
+        packing.programs * splits,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
-        rules=rules_of(problem, key_lists(problem, queries, tile.block_n) if listed else None),
+        rules=rules_of(problem, key_lists(problem, packing.queries, tile.block_n) if listed else None),
         parts=strided(parts, heads),
         lse_parts=strided(lse_parts[..., None], heads),
         splits=splits,
         GROUP=_group(problem),
-        QUERIES=queries,
+        HEADS=packing.heads,
+        QUERIES=packing.queries,
         MASK_BY_HEAD=mask_by_head,
         BIAS_BY_HEAD=_by_head(problem.bias, problem),
         **options,
@@ -151,30 +163,35 @@ def _by_head(x: Tensor | None, problem: Problem) -> bool:
 @triton.jit(do_not_specialize=["splits"])
 def _split_kernel(
     q, k, v, rules, parts, lse_parts, heads, len_q, len_k, splits,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: out and lse of QUERIES queries of all heads of one group over one split of the keys that they may attend.
+    """One program: out and lse of QUERIES queries of HEADS heads of one group over one split of the keys that they may attend.
 
-    Row r of the tile is query r // GROUP under head r % GROUP. `parts` and `lse_parts` have the splits before the batch entries on their
-    first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then splits, groups, batch entries.
+    Row r of the tile is query r // HEADS under head r % HEADS. `parts` and `lse_parts` have the splits before the batch entries on their
+    first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then splits, tiles of heads, groups, batch entries.
     """
     follow()
     program = tl.program_id(0)
     blocks = tl.cdiv(len_q, QUERIES)
     split = program // blocks % splits
     entry = program // blocks // splits
-    groups = heads // GROUP
-    batch = entry // groups
-    first_head = entry % groups * GROUP
+    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    tiles = heads // GROUP * TILES
+    batch = entry // tiles
+    first_head = entry % tiles // TILES * GROUP
     row = tl.arange(0, BLOCK_M)
-    query = row // GROUP
-    if QUERIES * GROUP < BLOCK_M:
-        query = tl.where(row < QUERIES * GROUP, query, len_q)  # a row too many is a query past the end
+    place = entry % TILES * HEADS + row % HEADS  # within the group
+    query = row // HEADS
+    if QUERIES * HEADS < BLOCK_M:
+        query = tl.where(row < QUERIES * HEADS, query, len_q)  # a row too many is a query past the end
+    if TILES * HEADS > GROUP:
+        query = tl.where(place < GROUP, query, len_q)
+        place = tl.minimum(place, GROUP - 1)
     seq = sequence(rules.ends, batch, first_head, len_q, len_k)
     rows = Span(program % blocks * QUERIES, query.to(INDEX), seq.len_q)
-    head = first_head + row % GROUP
+    head = first_head + place
     by_row = under_head(seq, head[:, None])  # a head for each row: of tiles, not of vectors
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM == BLOCK_D else HEAD_DIM)
     value_dims = Span(0, tl.arange(0, BLOCK_DV).to(INDEX), None if VALUE_DIM == BLOCK_DV else VALUE_DIM)
@@ -198,7 +215,7 @@ def _split_kernel(
     if rules.sinks is not None:
         sink2 = sink2_of(rules.sinks, Sequence(batch, head, len_q, len_k))
     acc, lse_rows = softmax_finish(acc, row_max, row_sum, sink2)
-    part = Sequence(split * (tl.num_programs(0) // (blocks * splits * groups)) + batch, by_row.head, len_q, len_k)
+    part = Sequence(split * (tl.num_programs(0) // (blocks * splits * tiles)) + batch, by_row.head, len_q, len_k)
     store_tile(parts, part, rows, value_dims, acc)
     store_tile(lse_parts, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])
 

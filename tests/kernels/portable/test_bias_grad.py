@@ -24,10 +24,11 @@ DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=NE
 PARTS = Case("parts", 33, 37, batch=6, heads=1, head_dim=128, bias="1hqk")  # by blocks: a side of 33 is more than one tile of the interpreter
 
 
-@pytest.mark.parametrize(("batch", "splits"), [(3, 1), (4, 2), (6, 3), (16, 4)])
+@pytest.mark.parametrize(("batch", "little", "splits"), [(3, 0, 1), (4, 0, 2), (6, 0, 3), (16, 0, 4), (3, 3 << 14, 3), (16, 1 << 20, 4)])
 @interpreted
-def test_parts_fill_the_processors_within_the_share_of_memory(batch: int, splits: int) -> None:
+def test_parts_fill_the_processors_within_memory(batch: int, little: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of this bias takes 16 KiB, and every batch entry brings 5 * 64 * 256 * 2 bytes."""
+    monkeypatch.setattr(bias_grad, "LITTLE_MEMORY", little)
     query = torch.empty(batch, 1, 64, 256, dtype=torch.float16)
     bias = torch.empty(1, 1, 64, 64, dtype=torch.float16)
     problem = Problem.canonical(query, query, query, mask=None, bias=bias, **Case("shared", 64).options)

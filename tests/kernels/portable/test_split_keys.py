@@ -31,6 +31,8 @@ CASES = (
     Case("groups-of-three-5x97", 5, 97, heads=6, kv_heads=2, causal=True, bias="bhqk", reason="rows of the tile that are no query"),
     Case("blocks-of-queries-19x97", 19, 97, heads=6, kv_heads=2, causal=True, bias="11qk", reason="a tile has room for a part of the next one's first query"),
     Case("one-group-3x97", 3, 97, heads=5, kv_heads=1, transposed=True, bias="b1qk", reason="all heads in one tile, models' layout"),
+    Case("large-group-1x97", 1, 97, batch=1, heads=71, kv_heads=1, bias="bhqk", reason="two tiles of heads, of which the last is not full"),
+    Case("large-groups-3x97", 3, 97, batch=1, heads=134, kv_heads=2, mask="1hqk", keep="random-empty-rows", bias="1gqk", causal=True, reason="and groups"),
     Case("mask-bhqk-3x97", 3, 97, **GQA, mask="bhqk", keep="random-empty-rows", bias="bgqk", reason="a mask that differs within the group, empty rows"),
     Case("mask-bgqk-3x97", 3, 97, **GQA, mask="bgqk", bias="bhqk", reason="a bias that differs within the group, and a mask that does not"),
     Case("mask-b11k-1x97", 1, 97, **GQA, mask="b11k", keep="topk", bias="1hq1", reason="padding"),
@@ -207,8 +209,10 @@ def taken(one: Problem) -> bool:
         (dict(len_q=1, len_k=8192, batch=64), 1),
         (dict(len_q=1, len_k=8192, heads=16, kv_heads=16, batch=4), 4),
         (dict(len_q=64, len_k=65536), 4),
+        (dict(len_q=1, len_k=8192, heads=71, kv_heads=1), 4),
+        (dict(len_q=8, len_k=600), 1),
     ],
-    ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles"],
+    ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles", "large-group", "few-keys"],
 )
 def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_keys, "processors", lambda device: 132)
@@ -216,7 +220,7 @@ def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits
     assert taken(one)
     assert split_keys.plan_of(one).splits == splits
     batch, heads, len_q, dim = one.query.shape
-    parts = splits * batch * heads * len_q * 4 * (dim + 1)
+    parts = splits * batch * heads * len_q * 4 * (dim + 1) if splits > 1 else 0
     assert parts < 0.04 * 2 * one.key.numel() * one.key.element_size()
 
 
@@ -228,10 +232,9 @@ def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits
         dict(len_q=4096, len_k=4096),
         dict(len_q=64, len_k=1024, heads=8, kv_heads=8, batch=64),
         dict(len_q=1, len_k=8192, dropout_p=0.1),
-        dict(len_q=1, len_k=8192, heads=71, kv_heads=1),
         dict(len_q=1, len_k=8192, mask=IntervalMask(*torch.zeros((2, 1, 32, 8192), dtype=torch.int32))),
     ],
-    ids=["few-keys", "narrow-window", "many-queries", "many-programs", "dropout", "large-group", "intervals-per-head"],
+    ids=["few-keys", "narrow-window", "many-queries", "many-programs", "dropout", "intervals-per-head"],
 )
 def test_leaves(given: dict) -> None:
     assert not taken(problem(**given))
