@@ -318,6 +318,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(head_dim=272, value_dim=272), "serves head dims from 1 to 256, by the larger, not 272 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
+    ("forward: Hopper", dict(len_q=32, head_dim=160, value_dim=160), "is for more than 32 queries, not 32"),
     ("forward: Hopper", dict(len_k=0), "there is no key"),
     ("forward: Hopper", dict(len_q=(1 << 22) + 1, features=INTERVALS), "serves up to 4194304 queries under an IntervalMask, not 4194305"),
     ("forward: Hopper", dict(scale=-0.1), "serves a scale from 2**-64 to 2**64, not -0.1"),

@@ -82,6 +82,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 32 keys, on a device with more processors than these tests have programs."""
     monkeypatch.setattr(split_keys, "LEAST_KEYS", 32)
     monkeypatch.setattr(split_keys, "KEYS_PER_ROW", 0)
+    monkeypatch.setattr(split_keys, "BYTES_OF_ONE", 0)
     for module in (split_keys, traits):
         monkeypatch.setattr(module, "processors", lambda device: 64)
 
@@ -211,8 +212,23 @@ def taken(one: Problem) -> bool:
         (dict(len_q=64, len_k=65536), 4),
         (dict(len_q=1, len_k=8192, heads=71, kv_heads=1), 4),
         (dict(len_q=8, len_k=600), 1),
+        (dict(len_q=1, len_k=512, batch=16), 1),
+        (dict(len_q=1, len_k=520, batch=16), 2),
     ],
-    ids=["long", "window", "short", "several-queries", "one-group", "many-groups", "no-groups", "several-tiles", "large-group", "few-keys"],
+    ids=[
+        "long",
+        "window",
+        "short",
+        "several-queries",
+        "one-group",
+        "many-groups",
+        "no-groups",
+        "several-tiles",
+        "large-group",
+        "few-keys",
+        "little-to-read",
+        "more-to-read",
+    ],
 )
 def test_splits_fill_the_processors_as_far_as_there_are_keys(given: dict, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_keys, "processors", lambda device: 132)
