@@ -1,4 +1,4 @@
-"""Triton's interpreter in a fifth of its time, with the same results: what it does again and again is done once or not at all."""
+"""Triton's interpreter in a seventh of its time, with the same results: what it does again and again is done once or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from triton.runtime import interpreter
 
 WHOLE = {id(tl.int32), id(tl.int64)}  # by identity: Triton looks long for whether two types are equal
 NUMPYS = WHOLE | {id(tl.float32)}  # types that NumPy has, in which it computes what Triton does
+CONVERTED = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32, id(tl.float16): np.float16}
+FROM = CONVERTED.keys() | {id(tl.int1)}
 IN_32_BITS = range(-(1 << 31), 1 << 31)
-TRITONS: dict[str, Callable] = {}  # operators of tensors, by name, before they were replaced
+TRITONS: dict[str, Callable] = {}  # operators of tensors, and functions on them, by name, before they were replaced
+BLOCKS: dict[tuple, tl.block_type] = {}  # of the types above, by identity and shape
 
 
 def install() -> None:
@@ -21,6 +24,7 @@ def install() -> None:
     compute_nothing_twice()
     share_shapes()
     compute_directly()
+    convert_directly()
 
 
 def patch_the_language_once() -> None:
@@ -28,47 +32,58 @@ def patch_the_language_once() -> None:
     patch = interpreter._patch_lang
 
     def patch_lang(function: Callable) -> object:
+        unpatched = [language for language in (tl, tl.core) if tl.core.is_builtin(language.load)]
+        if not unpatched:
+            return None
         seen = function.__globals__.values()
-        unpatched = any(tl.core.is_builtin(language.load) and any(each is language for each in seen) for language in (tl, tl.core))
-        return patch(function) if unpatched else None
+        return patch(function) if any(each is language for each in seen for language in unpatched) else None
 
-    interpreter._patch_lang = patch_lang
+    def patch_attr(owner: object, name: str, member: Callable, builder: object, scope: interpreter._LangPatchScope) -> None:
+        def patched(*arguments: object, **named: object) -> object:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return member(*arguments, **named)
+
+        scope.set_attr(owner, name, patched)
+
+    interpreter._patch_lang, interpreter._patch_attr = patch_lang, patch_attr
 
 
 def compute_nothing_twice() -> None:
     """Spare it 40 % of the rest.
 
     It computes each sum and product of 32-bit integers in 64 bits too, and drops the comparison, an assertion of debug mode, which it does
-    not have. And it makes the table of NumPy's types again whenever it asks for one of them.
+    not have. And it makes the table of NumPy's types again whenever it asks for one of them, and for each value asks whether NumPy's type is
+    larger than its own.
     """
     options = interpreter.interpreter_builder.options
     assert not options.debug, "overflow is asserted: let it be computed"
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     of_pointer, of_number = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: (of_pointer if dtype.scalar.is_ptr() else of_number)(dtype.scalar)
+    interpreter.TensorHandle.__post_init__ = lambda self: None
 
 
 def share_shapes() -> None:
     """Spare it 30 % of what is left: each value that it computes, and each type, makes and describes its shape again."""
-    import triton.language as tl
-
     initialize_tensor, initialize_block_type = tl.core.tensor.__init__, tl.core.block_type.__init__
-    of_tensors: dict[tuple, dict] = {}
+    of_tensors: dict[tuple, tuple] = {}
     of_types: dict[tuple, dict] = {}
 
     def tensor(self: tl.core.tensor, handle: object, type: tl.core.dtype) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if isinstance(type, tl.core.block_type) else ()
         if sizes not in of_tensors:
             initialize_tensor(self, handle, type)
-            of_tensors[sizes] = dict(shape=self.shape, numel=self.numel)
-        vars(self).update(of_tensors[sizes], handle=handle, type=type, dtype=type.scalar)
+            of_tensors[sizes] = self.shape, self.numel
+        self.shape, self.numel = of_tensors[sizes]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
 
     def block_type(self: tl.core.block_type, element_ty: tl.core.dtype, shape: Iterable) -> None:
-        key = element_ty.name, *(size.value if isinstance(size, tl.core.constexpr) else size for size in shape)
-        if key not in of_types:
+        known = of_types.get((element_ty.name, *shape))
+        if known is None:
             initialize_block_type(self, element_ty, shape)
-            of_types[key] = dict(shape=self.shape, numel=self.numel, name=self.name)
-        vars(self).update(of_types[key], element_ty=element_ty)
+            sizes = tuple(self.shape)  # which is no tuple of Python's
+            known = of_types[(element_ty.name, *sizes)] = dict(shape=self.shape, numel=self.numel, name=self.name, sizes=sizes)
+        vars(self).update(known, element_ty=element_ty)
 
     tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block_type
 
@@ -86,13 +101,56 @@ def compute_directly() -> None:
     for name, function in compare.items():
         tensor_operator(f"__{name}__", function, result=tl.int1)
 
+
+def convert_directly() -> None:
+    """Spare it a quarter of what is left: conversions of numbers, scalars beside a block, and axes of one element."""
     semantic = type(interpreter.interpreter_semantic)
-    convert = semantic.cast
+    for name, function in dict(cast=cast, to_tensor=to_tensor, broadcast_impl_value=broadcast).items():
+        TRITONS[name] = getattr(semantic, name)
+        setattr(semantic, name, function)
+    TRITONS["__getitem__"] = tl.tensor.__getitem__
+    tl.tensor.__getitem__ = with_axes
 
-    def cast(self: object, input: tl.tensor, dst_ty: tl.dtype, *rounding: object) -> tl.tensor:
-        return input if input.dtype is dst_ty.scalar and not any(rounding) else convert(self, input, dst_ty, *rounding)
 
-    semantic.cast = cast
+def cast(self: object, input: tl.tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> tl.tensor:
+    wanted = dst_ty.scalar
+    if fp_downcast_rounding is None:
+        if input.dtype is wanted:
+            return input
+        if id(input.dtype) in FROM and id(wanted) in CONVERTED:
+            return of_data(input.handle.data.astype(CONVERTED[id(wanted)]), wanted, wanted, input.type)
+    return TRITONS["cast"](self, input, dst_ty, fp_downcast_rounding)
+
+
+def to_tensor(self: object, x: object, check_type: bool = True) -> object:
+    if type(x) is tl.tensor:
+        return x
+    number = x.value if type(x) is tl.constexpr else x
+    if type(number) is int and number in IN_32_BITS:
+        return of_data(np.array([number], np.int32), tl.int32, tl.int32)
+    return TRITONS["to_tensor"](self, x, check_type)
+
+
+def broadcast(self: object, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    sizes = [x.type.sizes if isinstance(x.type, tl.block_type) else () for x in (lhs, rhs)]
+    if sizes[0] == sizes[1]:
+        return lhs, rhs
+    shape = np.broadcast(lhs.handle.data, rhs.handle.data).shape
+    left, right = (x if own == shape else expanded(x, shape) for x, own in zip((lhs, rhs), sizes, strict=True))
+    return left, right
+
+
+def expanded(x: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
+    return tl.tensor(interpreter.TensorHandle(np.broadcast_to(x.handle.data, shape), x.dtype), block_of(x.dtype, shape))
+
+
+def with_axes(self: tl.tensor, slices: object) -> tl.tensor:
+    """``x[:, None]`` and the like."""
+    if type(slices) is tuple and isinstance(self.type, tl.block_type):
+        kept = [each for each in slices if each is not None]
+        if len(kept) <= len(self.type.sizes) and all(type(each) is slice and each == slice(None) for each in kept):
+            return of_data(self.handle.data[slices], self.handle.dtype, self.dtype, self.type)
+    return TRITONS["__getitem__"](self, slices, _semantic=interpreter.interpreter_semantic)
 
 
 def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, result: tl.dtype | None = None) -> None:
@@ -112,8 +170,8 @@ def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, 
                 common = kind if kind is its else tl.int64
                 return of_data(function(self.handle.data, other.handle.data), common, result or common, self.type, other.type)
             if is_sum and id(its) in WHOLE and kind.is_ptr():
-                moved = interpreter.interpreter_builder.create_addptr(self.handle, other.handle)
-                return of_data(moved.data, kind, kind, self.type, other.type)
+                size = max(1, kind.element_ty.primitive_bitwidth // 8)
+                return of_data(self.handle.data + size * other.handle.data.astype(np.uint64), kind, kind, self.type, other.type)
         elif id(kind) in mine and (other in IN_32_BITS if type(other) is int and is_whole else type(other) is float and kind is tl.float32):
             return of_data(function(self.handle.data, other), kind, result or kind, self.type)
         return others(self, other, _semantic=interpreter.interpreter_semantic)
@@ -128,12 +186,20 @@ def of_data(data: np.ndarray, computed: tl.dtype, scalar: tl.dtype, *types: tl.d
     """
     found = scalar
     for each in types:
-        if each.is_block():
-            if each.scalar is scalar and tuple(each.shape) == data.shape:
+        if isinstance(each, tl.block_type):
+            if each.element_ty is scalar and each.sizes == data.shape:
                 found = each
                 break
-            found = tl.block_type(scalar, list(data.shape))
+            found = block_of(scalar, data.shape)
     return tl.tensor(interpreter.TensorHandle(data, computed), found)
+
+
+def block_of(scalar: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+    if id(scalar) not in FROM:  # each launch has types of pointers of its own
+        return tl.block_type(scalar, list(shape))
+    if (id(scalar), shape) not in BLOCKS:
+        BLOCKS[id(scalar), shape] = tl.block_type(scalar, list(shape))
+    return BLOCKS[id(scalar), shape]
 
 
 def divided(dividend: np.ndarray, divisor: np.ndarray) -> np.ndarray:
