@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,21 +37,32 @@ OTHER_NAMES = {"query_states", "key_states", "value_states"}  # of an eager func
 MODELS = Path(transformers.__file__).parent / "models"
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def scanned() -> list[tuple[str, list[tuple[str, int]], set[str]]]:
+    """Of each module with models: what it passes to the interface, and what its eager functions take."""
+    found = []
     for file in sorted(MODELS.glob("*/modeling_*.py")):
         text = file.read_text()
         if "ALL_ATTENTION_FUNCTIONS" in text:
-            yield file.parent.name, ast.parse(text)
+            tree = ast.parse(text)
+            found.append((file.parent.name, list(passed_to_the_interface(tree)), set(taken_by_eager_functions(tree))))
+    return found
+
+
+def is_registry(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
 
 
 def is_look_up(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == "ALL_ATTENTION_FUNCTIONS" for each in ast.walk(node))
+    return any(map(is_registry, ast.walk(node)))
 
 
 def passed_to_the_interface(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Keywords of the calls of a function that was looked up, each with the number of arguments by position."""
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
+    nodes = list(ast.walk(tree))
+    lines = [node.lineno for node in nodes if is_registry(node)]
+    for function in nodes:
+        if not isinstance(function, ast.FunctionDef) or not any(function.lineno <= line <= function.end_lineno for line in lines):
             continue
         names = set()
         for node in ast.walk(function):
@@ -69,8 +81,8 @@ def taken_by_eager_functions(tree: ast.Module) -> Iterator[str]:
 
 def test_no_keyword_of_a_model_is_ignored_unknowingly() -> None:
     unknown, seen = defaultdict(set), set()
-    for model, tree in modules():
-        keywords = {keyword for keyword, _ in passed_to_the_interface(tree)} | (set(taken_by_eager_functions(tree)) - OTHER_NAMES)
+    for model, passed, taken in scanned():
+        keywords = {keyword for keyword, _ in passed} | (taken - OTHER_NAMES)
         seen |= keywords
         for keyword in keywords - KNOWN:
             unknown[keyword].add(model)
@@ -84,8 +96,8 @@ def test_no_keyword_of_a_caller_is_ignored_unknowingly() -> None:
 
 
 def test_a_call_by_position_gives_no_more_than_the_mask() -> None:
-    for model, tree in modules():
-        assert all(count <= 5 for _, count in passed_to_the_interface(tree)), model
+    for model, passed, _ in scanned():
+        assert all(count <= 5 for _, count in passed), model
 
 
 def test_the_scan_sees_a_new_keyword() -> None:
