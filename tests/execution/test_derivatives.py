@@ -22,6 +22,7 @@ from dmattn.execution import torch_path
 from dmattn.execution.backend import interpreting
 
 no_compile = pytest.mark.skipif(interpreting(), reason="Triton's interpreter and torch.compile do not combine")
+in_float64 = pytest.mark.skipif(interpreting(), reason="float64 takes the PyTorch path in either half")
 CASES = [
     Case("plain", 3, 4, heads=1, head_dim=3, value_dim=2, reason="nothing but query, key and value"),
     Case("group-pair-bias", 3, 4, batch=1, heads=4, kv_heads=2, head_dim=2, value_dim=3, bias="1gqk", reason="shared in a group"),
@@ -79,6 +80,7 @@ def assert_close(got: Any, wanted: Any) -> None:
         torch.testing.assert_close(x, y)
 
 
+@in_float64
 @cases
 def test_by_finite_differences(case: Case, device: str) -> None:
     call, leaves = both(attention, case, device), leaves_of(case, device)
@@ -98,6 +100,7 @@ def orders(function: Callable[..., Any], case: Case, leaves: tuple[Tensor, ...],
     return found
 
 
+@in_float64
 @cases
 def test_derivatives_of_any_order(case: Case, device: str) -> None:
     leaves = leaves_of(case, device)
@@ -108,6 +111,7 @@ AXES = st.tuples(st.sampled_from("b1"), st.sampled_from("hg1"), st.sampled_from(
 SIDE = st.none() | st.integers(0, 5)
 
 
+@in_float64
 @settings(max_examples=int(os.environ.get("DMATTN_EXAMPLES", "40")), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.tuples(st.integers(0, 7), st.integers(0, 7)),
@@ -315,6 +319,7 @@ FUNC_CASES = [
 ]
 
 
+@in_float64
 @pytest.mark.parametrize("case", FUNC_CASES, ids=lambda case: case.name)
 def test_torch_func(case: Case, device: str) -> None:
     leaves = leaves_of(case, device)

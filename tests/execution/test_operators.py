@@ -142,13 +142,13 @@ def test_checkpointing_changes_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_vmap_joins_its_axis_to_the_batch(case: Case, device: str) -> None:
-    """Over query, key, value and bias, over the query alone, and over nothing at all, with gradients."""
+    """Over query, key, value and bias, over the query alone, and over the bias alone, with gradients. The interpreter has the first alone."""
     inputs = case.inputs(torch.float32, device)
 
     def ours(query, key, value, bias):
         return attention(query, key, value, mask=inputs.mask, bias=bias, return_lse=True, **case.options)
 
-    for mapped in (("query", "key", "value", "bias"), ("query",), ("bias",)):
+    for mapped in (("query", "key", "value", "bias"), ("query",), ("bias",))[: 1 if interpreting() else 3]:
         leaves = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
         mapped = [name for name in mapped if leaves[name] is not None]
         if not mapped:
