@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -59,6 +59,11 @@ def needs_cuda(test: Callable) -> Callable:
     for mark in NEEDS_CUDA:
         test = mark(test)
     return test
+
+
+def few_in_the_interpreter(product: Iterable[tuple], are_among: Callable[..., bool]) -> list[tuple]:
+    """All of a product. But in the interpreter, unless DMATTN_FULL is set, those among the few in which each member still is."""
+    return [each for each in product if not interpreting() or os.environ.get("DMATTN_FULL") or are_among(*each)]
 
 
 LEFT_OUT = pytest.StashKey[Counter]()

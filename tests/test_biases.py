@@ -219,6 +219,7 @@ def test_a_tree_of_its_table() -> None:
         bias.zero = 9  # which nothing would check
 
 
+@pytest.mark.skipif(interpreting(), reason="the PyTorch path, in a process of its own")
 def test_memory_of_a_cpu_is_not_that_of_pairs() -> None:
     """Forward and backward of 8192 x 8192 pairs of one head, whose dense bias would take 256 MiB, in the room of some chunks."""
     code = """

@@ -51,6 +51,7 @@ def masks(draw: st.DrawFn) -> IntervalMask:
     return IntervalMask(bounds(), bounds(), LEN_Q if draw(st.booleans()) else None, *again)
 
 
+@pytest.mark.skipif(interpreting(), reason="masks are the same in both halves")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(one=masks(), other=masks())
 def test_unions_and_intersections_are_those_of_the_dense_masks(one: IntervalMask, other: IntervalMask) -> None:
