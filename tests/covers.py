@@ -1,4 +1,4 @@
-"""Which of many launches to compile: few that together have each type, form and constant of each argument, though not their combinations."""
+"""Which of many launches to compile: few that together have each form and constant of each argument, though not their combinations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ Launches = dict[tuple, tuple[Any, dict]]
 """By kernel and key of Triton's: the signature, with the type of each argument, and the constants by their place among them."""
 BLOCKS = {"HEAD_DIM": "BLOCK_D", "VALUE_DIM": "BLOCK_DV"}
 """In which block a head dim is padded, or cut to pieces."""
-
-
-def few(launches: Launches) -> list[tuple]:
-    """Every type and every constant of each argument of a kernel is compiled."""
-    return cover({launch: all_of(launch[0], *given) for launch, given in launches.items()})
+PANELS = {"DIM": 64, "DIM_V": 64}
+"""Kernels for Hopper have no such block: they copy a head dim in panels of so many columns."""
 
 
 def fewer(launches: Launches) -> list[tuple]:
@@ -22,6 +19,21 @@ def fewer(launches: Launches) -> list[tuple]:
     Integers that are told at the call, such as strides, have any one of their types, and of head dims one is enough of those in as many blocks.
     """
     return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
+
+
+def fewest(launches: Launches) -> list[tuple]:
+    """Every constant is compiled, but not every type, as another target has the same kernels with these; that is not so of Hopper's own."""
+    sets = {launch: code_of(launch[0], *given) for launch, given in launches.items()}
+    return cover({launch: found if is_hoppers(launch[0]) else {each for each in found if is_named(*each)} for launch, found in sets.items()})
+
+
+def is_hoppers(function: Any) -> bool:
+    return ".hopper." in function.fn.__module__
+
+
+def is_named(function: Any, name: Any, *_: Any) -> bool:
+    """Whether a part of a launch is of a constant, whose names are in capitals."""
+    return isinstance(name, str) and name.isupper()
 
 
 def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
@@ -37,22 +49,16 @@ def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
     return chosen
 
 
-def all_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
-    """Types of a launch, where an absent tensor is a type, and its constants."""
-    found = {(str(place), repr(constant)) for place, constant in constants.items()}
-    return {(function, *each) for each in found.union(types(signature))}
-
-
 def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
     """What decides which code a launch has: Triton takes an integer of 1 for a constant, too, and those of large tensors for 64 bits.
 
-    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks it has, and whether these are whole.
+    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks or panels it has, and whether these are whole.
     """
     found = {(*path, brief(kind)) for *path, kind in types(signature) if path and kind != "constexpr"}
     named = {function.arg_names[place]: constant for (place, *within), constant in constants.items() if not within}
     for (place, *within), constant in constants.items():
         name = function.arg_names[place]
-        block = named.get(BLOCKS.get(name))
+        block = named.get(BLOCKS.get(name), PANELS.get(name))
         if block is not None:
             found.add((name, constant % block == 0, -(-constant // block)))
         else:

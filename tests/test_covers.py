@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from covers import few, fewer
+from covers import fewer, fewest
 
 from dmattn.execution.backend import interpreting
 
@@ -15,9 +15,13 @@ Launch = tuple[dict, dict]
 
 class Kernel(NamedTuple):
     arg_names: tuple[str, ...]
+    fn: type
 
 
-KERNEL = Kernel(("q", "length", "HEAD_DIM", "BLOCK_D"))
+ARGUMENTS = ("q", "length", "HEAD_DIM", "BLOCK_D")
+KERNEL, HOPPERS = (
+    Kernel(ARGUMENTS, type("fn", (), {"__module__": f"dmattn.kernels.{name}"})) for name in ("portable.forward", "hopper.forward")
+)
 
 
 def launch(q: tuple[str, ...] | str = ("*bf16", "i64", "constexpr"), length: str = "i32", head_dim: int = 64, block: int = 64) -> Launch:
@@ -25,33 +29,45 @@ def launch(q: tuple[str, ...] | str = ("*bf16", "i64", "constexpr"), length: str
     return {"q": q, "length": length, "HEAD_DIM": "constexpr", "BLOCK_D": "constexpr"}, constants
 
 
-def chosen(choose: object, *launches: Launch) -> list[int]:
+def chosen(choose: object, *launches: Launch, of: Kernel = KERNEL) -> list[int]:
     """The places of those that are chosen."""
-    return sorted(key for _, key in choose({(KERNEL, number): each for number, each in enumerate(launches)}))
+    return sorted(key for _, key in choose({(of, number): each for number, each in enumerate(launches)}))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        launch(q=("*fp32", "i64", "constexpr")),
-        launch(q=("*bf16", "i64", "constexpr", "i64")),  # another kind of tensor
-        launch(q="constexpr"),  # left out
-        launch(block=32),
-        launch(head_dim=128),  # two blocks
-        launch(head_dim=40),  # a part of one
-    ],
-)
+TYPES = [
+    launch(q=("*fp32", "i64", "constexpr")),
+    launch(q=("*bf16", "i64", "constexpr", "i64")),  # another kind of tensor
+    launch(q="constexpr"),  # left out
+]
+CONSTANTS = [
+    launch(block=32),
+    launch(head_dim=128),  # two blocks
+    launch(head_dim=40),  # a part of one
+]
+
+
+@pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
 def test_what_kernels_ask_for_is_compiled(other: Launch) -> None:
-    assert chosen(few, launch(), other) == chosen(fewer, launch(), other) == [0, 1]
-    assert chosen(few, other, launch()) == chosen(fewer, other, launch()) == [0, 1]
+    assert chosen(fewer, launch(), other) == chosen(fewer, other, launch()) == [0, 1]
+    assert chosen(fewest, launch(), other, of=HOPPERS) == [0, 1]
 
 
+@pytest.mark.parametrize("other", CONSTANTS)
+def test_fewest_have_every_constant(other: Launch) -> None:
+    assert chosen(fewest, launch(), other) == chosen(fewest, other, launch()) == [0, 1]
+
+
+@pytest.mark.parametrize("other", TYPES)
+def test_types_are_left_out_of_fewest(other: Launch) -> None:
+    assert len(chosen(fewest, launch(), other)) == 1
+
+
+@pytest.mark.parametrize("choose", [fewer, fewest])
 @pytest.mark.parametrize("other", [launch(length="i64"), launch(q=("*bf16", "i32", "constexpr"))])
-def test_sizes_of_integers_are_left_out_of_fewer(other: Launch) -> None:
-    assert chosen(few, launch(), other) == [0, 1]
-    assert len(chosen(fewer, launch(), other)) == 1
+def test_sizes_of_integers_are_left_out(choose: object, other: Launch) -> None:
+    assert len(chosen(choose, launch(), other)) == 1
 
 
-def test_head_dims_in_as_many_blocks_are_one() -> None:
-    assert chosen(few, launch(head_dim=40), launch(head_dim=48)) == [0, 1]
-    assert len(chosen(fewer, launch(head_dim=40), launch(head_dim=48))) == 1
+@pytest.mark.parametrize("choose", [fewer, fewest])
+def test_head_dims_in_as_many_blocks_are_one(choose: object) -> None:
+    assert len(chosen(choose, launch(head_dim=40), launch(head_dim=48))) == 1
