@@ -188,9 +188,10 @@ def split_keys(traits: Traits) -> Iterator[str]:
     visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
     least = 2 * (portable_split_keys.LEAST_KEYS if packed else portable_split_keys.least_keys(group, traits.len_q))
     if visible < least:
-        yield f"is for few queries over many keys, as in decoding: at least {least} visible keys for {traits.len_q} queries, not {visible}"
+        rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
+        yield f"is for few queries over many keys, as in decoding: at least {least} visible keys for {rows}, not {visible}"
     if not packed and packing.programs > most:
-        yield f"splits the keys of at most {most} programs on {traits.processors} multiprocessors, not of {packing.programs}"
+        yield f"is for at most {most} programs, before keys are split, on {traits.processors} multiprocessors, not {packing.programs}"
 
 
 @joined
@@ -332,7 +333,7 @@ def hopper_query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | No
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     yield _without_distances(traits)
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
-        yield "makes sums for the gradient of a RelativeBias beside d_query, which is not wanted"
+        yield "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
         if _window(traits) < _MANY_KEYS:
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
