@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,42 @@ def test_spoilt(spoilt): pass
 DYING = "def test_dying(): os._exit(3)"
 FAILING = [("test_of[right]", "failed"), ("test_spoilt", "failed"), ("test_spoilt", "passed"), ("test_wrong", "failed")]
 AGAIN = [("test_elsewhere", "skipped"), *FAILING]
+RUNS = """
+import json, os, sys, pytest
+
+for line in sys.stdin:
+    folder, arguments = json.loads(line)
+    os.chdir(folder)
+    sys.modules.pop("test_suite", None)
+    print("ended", int(pytest.main(arguments)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Path, list[str]], None]]:
+    """Runs pytest in a folder, in one process for all of them: each would import torch for seconds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with subprocess.Popen([sys.executable, "-c", RUNS], env=environment, text=True, **pipes) as process:
+
+        def of(folder: Path, arguments: list[str]) -> None:
+            print(json.dumps([str(folder), arguments]), file=process.stdin, flush=True)
+            assert any(line.startswith("ended ") for line in process.stdout)
+
+        yield of
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path, run: Callable) -> None:
     if workers:
         pytest.importorskip("xdist")
     suite, outcomes = tmp_path / "test_suite.py", tmp_path / "outcomes.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "piecemeal", "--outcomes", outcomes, "-p", "no:cacheprovider", *workers, "test_suite.py"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))}
+    arguments = ["-p", "piecemeal", "--outcomes", str(outcomes), "-p", "no:cacheprovider", *workers, "test_suite.py"]
 
     def found() -> list[tuple[str, str]]:
         before = outcomes.read_text() if outcomes.exists() else ""
-        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+        run(tmp_path, arguments)
         new = [json.loads(line) for line in outcomes.read_text()[len(before) :].splitlines() if line]
         assert all(("1 + 1" in each["why"]) == each["test"].endswith("wrong") for each in new if each["outcome"] == "failed")
         return sorted((each["test"].partition("::")[2], each["outcome"]) for each in new)
