@@ -142,6 +142,12 @@ def launches(target: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tupl
         yield found
 
 
+@pytest.fixture(scope="module")
+def problems() -> list[tuple[str, Drawn]]:
+    """Made once for all targets: without storage, and no pass changes them."""
+    return list(every_problem(DRAWN))
+
+
 def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
     for name, dtype, problem in named_problems():
         yield f"{name} {dtype}", with_gradients(problem)
@@ -150,9 +156,9 @@ def every_problem(count: int) -> Iterator[tuple[str, Drawn]]:
 
 
 @not_interpreted
-def test_launches_are_those_of_the_table(launches: list, target: str) -> None:
+def test_launches_are_those_of_the_table(launches: list, target: str, problems: list[tuple[str, Drawn]]) -> None:
     chosen: set[str] = set()
-    for name, (problem, d_out, d_lse, needs) in every_problem(DRAWN):
+    for name, (problem, d_out, d_lse, needs) in problems:
         out, lse, states = backend.allocate_forward(problem)
         problem = problem.with_states(states)
         launches.clear()
