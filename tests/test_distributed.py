@@ -28,7 +28,7 @@ from dmattn.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="whole models; the interpreter takes milliseconds for each tile")
 
-PROCESSES, STEPS, RATE = 2, 6, 0.5
+PROCESSES, STEPS, RATE = 2, 4, 0.5
 WAYS = ("ddp", "fsdp2", *(["accelerate"] if importlib.util.find_spec("accelerate") else []))
 IMPLEMENTATIONS = ("eager", "dmattn")
 LAYERS = ("LlamaDecoderLayer", "T5Block")  # what is sharded by itself
