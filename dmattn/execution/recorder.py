@@ -29,7 +29,9 @@ _ALLOCATING = (
 )
 _unknown: set[str] = set()
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
-ADDRESSES = 128  # for which what a launch takes of a descriptor is kept, 400 bytes each: layers have theirs again in each step
+ADDRESSES = (
+    64  # for each descriptor of a launch: it is kept encoded, in 470 bytes, for the tensor of each layer, which comes again in each step
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -192,7 +194,7 @@ class Recorder(TorchDispatchMode):
             return of_tensor(x, reads)
         if isinstance(x, tuple):
             return tuple(self._part(value, of_tensor, reads) for value in x)
-        self.complete &= not (isinstance(x, list) and any(isinstance(value, Tensor) for value in x))
+        self.complete &= not (_is_descriptor(x) or (isinstance(x, list) and any(isinstance(value, Tensor) for value in x)))
         return x
 
 

@@ -26,7 +26,7 @@ from ..recording import recorded_by, recorder
 from .record import Record, written
 from .recorder import Recorder
 
-MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each
+MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each, and as many for a descriptor that met many addresses
 SETTINGS = ("0", "1", "check")
 
 _forgetting: list[Callable[[], None]] = []

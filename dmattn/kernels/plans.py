@@ -33,9 +33,9 @@ _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-40, 256
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 _PAIRWISE = frozenset({"mask of pairs", "block mask"})
-FEW_QUERIES = 64  # which a consumer of Hopper's kernels serves alone: up to so many the portable kernels are no slower
+FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the portable kernels are no slower
 # NVIDIA H200, 2026-11-28: 64 queries and keys of head dim 160 forward 0.0157 instead of 0.0183 ms, backward 0.0337 instead of 0.0577.
-FEW_QUERIES_WIDE = 32  # of head dims over 128
+FEW_QUERIES_WIDE = 32  # of head dims over 128, though a second consumer is idle to 64
 DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper's general kernels serve
 
 

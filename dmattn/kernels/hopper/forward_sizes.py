@@ -27,8 +27,6 @@ KEYS_OF_ONE_PADDED, SECTOR = 320, 32
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
-# NVIDIA H200, 2026-11-28, of 64 keys: with three stages head dim 160 causal 0.0953 ms instead of 0.0972, 192 under documents 0.177 and 0.181.
-WIDTH_OF_THREE = 192  # head dims whose tiles have room for a third stage, beside nothing by pairs
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -54,7 +52,7 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
     are_few = _has_odd_rows(problem) and mean_keys(problem) <= KEYS_OF_ONE  # blocks of two are done sooner than those of three
-    return Sizes(2 if are_few else consumers_of(problem.query.shape[2], width), keys, _stages_of(problem, keys, width), 1)
+    return Sizes(2 if are_few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
 
 def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
@@ -147,9 +145,8 @@ def _are_many_at_edges(problem: Problem) -> bool:
     return (windowed and problem.pair_bias is not None) or typical_length(problem, of_keys=True) <= few
 
 
-def _stages_of(problem: Problem, keys: int, width: int) -> int:
+def _stages_of(keys: int, width: int) -> int:
     """Tiles in shared memory, which has room for more of fewer keys."""
     if width < PANEL.value:
         return NARROW_STAGES
-    filled = keys == KEYS or width > WIDTH_OF_THREE or (width > 128 and (problem.pair_bias is not None or hides_pairs(problem)))
-    return STAGES if filled else STAGES + 1
+    return STAGES if keys == KEYS or width > 128 else STAGES + 1

@@ -29,7 +29,8 @@ from ..visits.mask_blocks import tile_state
 
 PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
-LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as a few parts of a short bias leave most processors idle
+# NVIDIA H200, 2026-11-28: the backward pass of 64 rows of 64, 4 heads, beside a shared bias 0.040 to 0.018 ms in 16 parts instead of 3.
+LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as few parts leave most processors idle
 
 
 class Sharing(NamedTuple):

@@ -30,7 +30,9 @@ PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: 128 programs of 1024 keys of head dim 64 0.0189 ms unsplit, 0.0207 in two; of 2048 keys of 128 0.0533 and 0.0472.
+MOST_PROCESSORS = 0.75  # of them, where programs count as many
 BYTES_OF_ONE = 1 << 18  # of keys and values, which a program reads as fast as it would wait for the kernel that merges
+# NVIDIA H200, 2026-11-28: with 28 and not 32, a group of 71 heads over 4096 keys has two splits.
 KEYS_PER_ROW = 28  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
 MOST_SPLITS = 128  # what the program that merges them holds
 LISTED_BYTES = 64 << 20  # of keys and values, from which on reading them all takes longer than listing the blocks to visit
@@ -40,7 +42,7 @@ MERGED_DIMS = 64  # of values, in a program that merges
 class Packing(NamedTuple):
     """How the queries of a group lie in tiles: rows of a tile, heads in it, queries of each of them, programs without splitting.
 
-    A tile has the fewest rows that hold all queries of its heads; else the most, and there are several.
+    A tile has the fewest rows that hold all queries of its heads. Where not even the most do, several tiles have some of the queries each.
     """
 
     rows: int
@@ -50,7 +52,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, limits: Tile, group: int, len_q: int, groups: int) -> "Packing":
-        """That of so many groups in all batch entries."""
+        """That of groups of `group` heads; `groups` counts them in all batch entries."""
         tiles = triton.cdiv(group, limits.block_m)
         heads = triton.cdiv(group, tiles)
         rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * heads)))
@@ -90,7 +92,7 @@ def plan_of(problem: Problem) -> Plan:
     count, visible = processors(problem.query.device), visible_keys(len_q, len_k, problem.left, problem.right)
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
-    if 4 * packing.programs >= 3 * count and read <= BYTES_OF_ONE and not differs:
+    if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
     most = min(MOST_SPLITS, visible // least_keys(group, len_q))
     return Plan(limits._replace(block_m=packing.rows), packing, max(1, min(fill, most)))
