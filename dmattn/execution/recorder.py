@@ -29,9 +29,7 @@ _ALLOCATING = (
 )
 _unknown: set[str] = set()
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
-ADDRESSES = (
-    64  # for each descriptor of a launch: it is kept encoded, in 470 bytes, for the tensor of each layer, which comes again in each step
-)
+ADDRESSES = 64  # of tensors, such as those of layers, for which a launch keeps its descriptor encoded, in 470 bytes each
 
 
 class Recorder(TorchDispatchMode):
