@@ -119,8 +119,9 @@ def explain(
     with half of the peak of 16-bit products for float32: a bound, as the kernels make several products of parts of float32 numbers.
 
     Args:
-        query: (B, H, Sq, D), key: (B, Hk, Sk, D), value: (B, Hk, Sk, Dv), as :func:`dmattn.attention` takes them, on "cpu", "meta" or a GPU.
-            Shapes, dtypes, strides and addresses matter, and values do not, but on a CPU for whether PyTorch's own kernel is exact.
+        query: (..., H, Sq, D), key: (..., Hk, Sk, D), value: (..., Hk, Sk, Dv), as :func:`dmattn.attention` takes them: any number of axes
+            before the heads, also none. On "cpu", "meta" or a GPU. Shapes, dtypes, strides and addresses matter, and values do not, but on a
+            CPU for whether PyTorch's own kernel is exact.
         target: family of a GPU, "sm_80", "sm_90", "sm_100" or "gfx942", whether it is there or not. By default the device of the tensors; for
             those on "meta" the current GPU.
         processors: multiprocessors of the target: by default 108 (A100), 132 (H100, H200), 148 (B200), 304 (MI300X). Other families need it.

@@ -162,6 +162,15 @@ def test_explain_passes_each_option_on():
     assert explain(*tensors, **given) == wanted
 
 
+def test_explain_reads_leading_axes_as_attention_does(capsys):
+    def answer(query):
+        assert cli.main(["explain", "--query", query, "--sinks", "--dtype", "float32", "--backward", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert answer("8,40,32") == answer("1,8,40,32") == answer("1,1,8,40,32")
+    assert answer("2,3,8,40,32") == answer("6,8,40,32") != answer("1,8,40,32")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -170,6 +179,8 @@ def test_explain_passes_each_option_on():
         (["--query", "-2,8,4,64"], "--query: expected sizes such as 4,16,4096,128, received -2,8,4,64"),
         (["--query", "4,16,10,64", "--window", "-1,0"], "--window: expected LEFT,RIGHT such as 1023,0 or none,0, received -1,0"),
         (["--query", "16,64"], "dmattn explain: error: query: expected at least 3 axes"),
+        (["--query", "16,64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
+        (["--query", "64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"], "--mask-pitch: expected a --mask whose rows are no longer"),

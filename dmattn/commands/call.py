@@ -17,7 +17,8 @@ PROCESSORS = "multiprocessors of a GPU, by default those of the GPU that is name
 
 def add_call(parser: argparse.ArgumentParser) -> None:
     """An option for each argument of a call: sizes for tensors, whose values do not matter, and values for the others."""
-    for name, what in (("query", "B,H,Sq,D"), ("key", "B,Hk,Sk,D, by default query's"), ("value", "B,Hk,Sk,Dv, by default key's")):
+    query = "B,H,Sq,D; as in a call, any number of axes before H: H,Sq,D too"
+    for name, what in (("query", query), ("key", "B,Hk,Sk,D, by default query's"), ("value", "B,Hk,Sk,Dv, by default key's")):
         parser.add_argument(f"--{name}", type=sizes, required=name == "query", metavar="SIZES", help=what)
     for name in ("bias", "mask"):
         parser.add_argument(f"--{name}", type=sizes, metavar="SIZES", help="broadcastable to B,H,Sq,Sk")
@@ -70,7 +71,7 @@ def described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any,
 
     bias, mask = pairs("bias", options.bias_dtype or options.dtype), pairs("mask", "bool")
     given = {name: getattr(options, name) for name in ("causal", "window", "scale", "softcap", "dropout_p")}
-    sinks = tensor(options.query[1:2], options.dtype) if options.sinks else None
+    sinks = tensor(options.query[-3:-2], options.dtype) if options.sinks else None
     return (query, key, value), dict(bias=bias, mask=mask, sinks=sinks, **given)
 
 
