@@ -104,12 +104,16 @@ _SAME = {  # keywords of functions in dmattn.compat, and of what they stand for 
     "softmax_scale": "scale",
     "window_size": "window",
 }
+_LENGTHS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k")
 _KEYWORDS = {
-    "attention": _DENSE
-    | dict.fromkeys(
-        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k"),
-        f"the function {_PACKED}, or an IntervalMask",
-    ),
+    "attention": _DENSE | dict.fromkeys(_LENGTHS, f"the function {_PACKED}, or an IntervalMask"),
+    "explain": _DENSE
+    | dict.fromkeys(_LENGTHS, f"mask, an IntervalMask, as of {_PACKED} there is no explanation")
+    | {
+        "arch": "target, a family of GPUs such as sm_90",
+        "backward": "nothing, as an explanation always has both passes: its passes[1] is the backward one",
+        "device": "target, a family of GPUs such as sm_90, or tensors on that device",
+    },
     "attention_varlen": _DENSE
     | {
         "attention_mask": f"{_MASKS}, in the coordinates of each sequence",
@@ -158,14 +162,18 @@ _KEYWORDS = {
 }
 
 
-def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own."""
+def refuse_arguments(function: Callable[..., Any], more: Sequence[Any], unknown: Mapping[str, Any], passed_on: Sequence[str] = ()) -> NoReturn:
+    """Raise for arguments by position that `function` takes by keyword, or the first of the keywords that it does not have, naming its own.
+
+    `passed_on` are keywords that it takes for another function.
+    """
     called = function.__qualname__
     parameters = inspect.signature(function).parameters.values()
     if more:
         received, by_keyword = " and ".join(map(kind, more)), ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
         raise TypeError(f"dmattn: {called}: expected the arguments {by_keyword} by keyword, received {received} by position")
-    name, ours = next(iter(unknown)), [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
+    name, own = next(iter(unknown)), [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty]
+    ours = [*passed_on, *own]
     alike = [f"{each}, or another" for each in get_close_matches(name, ours, 1)] or ["one"]
     expected = _KEYWORDS[called].get(name, f"{alike[0]} of the keywords {', '.join(ours)}")
     raise TypeError(f"dmattn: {name}: expected {expected}, received a keyword that {called} does not have")

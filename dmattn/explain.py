@@ -134,14 +134,14 @@ def explain(
         An :class:`Explanation`, whose text is for people: memory in bytes, products in FLOP, time in seconds in its fields.
 
     Raises:
-        TypeError, ValueError: as :func:`dmattn.attention`; also for a target that is no family of GPUs, or whose `processors` are not known,
-            and for `processors` of a CPU.
+        TypeError, ValueError: as :func:`dmattn.attention`; also for a keyword that neither has, for a target that is no family of GPUs, or
+            whose `processors` are not known, and for `processors` of a CPU.
         RuntimeError: the GPU or Triton needed is missing.
     """
     defaults: dict[str, Any] = attention.__kwdefaults__ or {}
     unknown = {name: option for name, option in options.items() if name not in defaults}
     if unknown:
-        refuse_arguments(attention, (), unknown)
+        refuse_arguments(explain, (), unknown, tuple(defaults))
     given = {**defaults, **options}
     with_lse = given.pop("return_lse")
     check_flag("return_lse", with_lse)

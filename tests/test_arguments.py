@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import distributed
 
-from dmattn import BlockMask, DynamicMaskAttention, arguments, attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention
+from dmattn import (
+    BlockMask,
+    DynamicMaskAttention,
+    arguments,
+    attention,
+    attention_varlen,
+    dynamic_mask_attention,
+    explain,
+    scaled_dot_product_attention,
+)
 from dmattn.arguments import kind
 from dmattn.distributed import context_parallel_attention, context_parallel_dynamic_mask_attention
 
@@ -20,6 +29,10 @@ LENGTHS = torch.tensor([0, 5])
 
 def attend(**keywords: Any) -> object:
     return attention(*(torch.ones(1, 2, 5, 8) for _ in range(3)), **keywords)
+
+
+def explained(**keywords: Any) -> object:
+    return explain(*(torch.ones(1, 2, 5, 8) for _ in range(3)), **keywords)
 
 
 def attend_packed(**keywords: Any) -> object:
@@ -58,6 +71,7 @@ def attend_dynamically_across(**keywords: Any) -> object:
 
 CALLS = {
     "attention": attend,
+    "explain": explained,
     "context_parallel_attention": attend_across,
     "context_parallel_dynamic_mask_attention": attend_dynamically_across,
     "attention_varlen": attend_packed,
@@ -96,6 +110,13 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention", "backend", "one of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention", "cauzal", "causal, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention", "s_aux", "sinks"),
+        ("explain", "backward", "nothing, as an explanation always has both passes: its passes[1] is the backward one"),
+        ("explain", "cu_seqlens_q", "mask, an IntervalMask, as of dmattn.attention_varlen there is no explanation"),
+        (
+            "explain",
+            "processor",
+            "processors, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse, target, processors",
+        ),
         ("attention_varlen", "learnable_sink", "sinks"),
         ("scaled_dot_product_attention", "mask", "attn_mask (bool, True attends), or both mask and bias of dmattn.attention"),
         (
@@ -154,10 +175,11 @@ def test_what_attention_takes_by_keyword_alone_is_not_taken_by_position() -> Non
 def test_no_keyword_of_ours_is_called_another_librarys(called: str) -> None:
     """A hint that names it would never be seen."""
     across = [context_parallel_attention, context_parallel_dynamic_mask_attention]
-    ours = [attention, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention, DynamicMaskAttention.forward]
+    ours = [attention, explain, attention_varlen, dynamic_mask_attention, scaled_dot_product_attention, DynamicMaskAttention.forward]
     functions: list[Callable] = [*across, *ours]
     (function,) = [x for x in functions if x.__qualname__ == called]
-    assert not arguments._KEYWORDS[called].keys() & inspect.signature(function).parameters.keys()
+    names = {*inspect.signature(function).parameters, *(inspect.signature(attention).parameters if function is explain else ())}
+    assert not arguments._KEYWORDS[called].keys() & names
 
 
 def causal_bias(variant: str) -> torch.Tensor:
