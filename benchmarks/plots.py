@@ -60,8 +60,8 @@ def matrix(result: Record, target: Path) -> None:
             slowest += [] if won or entry["best_peer"] in slowest else [entry["best_peer"]]
             axes.barh(place, ratio - 1, 0.8, left=1, color=look.color, hatch=look.hatch, edgecolor=figures.BACKGROUND, linewidth=0)
             peer = figures.look_of(entry["best_peer"]).name
-            text = f" {ratio:.2f}, {peer} " if won else f" {peer}, {ratio:.2f} "
-            axes.text(ratio, place, text, va="center", ha="left" if won else "right", fontsize=6)
+            # where a peer is faster, beyond the line and not before the bar: there it would lie over the name of the row
+            axes.text(max(ratio, 1), place, f" {ratio:.2f}, {peer} ", va="center", fontsize=6)
             workload = known.get(entry["work"])
             labels.append(entry["work"] if workload is None else f"{workload.title}; {workload.extent}")
         axes.set_yticks(range(len(pairs)), labels, fontsize=6.5)
@@ -70,7 +70,8 @@ def matrix(result: Record, target: Path) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         found = result["means"].get(step)
         mean = "" if found is None else f"\ndmattn at least as fast in {found['won']} of {found['of']}, geometric mean {found['mean']:.2f}"
-        axes.set(title=step + mean, xlabel="speed, fastest peer = 1 (right of 1 dmattn is faster)")
+        axes.set_title(step + mean, loc="right")  # wider than the panel, above the names of rows
+        axes.set_xlabel("speed, fastest peer = 1 (right of 1 dmattn is faster)")
         axes.margins(x=0.3, y=0.005)
     drawing.legend(figure, [OURS, *slowest])
     figure.suptitle("dmattn's speed beside the fastest peer's, sorted: " + figures.of_device(result["environment"]))

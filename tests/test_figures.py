@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from dmattn.execution.backend import interpreting
 pytest.importorskip("matplotlib", reason="draws the pictures")
 pytestmark = pytest.mark.skipif(interpreting(), reason="pictures are the same in both halves")
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WHERE = {"device": "a GPU", "dtype": "bf16", "commit": "0123456789", "versions": {"torch": "2"}, "transformers": "5", "ranks": 4}
 
 
@@ -128,9 +130,26 @@ def test_matrix_draws_sorted_ratios(plots):
     forward, backward = plots.drawn[0].axes
     assert bars(forward) == [(8, figures.OURS), (2, figures.OURS), (0.25, figures.LOOKS["fa4"].color)]
     assert labels(forward) == ["b", "like Swin: bias (1, H, Sq, Sk), head dim 32; batch 4096, 12 heads, 49 x 49", "c"]
-    assert texts(forward)[0] == "FlashAttention-4, 0.25"
-    assert forward.get_title() == "forward\ndmattn at least as fast in 2 of 3, geometric mean 1.59"
+    assert texts(forward) == ["0.25, FlashAttention-4", "2.00, FlexAttention", "8.00, SDPA"]
+    assert forward.get_title(loc="right") == "forward\ndmattn at least as fast in 2 of 3, geometric mean 1.59"
     assert bars(backward) == [(1, figures.OURS)]
+
+
+@pytest.mark.parametrize("name", ["matrix_nvidia_h200", "matrix_nvidia_h100_80gb_hbm3"])
+def test_no_text_of_the_matrix_lies_over_another(plots, name):
+    """Of the result files whose pictures lie beside them; and none is cut off at the edge."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    plots.matrix(json.loads((RESULTS / f"{name}.json").read_text()), Path())
+    (figure,) = plots.drawn
+    FigureCanvasAgg(figure).draw()
+    ticks = [label for axes in figure.axes for label in axes.get_xticklabels()]  # some of them beyond the ends of the axis, not drawn
+    found = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip() and text not in ticks]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in found]
+    assert len(boxes) > 300
+    assert not [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.overlaps(other)]
+    assert not [a for a, one in boxes if one.x0 < 0 or one.x1 > figure.bbox.x1]
 
 
 def test_memory_draws_peaks_and_where_they_end(plots):
