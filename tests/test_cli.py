@@ -19,6 +19,7 @@ import torch
 from dmattn import RelativeBias, __version__, cli, compilation, equivalence, explain, notices, progress, report, verify, versions
 from dmattn.bench import measuring, problems
 from dmattn.commands import explain as command
+from dmattn.commands.call import described, line_of
 from dmattn.commands.parser import json_of
 from dmattn.execution.backend import interpreting
 
@@ -162,6 +163,23 @@ def test_explain_passes_each_option_on():
     assert explain(*tensors, **given) == wanted
 
 
+@pytest.mark.parametrize("zero", [None, 0, 127])
+def test_explain_takes_a_table_of_distances(zero):
+    pytest.importorskip("triton")
+    options = "--query 2,8,300,64 --bias-table 8,129 --bias-dtype float32 --target sm_90 --backward --causal"
+    query = torch.empty(2, 8, 300, 64, dtype=torch.bfloat16, device="meta")
+    wanted = explain(query, query, query, bias=RelativeBias(torch.empty(8, 129, device="meta"), zero), causal=True, target="sm_90")
+    given = line_of(options.partition(" --target")[0] + ("" if zero is None else f" --bias-zero {zero}"))
+    bias = described(given, "meta")[1]["bias"]
+    assert (bias.table.shape, bias.table.dtype, bias.zero) == ((8, 129), torch.float32, 64 if zero is None else zero)
+    explained = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "explain", lambda *tensors, **given: explained.append(explain(*tensors, **given)) or explained[0])
+        assert cli.main(["explain", *options.split(), *([] if zero is None else ["--bias-zero", str(zero)])]) == 0
+    assert explained == [wanted]
+    assert "portable: d_bias of distances" in wanted.passes[1].rows
+
+
 def test_explain_reads_leading_axes_as_attention_does(capsys):
     def answer(query):
         assert cli.main(["explain", "--query", query, "--sinks", "--dtype", "float32", "--backward", "--json"]) == 0
@@ -182,6 +200,16 @@ def test_explain_reads_leading_axes_as_attention_does(capsys):
         (["--query", "16,64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
+        (["--query", "4,16,10,64", "--bias-table", "16,9", "--bias", "10,10"], "--bias-table: expected no --bias beside it, received (16, 9)"),
+        (["--query", "4,16,10,64", "--bias-table", "16,9", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
+        (
+            ["--query", "4,16,10,64", "--bias-table", "16,9", "--bias-zero", "9"],
+            "zero: expected an index of the table, from 0 to 8, received 9",
+        ),
+        (["--query", "4,16,10,64", "--bias-table", "16,9", "--bias-zero", "-1"], "--bias-zero: expected a non-negative integer, received -1"),
+        (["--query", "4,16,10,64", "--bias-table", "3,9"], "bias.table: expected"),
+        (["--query", "4,16,10,64", "--bias-table", "16,0"], "table: expected shape (R,) or (..., H, R), R from 1, received (16, 0)"),
+        (["--query", "4,16,10,64", "--bias-zero", "4"], "--bias-zero: expected a --bias-table, received 4 alone"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"], "--mask-pitch: expected a --mask whose rows are no longer"),
         (["--query", "4,16,10,64", "--mask-pitch", "16"], "--mask-pitch: expected a --mask"),
@@ -625,7 +653,7 @@ def test_completion_completes_in_bash(capsys, tmp_path):
         return subprocess.run(["bash", "-c", code], text=True, capture_output=True, check=True, cwd=tmp_path).stdout.split()
 
     assert completed("dmattn", "ex") == ["explain"]
-    assert completed("dmattn", "explain", "--bias-") == ["--bias-pitch", "--bias-dtype"]
+    assert completed("dmattn", "explain", "--bias-") == ["--bias-pitch", "--bias-table", "--bias-zero", "--bias-dtype"]
     assert completed("dmattn", "explain", "--dtype", "b") == ["bfloat16"]
     assert completed("dmattn", "compile", "--like", "scr") == ["script"]
 

@@ -137,6 +137,11 @@ def test_what_is_tried_again_has_the_assembler_of_the_first_try(calls: Path, mon
         ("--causal\n", ["--arch", "sm_90"], "line 1: the following arguments are required: --query"),
         ("--query 1,2,64,32 --target sm_90\n", ["--arch", "sm_90"], "line 1: unknown option '--target'"),
         ("--query 1,2,64,32 --key 1,2,64,16\n", ["--arch", "sm_90"], "line 1: key: expected query's head dim 32"),
+        (
+            "--query 1,2,64,32 --bias-table 3,9\n",
+            ["--arch", "sm_90"],
+            "line 1: bias.table: expected a shape broadcastable to (B, H, R) = (1, 2, 9)",
+        ),
         ("--query 1,2,64,32 --dtype float64\n", ["--arch", "sm_90"], "line 1: --dtype: expected one that kernels serve, received float64"),
         ("--query '1,2\n", ["--arch", "sm_90"], "line 1: No closing quotation"),
     ],

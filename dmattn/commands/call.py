@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..biases import RelativeBias
 from ..targets import PEAKS
-from .parser import Parser, positive, sizes, window
+from .parser import Parser, natural, positive, sizes, window
 
 __all__ = ["PROCESSORS", "add_call", "described", "line_of"]
 PROCESSORS = "multiprocessors of a GPU, by default those of the GPU that is named for its family"
@@ -26,6 +27,9 @@ def add_call(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}-pitch", type=positive, metavar="N", help=f"elements from a row of the {name} to the next, if there is padding"
         )
+    table = "of a RelativeBias in the place of --bias: H,R, R distances for each head, or R"
+    parser.add_argument("--bias-table", type=sizes, metavar="SIZES", help=table)
+    parser.add_argument("--bias-zero", type=natural, metavar="N", help="index of distance 0 in the table, by default the middle")
     dtypes: dict[str, Any] = dict(type=_dtype, choices=("float16", "bfloat16", "float32", "float64"))
     parser.add_argument("--dtype", **dtypes, default="bfloat16", help="of query, key and value (%(default)s); also bf16 and the like")
     parser.add_argument("--bias-dtype", **dtypes, help="by default that of query, key and value")
@@ -70,6 +74,12 @@ def described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any,
         return stored if stored is None else stored[..., : shape[-1]]
 
     bias, mask = pairs("bias", options.bias_dtype or options.dtype), pairs("mask", "bool")
+    if options.bias_table:
+        if bias is not None:
+            raise ValueError(f"dmattn: --bias-table: expected no --bias beside it, received {options.bias_table} and {options.bias}")
+        bias = RelativeBias(tensor(options.bias_table, options.bias_dtype or options.dtype), options.bias_zero)
+    elif options.bias_zero is not None:
+        raise ValueError(f"dmattn: --bias-zero: expected a --bias-table, received {options.bias_zero} alone")
     given = {name: getattr(options, name) for name in ("causal", "window", "scale", "softcap", "dropout_p")}
     sinks = tensor(options.query[-3:-2], options.dtype) if options.sinks else None
     return (query, key, value), dict(bias=bias, mask=mask, sinks=sinks, **given)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["Parser", "Result", "add_json", "json_of", "positive", "sizes", "suggestion", "window"]
+__all__ = ["Parser", "Result", "add_json", "json_of", "natural", "positive", "sizes", "suggestion", "window"]
 ALIKE = 0.5  # share of letters that a word and its correction have in common at least: fp16 and float16 have 0.55
 
 
@@ -123,4 +123,11 @@ def positive(text: str) -> int:
     """The number of an option, 1 or more."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive integer, received {text}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """The number of an option, 0 or more."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a non-negative integer, received {text}")
     return int(text)
