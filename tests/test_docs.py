@@ -95,6 +95,34 @@ def test_every_result_file_that_is_named_exists(source):
     assert not [name for name in names if not (RESULTS / name).exists()]
 
 
+def commands_of(found: Any) -> Iterator[str]:
+    """Values under the name `command`, at any depth."""
+    if isinstance(found, dict):
+        for name, each in found.items():
+            yield from [each] if name == "command" else commands_of(each)
+    elif isinstance(found, list):
+        for each in found:
+            yield from commands_of(each)
+
+
+def is_typed(command: str) -> bool:
+    """Whether a shell takes it as it is, without words about it."""
+    programs = r"(\w+=\S+ )*(python|torchrun|compute-sanitizer) "
+    return re.match(programs, command) is not None and ", " not in command and "(" not in re.sub("'[^']*'", "", command)
+
+
+def test_the_command_of_a_result_file_is_one():
+    """What else is to be said of a measurement is in its `note`."""
+    assert not [
+        (file.name, command)
+        for file in RESULTS.glob("*.json")
+        for command in commands_of(json.loads(file.read_text()))
+        if not is_typed(command)
+    ]
+    for words in ("scripts that were not kept", "python benchmarks/memory.py, ended", "python benchmarks/matrix.py --rows (some)"):
+        assert not is_typed(words)
+
+
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
