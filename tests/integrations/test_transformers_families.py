@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +316,35 @@ def test_dropout_in_another_mode_than_its_layer(calls: list[dict]) -> None:
         model.transformer.h[1].self_attention.attention_dropout.train()
         with pytest.raises(ValueError, match="dropout: expected BloomAttention in the mode of its dropout"):
             model(**batch)
+
+
+@whole_model
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_falcon_adds_alibi_once_and_says_so_where_its_own_attention_adds_it_twice(implementation: str) -> None:
+    model = falcon(implementation, alibi=True).eval()
+    batch = batch_for(model, "none")
+    own = model(**batch).logits
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        integration.patch(model)
+        integration.patch(model)
+    said = [str(warning.message) for warning in caught]
+    assert [text.partition(";")[0] for text in said] == (
+        ['dmattn: model: a patched FalconAttention adds ALiBi once, as Transformers\' "sdpa" does'] if implementation == "eager" else []
+    )
+    assert all(Path(warning.filename) == Path(__file__) for warning in caught)
+    patched = model(**batch).logits
+    integration.unpatch(model)
+    model.config._attn_implementation = "sdpa"
+    assert error(patched, model(**batch).logits) <= 1e-5
+    assert (error(patched, own) <= 1e-5) == (implementation == "sdpa"), "eager's ALiBi counts once too: the warning is wrong"
+
+
+def test_no_other_family_has_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (bloom(), mpt(), falcon(), grouped_falcon()):
+            integration.patch(model)
 
 
 @whole_model

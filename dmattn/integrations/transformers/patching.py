@@ -6,6 +6,7 @@ names, state dicts, ``isinstance`` and wrap policies see what they saw before; c
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,8 +67,9 @@ def patch(model: nn.Module) -> None:
     :func:`enable` is for them, before or after, in the same model. Calling it again is allowed.
 
     State dicts, parameter names, hooks and optimizers are unaffected. Logits, loss and gradients are those of the model's own attention,
-    except that padded queries give 0 where it gives them the mean of all values, that Falcon counts ALiBi once (families/decoders.py), and
-    that attention dropout draws other random numbers. Attention weights cannot be had: asking for them raises when the model is called.
+    except that padded queries give 0 where it gives them the mean of all values, and that attention dropout draws other random numbers.
+    Falcon adds ALiBi once, as its own "sdpa" does; its "eager" adds it twice, and a warning says so where that is what the model has.
+    Attention weights cannot be had: asking for them raises when the model is called.
 
     Patch before the model is wrapped or sharded. Falcon's cache holds keys in their own heads (its own code repeats them for every query
     head), so one that was filled before does not fit.
@@ -191,6 +193,8 @@ def _swap(model: nn.Module) -> tuple[list[nn.Module], list[PreTrainedModel]]:
     files = {type(layer).__module__ for layer, _ in found}
     if any(owner.config.output_attentions for owner in models if type(owner).__module__ in files):
         raise ValueError("dmattn: output_attentions: expected False in the configuration, as attention weights are never formed, received True")
+    for what in dict.fromkeys(f"{type(layer).__name__} {what}" for layer, family in found if (what := family.differs(layer)) is not None):
+        warnings.warn(f"dmattn: model: a patched {what}", stacklevel=3)  # of patch(), before anything is changed: it may be an error
     reading = {type(layer).__module__ for layer, family in found if family.reads_mask}
     owners = []
     for owner in models:

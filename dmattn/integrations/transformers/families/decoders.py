@@ -96,6 +96,13 @@ def falcon(
     return layer.dense(attended(layer, query, key, value, attention_mask, bias, **options)), None
 
 
+def falcon_differs(layer: Any) -> str | None:
+    """Something where its own attention is eager, but in a model made of a patched one's configuration, of which patching said it."""
+    if not layer.config.alibi or layer.config._attn_implementation in ("sdpa", "dmattn_patched"):
+        return None
+    return 'adds ALiBi once, as Transformers\' "sdpa" does; without the patch its eager attention adds it twice, in scores and in its mask'
+
+
 def gptj(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
     """``s_ij = q_i . k_j / sqrt(d)`` of rotated q and k."""
     return _inner(layer, query, key, value, attention_mask, scaling=1 / layer.scale_attn, dropped=layer.attn_dropout), None
@@ -188,7 +195,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mpt.modeling_mpt.MptAttention": Family(dict(forward=mpt)),
     "mpt.modeling_mpt.MptBlock": Family(dict(forward=refusing_weights)),
-    "falcon.modeling_falcon.FalconAttention": Family(dict(forward=falcon), reads_mask=True),
+    "falcon.modeling_falcon.FalconAttention": Family(dict(forward=falcon), reads_mask=True, differs=falcon_differs),
     "gptj.modeling_gptj.GPTJAttention": Family(dict(forward=refusing_weights, _attn=gptj), reads_mask=True),
     "codegen.modeling_codegen.CodeGenAttention": Family(dict(forward=refusing_weights, _attn=codegen), reads_mask=True),
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": Family(dict(forward=refusing_weights, _attn=gpt_neo), reads_mask=True),

@@ -35,11 +35,13 @@ class Family:
         methods: by name, what the layers compute with instead.
         reads_mask: whether a mask made by Transformers' mask functions reaches them as it is.
         covers: whether a layer is one of those that `methods` can express.
+        differs: what its results differ in from those that it has before, as the end of a sentence about it; None where in nothing.
     """
 
     methods: dict[str, Callable]
     reads_mask: bool = False
     covers: Callable[[Any], bool] = lambda layer: True
+    differs: Callable[[Any], str | None] = lambda layer: None
 
 
 def standing_for(mask: Tensor, read: Any) -> Tensor:
